@@ -1,0 +1,76 @@
+# Everything from a clean clone: Python 3.11 or newer and make. `make help` lists what there is.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+# `python3` where it is new enough, else the newest of the others that runs.
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+# On a machine with an NVIDIA GPU: `make demo EXTRA=cuda12` or `EXTRA=cuda13`.
+EXTRA ?=
+ARGS ?=
+
+comma := ,
+BIN := .venv/bin
+PARITY := .venv-parity/bin
+RUN_STAMP := .venv/.installed$(if $(EXTRA),-$(EXTRA))
+TEST_STAMP := .venv/.installed-test
+PARITY_STAMP := .venv-parity/.installed
+CHECKED := jaxinfer pallas_kernels sharding checkpoints server tests benchmarks examples
+
+.PHONY: help demo serve test check fix golden test-parity bench clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(RUN_STAMP) ## answer a prompt with the default model, then say what ran where and how fast
+	@$(BIN)/jaxinfer demo $(ARGS)
+
+serve: $(RUN_STAMP) ## OpenAI-compatible server and chat page on http://127.0.0.1:8000 (ARGS="--port 9000 ...")
+	@$(BIN)/jaxinfer serve $(ARGS)
+
+test: $(TEST_STAMP) ## the test suite (ARGS="-k name" ...)
+	@$(BIN)/python -m pytest -q $(ARGS)
+
+check: $(TEST_STAMP) ## format, lint and types, changing nothing
+	@$(BIN)/ruff format --check --quiet $(CHECKED) || { echo 'Not formatted: run `make fix`.'; exit 1; }
+	@$(BIN)/ruff check --quiet $(CHECKED)
+	@$(BIN)/mypy --no-error-summary
+	@echo "format, lint and types: ok"
+
+fix: $(TEST_STAMP) ## format, and mend what the linter can mend
+	@$(BIN)/ruff check --quiet --fix $(CHECKED) || true
+	@$(BIN)/ruff format $(CHECKED)
+
+test-parity: $(PARITY_STAMP) ## compare live with torch and transformers, in a venv of their own
+	@$(PARITY)/python -m pytest -q -m parity $(ARGS)
+
+golden: $(PARITY_STAMP) ## write the reference implementation's results anew to tests/golden/
+	@$(PARITY)/python -m tests.parity.golden $(ARGS)
+
+bench: $(TEST_STAMP) $(PARITY_STAMP) ## this engine against transformers on this machine, one run, as ratios
+	@$(BIN)/python -m benchmarks.offline --peer-python $(PARITY)/python $(ARGS)
+
+clean: ## remove the virtual environments and what tools left (model and compilation caches stay)
+	rm -rf .venv .venv-parity build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .schemathesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+%/bin/python:
+	@test -n "$(PYTHON)" || { echo "jaxinfer needs Python 3.11 or newer; none was found. Give one: make PYTHON=/path/to/python3.11"; exit 1; }
+	@echo "creating $* with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $* || { echo "$(PYTHON) can't make a virtual environment; on Debian or Ubuntu install python3-venv."; rm -rf $*; exit 1; }
+
+# A stamp is newer than pyproject.toml where its extras are installed as it says.
+$(RUN_STAMP): pyproject.toml | $(BIN)/python
+	@echo "installing jaxinfer into .venv (a minute or two, once)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.$(if $(EXTRA),[$(EXTRA)])'
+	@touch $@
+
+$(TEST_STAMP): pyproject.toml | $(BIN)/python
+	@echo "installing jaxinfer and its test tools into .venv (a minute or two, once)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test$(if $(EXTRA),$(comma)$(EXTRA))]'
+	@touch $@ $(RUN_STAMP)
+
+$(PARITY_STAMP): pyproject.toml | $(PARITY)/python
+	@echo "installing jaxinfer, torch and transformers into .venv-parity (some minutes, once)"
+	@$(PARITY)/python -m pip install --quiet --disable-pip-version-check --editable '.[test,parity]'
+	@touch $@
