@@ -1,0 +1,292 @@
+"""The rules of the house as functions over source text: each takes modules and returns what breaks it, a line a breach."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path, PurePosixPath
+
+PACKAGES = ("jaxinfer", "pallas_kernels", "sharding", "checkpoints", "server")
+
+# importer -> what it may import of the other packages, as module prefixes
+ARROWS: dict[str, tuple[str, ...]] = {
+    "pallas_kernels": (),
+    "sharding": (),
+    "checkpoints": ("pallas_kernels.decompress_matmul.format",),  # the packed-weight format
+    "jaxinfer": ("pallas_kernels", "sharding", "checkpoints"),
+    "server": ("jaxinfer",),
+    "server.cli": ("jaxinfer", "checkpoints"),  # `jaxinfer convert` and the default model's fetch
+}
+
+# jaxinfer from top to bottom: a module imports from its own layer or lower ones.
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("jaxinfer", "jaxinfer.llm"),
+    ("jaxinfer.engine",),
+    ("jaxinfer.prefill", "jaxinfer.decode", "jaxinfer.kv_transfer", "jaxinfer.plan"),
+    ("jaxinfer.runtime", "jaxinfer.speculative", "jaxinfer.sampling", "jaxinfer.structured_output"),
+    ("jaxinfer.models",),
+    ("jaxinfer.layers",),
+    ("jaxinfer.kv_cache",),
+    ("jaxinfer.request", "jaxinfer.config", "jaxinfer.stats", "jaxinfer.tokenizer", "jaxinfer.detokenizer"),
+)
+TWINS = (("jaxinfer.prefill", "jaxinfer.decode"), ("jaxinfer.decode", "jaxinfer.prefill"))
+
+# The host half: importing any of these must not bring in JAX, however indirectly.
+JAX_FREE = (
+    "jaxinfer/__init__.py",
+    "jaxinfer/request.py",
+    "jaxinfer/config.py",
+    "jaxinfer/stats.py",
+    "jaxinfer/*tokenizer.py",
+    "jaxinfer/tokenizer/*.py",
+    "jaxinfer/kv_cache/spec.py",
+    "jaxinfer/kv_cache/allocator.py",
+    "jaxinfer/kv_cache/manager.py",
+    "jaxinfer/prefill/scheduler.py",
+    "jaxinfer/prefill/batch.py",
+    "jaxinfer/decode/scheduler.py",
+    "jaxinfer/decode/batch.py",
+    "jaxinfer/runtime/buckets.py",
+    "jaxinfer/models/config.py",
+    "checkpoints/source.py",
+    "checkpoints/weight_map.py",
+    "checkpoints/hub.py",
+    "server/*.py",  # the pattern's * also matches folders: all of server
+)
+JAX_FREE_LATER = ("jaxinfer/kv_cache/radix_cache.py", "jaxinfer/structured_output/grammar.py")  # rooms planned, not yet built
+JAX_FREE_EXCEPT = ("server/local_backend.py",)  # it holds the engine, and names no array itself
+JAX = ("jax", "jaxlib", "flax", "orbax", "optax", "safetensors.flax")
+
+HIDDEN_IMPORTS_ALLOWED = ("server/cli.py", "server/cli/*.py", "jaxinfer/__init__.py")
+MAX_LINES = 400
+LONGER_ALLOWED = ("pallas_kernels/*/mosaic_gpu.py",)
+VAGUE_NAMES = {"util", "utils", "common", "helper", "helpers", "misc"}
+KERNEL_FILES = ("__init__.py", "op.py", "reference.py", "cases.py")
+
+
+@dataclass(frozen=True)
+class Import:
+    names: tuple[str, ...]  # the module named, then for `from m import n` each m.n, which may be a module too
+    line: int
+    is_hidden: bool
+
+
+@dataclass(frozen=True)
+class Module:
+    path: str  # from the root, with slashes
+    source: str
+
+    @property
+    def name(self) -> str:
+        parts = PurePosixPath(self.path).with_suffix("").parts
+        return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+    @property
+    def package(self) -> str:
+        return self.name if self.path.endswith("__init__.py") else self.name.rpartition(".")[0]
+
+
+Modules = Mapping[str, Module]  # by dotted name
+
+
+def modules_of(sources: Mapping[str, str]) -> dict[str, Module]:
+    """Source text by path -> modules by name."""
+    modules = [Module(path, source) for path, source in sources.items()]
+    return {m.name: m for m in modules}
+
+
+def read(root: Path, folders: Iterable[str]) -> dict[str, Module]:
+    """Every Python file under the root's folders."""
+    paths = [p for folder in folders for p in sorted((root / folder).rglob("*.py"))]
+    return modules_of({p.relative_to(root).as_posix(): p.read_text(encoding="utf-8") for p in paths})
+
+
+def imports_of(module: Module) -> Iterator[Import]:
+    tree = ast.parse(module.source, module.path)
+    visible = set(tree.body)
+    for node in tree.body:  # `try: import x` at the top stays visible
+        if isinstance(node, ast.Try):
+            visible |= {*node.body, *node.orelse, *(s for h in node.handlers for s in h.body)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import((alias.name,), node.lineno, node not in visible)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = module.package.split(".")[: len(module.package.split(".")) - node.level + 1]
+                base = ".".join([*above, *filter(None, [node.module])])
+            yield Import((base, *(f"{base}.{a.name}" for a in node.names)), node.lineno, node not in visible)
+
+
+def targets_of(found: Import, modules: Modules) -> set[str]:
+    """The project's modules an import names: the submodules where `from package import module`, else the module itself."""
+    within = [name for name in found.names[1:] if name in modules]
+    is_whole = len(within) == len(found.names) - 1 and within
+    return set(within) | (set() if is_whole or found.names[0] not in modules else {found.names[0]})
+
+
+def _is_in(name: str, prefix: str) -> bool:
+    return name == prefix or name.startswith(prefix + ".")
+
+
+def wrong_arrows(modules: Modules) -> list[str]:
+    """Imports between top-level packages that the table of ARROWS doesn't have; the packages import no tests or examples either."""
+    breaches = []
+    for module in modules.values():
+        own = module.name.split(".")[0]
+        rule = max((r for r in ARROWS if _is_in(module.name, r)), key=len, default=None)
+        if rule is None:
+            continue
+        for found in imports_of(module):
+            for name in targets_of(found, modules) or {found.names[0]}:
+                top = name.split(".")[0]
+                if top == own or top not in (*PACKAGES, "tests", "benchmarks", "examples"):
+                    continue
+                if not any(_is_in(name, allowed) for allowed in ARROWS[rule]):
+                    breaches.append(
+                        f"{module.path}:{found.line} imports {name}: {rule} may import {', '.join(ARROWS[rule]) or 'none of the others'}"
+                    )
+    return breaches
+
+
+def layer_of(name: str) -> int | None:
+    for depth, members in enumerate(LAYERS):
+        if any(name == m or (m != "jaxinfer" and _is_in(name, m)) for m in members):
+            return depth
+    return None
+
+
+def upward_imports(modules: Modules) -> list[str]:
+    """Imports inside jaxinfer that point to a higher layer or from one twin to the other; modules that LAYERS doesn't place."""
+    inside = [m for m in modules.values() if _is_in(m.name, "jaxinfer")]
+    breaches = [f"{m.path} has no layer: place it in LAYERS" for m in inside if layer_of(m.name) is None]
+    for module in inside:
+        for found in imports_of(module):
+            for name in sorted(targets_of(found, modules)):
+                here, there = layer_of(module.name), layer_of(name)
+                if here is not None and there is not None and there < here:
+                    breaches.append(f"{module.path}:{found.line} imports {name}, which is above it")
+                if any(_is_in(module.name, a) and _is_in(name, b) for a, b in TWINS):
+                    breaches.append(f"{module.path}:{found.line} imports {name}: prefill and decode never import each other")
+    return breaches
+
+
+def import_cycles(modules: Modules) -> list[str]:
+    """One line for each group of modules that import one another in a ring."""
+    graph = {m.name: sorted({t for i in imports_of(m) for t in targets_of(i, modules)} - {m.name}) for m in modules.values()}
+    done: set[str] = set()
+    rings: dict[frozenset[str], str] = {}
+
+    def visit(name: str, trail: list[str]) -> None:
+        if name in trail:
+            ring = trail[trail.index(name) :]
+            rings.setdefault(frozenset(ring), " -> ".join([*ring, name]))
+            return
+        if name in done:
+            return
+        for target in graph[name]:
+            visit(target, [*trail, name])
+        done.add(name)
+
+    for name in graph:
+        visit(name, [])
+    return sorted(rings.values())
+
+
+def ways_to_jax(modules: Modules) -> list[str]:
+    """For each module of the host half that leads to JAX, the chain of imports that does. Hidden imports run later: not counted."""
+    breaches = []
+    for start in modules.values():
+        if not any(fnmatch(start.path, p) for p in (*JAX_FREE, *JAX_FREE_LATER)):
+            continue
+        is_excepted = start.path in JAX_FREE_EXCEPT
+        seen, queue = {start.name}, [[start.name]]
+        while queue:
+            chain = queue.pop(0)
+            shown = [i for i in imports_of(modules[chain[-1]]) if not i.is_hidden]
+            reached = sorted({n for i in shown for n in i.names if any(_is_in(n, j) for j in JAX)})
+            if reached:
+                breaches.append(" -> ".join([*chain, reached[0]]))
+                break
+            if is_excepted:
+                break
+            # Importing a.b.c runs a and a.b first.
+            named = {t for i in shown for t in targets_of(i, modules)} | {chain[-1]}
+            parents = {".".join(n.split(".")[:k]) for n in named for k in range(1, n.count(".") + 1)}
+            for name in sorted((named | parents) & modules.keys() - seen):
+                seen.add(name)
+                queue.append([*chain, name])
+    return breaches
+
+
+def hidden_imports(modules: Modules) -> list[str]:
+    """Imports inside functions, classes or `if TYPE_CHECKING`, and those by name at run time."""
+    breaches = []
+    for module in modules.values():
+        if any(fnmatch(module.path, p) for p in HIDDEN_IMPORTS_ALLOWED):
+            continue
+        breaches += [f"{module.path}:{i.line} imports {i.names[0]} out of sight" for i in imports_of(module) if i.is_hidden]
+        for node in ast.walk(ast.parse(module.source)):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("__import__", "import_module", "importlib.import_module"):
+                breaches.append(f"{module.path}:{node.lineno} imports by name at run time")
+    return breaches
+
+
+def global_statements(modules: Modules) -> list[str]:
+    return [
+        f"{m.path}:{n.lineno} global {', '.join(n.names)}"
+        for m in modules.values()
+        for n in ast.walk(ast.parse(m.source))
+        if isinstance(n, ast.Global)
+    ]
+
+
+def unannotated_functions(modules: Modules) -> list[str]:
+    """Public functions and methods with a parameter or a result that has no type."""
+    breaches = []
+    for module in modules.values():
+        for function, is_method in _public_functions(ast.parse(module.source).body):
+            a = function.args
+            parameters = [*a.posonlyargs, *a.args, *a.kwonlyargs, *filter(None, [a.vararg, a.kwarg])]
+            is_static = any(ast.unparse(d) == "staticmethod" for d in function.decorator_list)
+            first = 1 if is_method and not is_static else 0
+            missing = [p.arg for p in parameters[first:] if p.annotation is None] + (["its result"] if function.returns is None else [])
+            if missing:
+                breaches.append(f"{module.path}:{function.lineno} {function.name}: no type for {', '.join(missing)}")
+    return breaches
+
+
+def _public_functions(body: list[ast.stmt], is_method: bool = False) -> Iterator[tuple[ast.FunctionDef | ast.AsyncFunctionDef, bool]]:
+    for node in body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and (
+            not node.name.startswith("_") or node.name in ("__init__", "__call__")
+        ):
+            yield node, is_method
+        elif isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            yield from _public_functions(node.body, is_method=True)
+
+
+def incomplete_kernels(paths: Iterable[str]) -> list[str]:
+    """Folders of pallas_kernels that lack one of an op's files. `paths`: every Python file of the project."""
+    present = set(paths)
+    folders = {p.split("/")[1] for p in present if p.startswith("pallas_kernels/") and p.count("/") > 1}
+    return [f"pallas_kernels/{f}/ lacks {k}" for f in sorted(folders) for k in KERNEL_FILES if f"pallas_kernels/{f}/{k}" not in present]
+
+
+def long_files(modules: Modules, limit: int = MAX_LINES) -> list[str]:
+    counts = {m.path: m.source.count("\n") for m in modules.values() if not any(fnmatch(m.path, p) for p in LONGER_ALLOWED)}
+    return [f"{path} has {count} lines: at most {limit}" for path, count in counts.items() if count > limit]
+
+
+def vague_names(paths: Iterable[str]) -> list[str]:
+    """Files and folders named for no room in particular."""
+    return [f"{path}: say what it is for" for path in paths if VAGUE_NAMES & {part.removesuffix(".py") for part in path.split("/")}]
+
+
+def unmentioned_packages(modules: Modules, tree: str) -> list[str]:
+    """Packages that the text doesn't name as `folder/`."""
+    packages = {m.name for m in modules.values() if m.path.endswith("__init__.py")}
+    return [f"{name} is not in the tree" for name in sorted(packages) if name.rpartition(".")[2] + "/" not in tree]
