@@ -130,7 +130,9 @@ class _Parser:
         try:
             type_ = GGMLQuantizationType(number)
         except ValueError:
-            raise CheckpointError(f"{self.path}: tensor {name!r} has unknown type {number}; convert the file to F16, Q8_0 or Q4_K") from None
+            raise CheckpointError(
+                f"{self.path}: tensor {name!r} has unknown type {number}; convert the file to F16, Q8_0 or Q4_K"
+            ) from None
         block, block_bytes = GGML_QUANT_SIZES[type_]
         if not shape or shape[-1] % block:
             raise struct.error(f"tensor {name!r} of shape {shape} is not whole {type_.name} blocks of {block}")

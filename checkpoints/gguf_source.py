@@ -44,7 +44,9 @@ class GGUFSource:
         self._bytes = ByteCounter()
         self.metadata = self._file.metadata
         if self.metadata.get("split.count", 1) > 1:
-            raise CheckpointError(f"{path}: one part of a GGUF split in {self.metadata['split.count']}: merge them (llama-gguf-split --merge)")
+            raise CheckpointError(
+                f"{path}: one part of a GGUF split in {self.metadata['split.count']}: merge them (llama-gguf-split --merge)"
+            )
         architecture = self.metadata.get("general.architecture")
         if architecture != "llama":
             raise CheckpointError(f"{path}: general.architecture is {architecture!r}: of GGUF files 'llama' is supported")
@@ -156,7 +158,9 @@ class GGUFSource:
         smooth = np.clip((first_context / wavelength - 1.0) / (4.0 - 1.0), 0.0, 1.0)
         expected = 1 / ((1 - smooth) / settings["factor"] + smooth)
         if table.shape != expected.shape or not np.allclose(table, expected, rtol=1e-3):
-            raise CheckpointError(f"{self.path}: tensor {_ROPE_FACTORS!r} is not Llama 3's RoPE scaling: convert the model to safetensors instead")
+            raise CheckpointError(
+                f"{self.path}: tensor {_ROPE_FACTORS!r} is not Llama 3's RoPE scaling: convert the model to safetensors instead"
+            )
         return settings
 
 

