@@ -1,0 +1,1 @@
+"""Measurements of this engine and its peers. Not in the wheel: run from a clone."""

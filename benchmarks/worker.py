@@ -1,0 +1,91 @@
+"""An engine in a process of its own, spoken to in lines of JSON; stopped (SIGSTOP) while another is measured, so that no idle
+thread of it spins on a core. Standard library only: the worker's side runs in the peer's environment too."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+Answer = dict[str, Any]
+
+
+class WorkerError(RuntimeError):
+    """A worker ended or said what went wrong."""
+
+
+class Worker:
+    """Start `python -m module ...`, wait for its first line (what it is), and stop it until it is asked something."""
+
+    def __init__(self, python: str, module: str, *args: str) -> None:
+        # On disk, not a pipe: nobody reads it unless the worker fails, and a full pipe would block it.
+        self._log = tempfile.TemporaryFile(mode="w+", encoding="utf-8", errors="replace")  # noqa: SIM115 - open as long as the worker
+        self._process = subprocess.Popen(
+            [python, "-m", module, *args], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True
+        )
+        self.name = module
+        self.pid = self._process.pid
+        try:
+            self.about = self._read()
+        except BaseException:
+            self.close()
+            raise
+        self._process.send_signal(signal.SIGSTOP)
+
+    def ask(self, **question: Any) -> Answer:
+        """One answer; the worker runs only until it has given it. Raises `WorkerError` with the worker's last words."""
+        assert self._process.stdin is not None
+        self._process.send_signal(signal.SIGCONT)
+        try:
+            self._process.stdin.write(json.dumps(question) + "\n")
+            self._process.stdin.flush()
+            return self._read()
+        except BrokenPipeError:
+            raise WorkerError(self._last_words()) from None
+        finally:
+            self._process.send_signal(signal.SIGSTOP)
+
+    def close(self) -> None:
+        self._process.kill()  # also ends a stopped process
+        self._process.wait()
+        self._log.close()
+
+    def _read(self) -> Answer:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise WorkerError(self._last_words())
+        answer = json.loads(line)
+        if "error" in answer:
+            raise WorkerError(f"{self.name}: {answer['error']}")
+        return answer
+
+    def _last_words(self) -> str:
+        self._process.wait(timeout=10)
+        self._log.seek(0)
+        return f"{self.name} ended early:\n" + "".join(self._log.readlines()[-15:])
+
+
+def serve(start: Callable[[], tuple[Answer, Callable[[Answer], Answer]]]) -> None:
+    """The worker's side: start the engine, say what it is, then answer questions until the asker is gone."""
+    out = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # libraries that print must not break the conversation
+
+    def say(answer: Answer) -> None:
+        print(json.dumps(answer), file=out, flush=True)
+
+    try:
+        about, answer = start()
+        say(about)
+        for line in sys.stdin:
+            say(answer(json.loads(line)))
+    except Exception as error:
+        say({"error": f"{type(error).__name__}: {error}"})
+        raise
