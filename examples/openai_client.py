@@ -20,14 +20,18 @@ try:
 
     client = OpenAI(base_url=f"http://127.0.0.1:{PORT}/v1", api_key="unused")
     model = client.models.list().data[0].id
-    question = [{"role": "user", "content": "Name three primary colours."}]
     for chunk in client.chat.completions.create(
-        model=model, messages=question, max_tokens=40, temperature=0, stream=True, stream_options={"include_usage": True}
+        model=model,
+        messages=[{"role": "user", "content": "Name three primary colours."}],
+        max_tokens=40,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
     ):
         print(chunk.choices[0].delta.content or "" if chunk.choices else f"\n{chunk.usage}", end="", flush=True)
 
     done = client.completions.create(model=model, prompt="The capital of France is", max_tokens=5, temperature=0, logprobs=2)
-    print(f"\n{done.choices[0].text!r}", done.choices[0].logprobs.top_logprobs[0])
+    print(f"\n{done.choices[0].text!r} {done.choices[0].logprobs}")
 finally:
     server.terminate()
     server.wait()

@@ -29,7 +29,17 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("jaxinfer.models",),
     ("jaxinfer.layers",),
     ("jaxinfer.kv_cache",),
-    ("jaxinfer.request", "jaxinfer.config", "jaxinfer.stats", "jaxinfer.tokenizer", "jaxinfer.detokenizer", "jaxinfer.chat_template"),
+    # models.config, alone of models, is a plain record of a model's shapes: layers and caches are built from it.
+    (
+        "jaxinfer.models.config",
+        "jaxinfer.sequence",
+        "jaxinfer.request",
+        "jaxinfer.config",
+        "jaxinfer.stats",
+        "jaxinfer.tokenizer",
+        "jaxinfer.detokenizer",
+        "jaxinfer.chat_template",
+    ),
 )
 TWINS = (("jaxinfer.prefill", "jaxinfer.decode"), ("jaxinfer.decode", "jaxinfer.prefill"))
 
@@ -39,6 +49,7 @@ JAX_FREE = (
     "jaxinfer/request.py",
     "jaxinfer/config.py",
     "jaxinfer/stats.py",
+    "jaxinfer/sequence.py",
     "jaxinfer/*tokenizer.py",
     "jaxinfer/chat_template.py",
     "jaxinfer/kv_cache/spec.py",
@@ -153,10 +164,10 @@ def wrong_arrows(modules: Modules) -> list[str]:
 
 
 def layer_of(name: str) -> int | None:
-    for depth, members in enumerate(LAYERS):
-        if any(name == m or (m != "jaxinfer" and _is_in(name, m)) for m in members):
-            return depth
-    return None
+    """The depth at which LAYERS places a module, by the longest entry that holds it."""
+    depths = {member: depth for depth, members in enumerate(LAYERS) for member in members}
+    holds = [m for m in depths if name == m or (m != "jaxinfer" and _is_in(name, m))]
+    return depths[max(holds, key=len)] if holds else None
 
 
 def upward_imports(modules: Modules) -> list[str]:
