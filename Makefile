@@ -45,7 +45,7 @@ test-parity: $(PARITY_STAMP) ## compare live with torch and transformers, in a v
 	@$(PARITY)/python -m pytest -q -m parity $(ARGS)
 
 golden: $(PARITY_STAMP) ## write the reference implementation's results anew to tests/golden/
-	@$(PARITY)/python -m tests.parity.golden $(ARGS)
+	@$(PARITY)/python -m tests.golden.write $(ARGS)
 
 bench: $(TEST_STAMP) $(PARITY_STAMP) ## this engine against transformers on this machine, one run, as ratios
 	@$(BIN)/python -m benchmarks.offline --peer-python $(PARITY)/python $(ARGS)

@@ -1,0 +1,84 @@
+"""`make golden`: what the reference implementation makes of tests/golden/prompts.json, into files small enough to check in.
+
+logits.npz holds for every prompt NAME: NAME/prompt_ids, NAME/tokens (greedy), and for each token's step and for each of
+NAME/prefill_positions (scores after that prompt token) the scores at `vocab_ids`, the 8 best ids and scores, and the logsumexp
+over the whole vocabulary. tokenizer.json holds token ids of all texts and the rendered chats.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from tests.parity import reference
+
+FOLDER = Path(__file__).parent
+NUM_TOKENS = 48
+NUM_VOCAB_IDS = 256
+NUM_BEST = 8
+NUM_PREFILL_POSITIONS = 12
+
+
+def main() -> None:
+    inputs = json.loads((FOLDER / "prompts.json").read_text(encoding="utf-8"))
+    tokenizer, model = reference.load_tokenizer(), reference.load_model()
+    write_tokenizer(inputs, tokenizer)
+    write_logits(inputs, tokenizer, model)
+
+
+def write_tokenizer(inputs: dict, tokenizer: PreTrainedTokenizerFast) -> None:
+    chats = []
+    for messages in inputs["chats"]:
+        for add_generation_prompt in (False, True):
+            text = tokenizer.apply_chat_template(messages, add_generation_prompt=add_generation_prompt, tokenize=False)
+            chats.append({"messages": messages, "add_generation_prompt": add_generation_prompt, "text": text})
+    texts = inputs["texts"] + [chat["text"] for chat in chats]
+    corpus = []
+    for text in texts:
+        ids = tokenizer.encode(text)
+        kept, skipped = (tokenizer.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False) for skip in (False, True))
+        corpus.append({"text": text, "ids": ids, "decoded": kept, "decoded_without_special": skipped})
+    with (FOLDER / "tokenizer.json").open("w", encoding="utf-8") as file:
+        json.dump({"corpus": corpus, "chats": chats}, file, ensure_ascii=False, indent=0)
+
+
+def write_logits(inputs: dict, tokenizer: PreTrainedTokenizerFast, model: PreTrainedModel) -> None:
+    vocab_size = model.config.vocab_size
+    vocab_ids = np.sort(np.random.default_rng(0).choice(vocab_size, NUM_VOCAB_IDS, replace=False)).astype(np.int32)
+    arrays = {"vocab_ids": vocab_ids}
+    for prompt in inputs["prompts"]:
+        text = (
+            prompt["text"]
+            if "text" in prompt
+            else tokenizer.apply_chat_template(prompt["messages"], add_generation_prompt=True, tokenize=False)
+        )
+        prompt_ids = tokenizer.encode(text)
+        tokens, scores = reference.greedy(model, prompt_ids, NUM_TOKENS)
+        positions = np.unique(np.linspace(0, len(prompt_ids) - 1, NUM_PREFILL_POSITIONS).astype(np.int32))
+        prefill_scores = reference.all_logits(model, prompt_ids)[positions]
+        of_prompt = {"prompt_ids": np.array(prompt_ids, np.int32), "tokens": tokens, "prefill_positions": positions}
+        of_prompt |= summary("", scores, vocab_ids) | summary("prefill_", prefill_scores, vocab_ids)
+        arrays |= {f"{prompt['name']}/{key}": value for key, value in of_prompt.items()}
+        margins = of_prompt["best_logits"][:, 0] - of_prompt["best_logits"][:, 1]
+        print(f"{prompt['name']}: {len(prompt_ids)} tokens, smallest margin {margins.min():.4f}, {tokenizer.decode(tokens.tolist())!r}")
+    np.savez_compressed(FOLDER / "logits.npz", **arrays)
+
+
+def summary(prefix: str, scores: np.ndarray, vocab_ids: np.ndarray) -> dict[str, np.ndarray]:
+    """What is kept of scores [N, V]."""
+    best = np.argsort(-scores, axis=-1, kind="stable")[:, :NUM_BEST].astype(np.int32)
+    wide = scores.astype(np.float64)
+    top = wide.max(-1)
+    return {
+        f"{prefix}logits": scores[:, vocab_ids],
+        f"{prefix}best_ids": best,
+        f"{prefix}best_logits": np.take_along_axis(scores, best, -1),
+        f"{prefix}logsumexp": (np.log(np.exp(wide - top[:, None]).sum(-1)) + top).astype(np.float32),
+    }
+
+
+if __name__ == "__main__":
+    main()
