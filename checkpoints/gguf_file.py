@@ -59,7 +59,7 @@ class GGUFFile:
 class _Parser:
     def __init__(self, path: Path, data: np.ndarray) -> None:
         self.path = path
-        self.buffer = memoryview(data)
+        self.buffer = data.data  # a memoryview
         self.at = 0
 
     def parse(self) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
@@ -76,7 +76,9 @@ class _Parser:
         tensors = dict(self._tensor_info() for _ in range(num_tensors))
         if len(tensors) != num_tensors:
             raise CheckpointError(f"{self.path}: a tensor name occurs twice in the GGUF directory; {_FETCH_AGAIN}")
-        alignment = int(metadata.get("general.alignment", 32)) or 1
+        alignment = metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise struct.error(f"general.alignment is {alignment!r}")
         start = -(-self.at // alignment) * alignment
         return metadata, {n: TensorInfo(t.shape, t.type, start + t.offset, t.num_bytes) for n, t in tensors.items()}
 

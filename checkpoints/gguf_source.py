@@ -33,6 +33,7 @@ _PLAIN = {
     GGMLQuantizationType.BF16: np.dtype(ml_dtypes.bfloat16),
 }
 _ROPE_FACTORS = "rope_freqs.weight"  # Llama 3's frequency scaling, as a table; see `_rope_scaling`
+_AGAIN = "fetch or convert the file again"
 
 
 class GGUFSource:
@@ -43,9 +44,9 @@ class GGUFSource:
         self._file = GGUFFile(path)
         self._bytes = ByteCounter()
         self.metadata = self._file.metadata
-        if self.metadata.get("split.count", 1) > 1:
+        if self.metadata.get("split.count", 1) != 1:
             raise CheckpointError(
-                f"{path}: one part of a GGUF split in {self.metadata['split.count']}: merge them (llama-gguf-split --merge)"
+                f"{path}: one part of a GGUF in {self.metadata['split.count']} files: merge them (llama-gguf-split --merge)"
             )
         architecture = self.metadata.get("general.architecture")
         if architecture != "llama":
@@ -82,7 +83,7 @@ class GGUFSource:
         try:
             return self._tensors[name]
         except KeyError:
-            raise CheckpointError(f"{self.path}: tensor {name!r} is missing; fetch or convert the file again") from None
+            raise CheckpointError(f"{self.path}: tensor {name!r} is missing; {_AGAIN}") from None
 
     def _interleaved_heads(self, name: str) -> int:
         """How many heads' rows llama.cpp's converter has interleaved (for its own RoPE) in this tensor; 0: none."""
@@ -103,26 +104,25 @@ class GGUFSource:
         return values[..., start - first * block : stop - first * block]
 
     def _translate_config(self) -> dict[str, Any]:
-        hidden_size, num_heads = self._value("embedding_length"), self._value("attention.head_count")
-        head_size = self._value("attention.key_length", self._value("rope.dimension_count", hidden_size // num_heads))
-        if self._value("attention.value_length", head_size) != head_size or self._value("rope.dimension_count", head_size) != head_size:
+        hidden_size, num_heads = self._integer("embedding_length"), self._integer("attention.head_count")
+        head_size = self._integer("attention.key_length", self._integer("rope.dimension_count", hidden_size // num_heads))
+        if self._integer("attention.value_length", head_size) != head_size or self._integer("rope.dimension_count", head_size) != head_size:
             raise CheckpointError(f"{self.path}: head sizes of keys, values and RoPE differ in its metadata: not supported")
-        vocab_size = self.shape("model.embed_tokens.weight")[0]
-        num_experts = self._value("expert_count", 0)
-        config = {
-            "architectures": ["MixtralForCausalLM" if num_experts else "LlamaForCausalLM"],
-            "model_type": "mixtral" if num_experts else "llama",
+        num_kv_heads = self._integer("attention.head_count_kv", num_heads)
+        is_mixture = "llama.expert_count" in self.metadata
+        config: dict[str, Any] = {
+            "architectures": ["MixtralForCausalLM" if is_mixture else "LlamaForCausalLM"],
+            "model_type": "mixtral" if is_mixture else "llama",
             "hidden_size": hidden_size,
-            "num_hidden_layers": self._value("block_count"),
+            "num_hidden_layers": self._integer("block_count"),
             "num_attention_heads": num_heads,
-            "num_key_value_heads": self._value("attention.head_count_kv", num_heads),
+            "num_key_value_heads": num_kv_heads,
             "head_dim": head_size,
-            "intermediate_size": self._value("feed_forward_length"),
-            "vocab_size": vocab_size,
-            "rope_theta": self._value("rope.freq_base", 10000.0),
-            # Stored as float32: back to the decimal it was written from, 1e-05 rather than 9.99999974e-06.
-            "rms_norm_eps": float(np.format_float_scientific(np.float32(self._value("attention.layer_norm_rms_epsilon")), unique=True)),
-            "max_position_embeddings": self._value("context_length"),
+            "intermediate_size": self._integer("feed_forward_length"),
+            "vocab_size": self.shape("model.embed_tokens.weight")[0],
+            "rope_theta": self._number("rope.freq_base", 10000.0),
+            "rms_norm_eps": self._number("attention.layer_norm_rms_epsilon"),
+            "max_position_embeddings": self._integer("context_length"),
             "tie_word_embeddings": "lm_head.weight" not in self._tensors,
             "hidden_act": "silu",
             "attention_bias": "model.layers.0.self_attn.q_proj.bias" in self._tensors,
@@ -130,16 +130,35 @@ class GGUFSource:
             "bos_token_id": self.metadata.get("tokenizer.ggml.bos_token_id"),
             "eos_token_id": self.metadata.get("tokenizer.ggml.eos_token_id"),
         }
+        for part, heads in (("q", num_heads), ("k", num_kv_heads)):
+            name = f"model.layers.0.self_attn.{part}_proj.weight"
+            if (rows := self.shape(name)[0]) != heads * head_size or head_size % 2:
+                raise CheckpointError(
+                    f"{self.path}: tensor {name!r} has {rows} rows, but its metadata says {heads} heads of {head_size}: {_AGAIN}"
+                )
         return {**config, "rope_scaling": self._rope_scaling(config)}
 
-    def _value(self, key: str, default: Any = None) -> Any:
+    def _integer(self, key: str, default: int | None = None) -> int:
+        value = self._value(key, default)
+        if not isinstance(value, int) or value < 1:
+            raise CheckpointError(f"{self.path}: metadata key 'llama.{key}' is {value!r}: it must be a positive integer; {_AGAIN}")
+        return value
+
+    def _number(self, key: str, default: float | None = None) -> float:
+        value = self._value(key, default)
+        if not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            raise CheckpointError(f"{self.path}: metadata key 'llama.{key}' is {value!r}: it must be a positive number; {_AGAIN}")
+        # Stored as float32: back to the decimal it was written from, 1e-05 rather than 9.99999974e-06.
+        return float(np.format_float_scientific(np.float32(value), unique=True))
+
+    def _value(self, key: str, default: Any) -> Any:
         value = self.metadata.get(f"llama.{key}", default)
         if value is None:
-            raise CheckpointError(f"{self.path}: metadata key 'llama.{key}' is missing; fetch or convert the file again")
+            raise CheckpointError(f"{self.path}: metadata key 'llama.{key}' is missing; {_AGAIN}")
         if isinstance(value, np.ndarray):
             if len(set(value.tolist())) != 1:
                 raise CheckpointError(f"{self.path}: 'llama.{key}' differs from layer to layer: not supported")
-            value = value[0].item()
+            return value[0].item()
         return value
 
     def _rope_scaling(self, config: dict[str, Any]) -> dict[str, Any] | None:

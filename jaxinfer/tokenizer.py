@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
@@ -19,7 +20,10 @@ from jaxinfer.request import RequestError
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _SPLITS = {"gpt-2": None, "smollm": "digits", "llama-bpe": _WORDS % r"\p{N}{1,3}", "qwen2": _WORDS % r"\p{N}"}
 _CONTROL, _USER_DEFINED = 3, 4  # `tokenizer.ggml.token_type`
+_NAMES_IN_GGUF = {"bos": "bos_token", "eos": "eos_token", "eot": "eot_token", "unknown": "unk_token", "padding": "pad_token"}
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_AGAIN = "fetch or convert the file again"
+_USE_FOLDER = "use the model's folder with tokenizer.json"
 
 
 def _bytes_of_characters() -> dict[str, int]:
@@ -90,65 +94,49 @@ class Tokenizer:
 
 
 def _from_gguf(path: Path, metadata: Mapping[str, Any]) -> Tokenizer:
-    def value(key: str) -> Any:
-        if (found := metadata.get(f"tokenizer.ggml.{key}")) is None:
-            raise CheckpointError(f"{path}: metadata key 'tokenizer.ggml.{key}' is missing; fetch or convert the file again")
-        return found
-
-    kind, pre = value("model"), metadata.get("tokenizer.ggml.pre")
+    about = {key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items() if key.startswith("tokenizer.ggml.")}
+    kind, pre = about.get("model"), about.get("pre")
     if kind != "gpt2":
-        raise CheckpointError(
-            f"{path}: tokenizer.ggml.model is {kind!r}: of GGUF files 'gpt2' is supported; use the model's folder with tokenizer.json"
-        )
+        raise CheckpointError(f"{path}: tokenizer.ggml.model is {kind!r}: of GGUF files 'gpt2' is supported; {_USE_FOLDER}")
     if pre not in _SPLITS:
-        raise CheckpointError(
-            f"{path}: tokenizer.ggml.pre is {pre!r}: supported are {', '.join(_SPLITS)}; use the model's folder with tokenizer.json"
-        )
-    tokens: list[str] = value("tokens")
+        raise CheckpointError(f"{path}: tokenizer.ggml.pre is {pre!r}: supported are {', '.join(_SPLITS)}; {_USE_FOLDER}")
+    tokens, merges = about.get("tokens"), about.get("merges")
+    if not isinstance(tokens, list) or not isinstance(merges, list) or len(set(tokens)) != len(tokens):
+        raise CheckpointError(f"{path}: tokenizer.ggml.tokens or .merges is missing, no list of strings, or names a token twice; {_AGAIN}")
     vocab = {token: i for i, token in enumerate(tokens)}
-    merges = [tuple(merge.split(" ")) for merge in value("merges")]
+    pairs: list[Any] = [tuple(merge.split(" ")) for merge in merges]
     try:
-        backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre == "llama-bpe"))  # type: ignore[arg-type]
+        backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=pairs, ignore_merges=pre == "llama-bpe"))
     except Exception as error:  # the library raises plain Exception
-        raise CheckpointError(
-            f"{path}: the vocabulary and merges in its metadata don't fit ({error}); fetch or convert the file again"
-        ) from error
-    split = _SPLITS[pre]
-    if split is None:
-        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    elif split == "digits":
-        backend.pre_tokenizer = pre_tokenizers.Sequence(
-            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-        )
-    else:
-        whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(split), "isolated"), whole])
+        raise CheckpointError(f"{path}: the vocabulary and merges in its metadata don't fit ({error}); {_AGAIN}") from error
+    backend.pre_tokenizer = _pre_tokenizer(pre)
     if pre == "qwen2":
         backend.normalizer = normalizers.NFC()
     backend.decoder = decoders.ByteLevel()
-    types = metadata.get("tokenizer.ggml.token_type", ())
-    backend.add_tokens(
-        [
-            AddedToken(token, normalized=False, special=t == _CONTROL)
-            for token, t in zip(tokens, types, strict=False)
-            if t in (_CONTROL, _USER_DEFINED)
-        ]
-    )
-    special = {
-        name: i for name in ("bos", "eos", "unknown", "padding") if (i := metadata.get(f"tokenizer.ggml.{name}_token_id")) is not None
-    }
-    for name, i in special.items():
-        if i >= len(tokens):
-            raise CheckpointError(
-                f"{path}: tokenizer.ggml.{name}_token_id is {i}, outside the vocabulary of {len(tokens)}; convert the file again"
-            )
-    bos = special.get("bos")
-    if bos is not None and metadata.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe"):
+    types = about.get("token_type")
+    kinds = types.tolist() if isinstance(types, np.ndarray) else []
+    added = [(token, t) for token, t in zip(tokens, kinds, strict=False) if t in (_CONTROL, _USER_DEFINED)]
+    backend.add_tokens([AddedToken(token, normalized=False, special=t == _CONTROL) for token, t in added])
+    named = {name: i for name in _NAMES_IN_GGUF if (i := about.get(f"{name}_token_id")) is not None}
+    for name, i in named.items():
+        if not isinstance(i, int) or not 0 <= i < len(tokens):
+            raise CheckpointError(f"{path}: tokenizer.ggml.{name}_token_id is {i!r}, but the vocabulary has {len(tokens)} tokens; {_AGAIN}")
+    bos = named.get("bos")
+    if bos is not None and about.get("add_bos_token", pre == "llama-bpe"):
         backend.post_processor = processors.TemplateProcessing(single=f"{tokens[bos]} $A", special_tokens=[(tokens[bos], bos)])
-    ends = [i for key in ("eos_token_id", "eot_token_id") if (i := metadata.get(f"tokenizer.ggml.{key}")) is not None]
-    short = {"unknown": "unk", "padding": "pad"}
-    named = {f"{short.get(name, name)}_token": tokens[i] for name, i in special.items()}
-    return Tokenizer(backend, bos, ends, ChatTemplate(metadata.get("tokenizer.chat_template"), named))
+    ends = [named[name] for name in ("eos", "eot") if name in named]
+    variables = {_NAMES_IN_GGUF[name]: tokens[i] for name, i in named.items()}
+    return Tokenizer(backend, bos, ends, ChatTemplate(metadata.get("tokenizer.chat_template"), variables))
+
+
+def _pre_tokenizer(pre: str) -> pre_tokenizers.PreTokenizer:
+    split = _SPLITS[pre]
+    if split is None:
+        return pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if split == "digits":
+        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    words = pre_tokenizers.Split(Regex(split), "isolated")
+    return pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
 def _from_folder(path: Path) -> Tokenizer:

@@ -1,0 +1,199 @@
+"""Loading: each device reads its own part and no more; what does not fit the model is refused before anything is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from checkpoints.gguf_source import GGUFSource
+from checkpoints.loader import load
+from checkpoints.safetensors_source import SafetensorsSource
+from checkpoints.source import CheckpointError
+from checkpoints.weight_map import Weight, WeightMap
+from tests.checkpoints import tiny
+
+LAYER = "model.layers.{layer}."
+WEIGHTS = WeightMap(
+    {
+        "embedding.table": Weight("model.embed_tokens.weight"),
+        "norm.scale": Weight("model.norm.weight"),
+        "blocks.{layer}.norm.scale": Weight(LAYER + "input_layernorm.weight"),
+        "blocks.{layer}.mlp_norm.scale": Weight(LAYER + "post_attention_layernorm.weight"),
+        **{f"blocks.{{layer}}.{p}.kernel": Weight(f"{LAYER}self_attn.{p}_proj.weight", transpose=True) for p in "qkvo"},
+        **{f"blocks.{{layer}}.{p}.kernel": Weight(f"{LAYER}mlp.{p}_proj.weight", transpose=True) for p in ("gate", "up", "down")},
+    }
+)
+SHAPES = {
+    "norm.scale": (tiny.HIDDEN,),
+    "mlp_norm.scale": (tiny.HIDDEN,),
+    "q.kernel": (tiny.HIDDEN, tiny.HEADS, tiny.HEAD),
+    "k.kernel": (tiny.HIDDEN, tiny.KV_HEADS, tiny.HEAD),
+    "v.kernel": (tiny.HIDDEN, tiny.KV_HEADS, tiny.HEAD),
+    "o.kernel": (tiny.HEADS, tiny.HEAD, tiny.HIDDEN),
+    "gate.kernel": (tiny.HIDDEN, tiny.MLP),
+    "up.kernel": (tiny.HIDDEN, tiny.MLP),
+    "down.kernel": (tiny.MLP, tiny.HIDDEN),
+}
+SPLIT = {  # over two devices, as tensor parallelism does
+    "q.kernel": P(None, "tensor"),
+    "k.kernel": P(None, "tensor"),
+    "v.kernel": P(None, "tensor"),
+    "o.kernel": P("tensor"),
+    "gate.kernel": P(None, "tensor"),
+    "up.kernel": P(None, "tensor"),
+    "down.kernel": P("tensor"),
+    "embedding.table": P("tensor"),
+}
+ARRAYS = tiny.tensors()
+NUM_BYTES = sum(array.nbytes for array in ARRAYS.values())
+
+
+def mesh(*devices: int) -> Mesh:
+    return Mesh(np.array(jax.devices())[list(devices)], ("tensor",))
+
+
+def targets(on: Mesh, split: Mapping[str, P], dtype: jnp.dtype = jnp.float32) -> dict[str, jax.ShapeDtypeStruct]:
+    shapes = {"embedding.table": (tiny.VOCAB, tiny.HIDDEN), "norm.scale": (tiny.HIDDEN,)}
+    shapes |= {f"blocks.{layer}.{part}": shape for layer in range(tiny.LAYERS) for part, shape in SHAPES.items()}
+    specs = {path: split.get(path, split.get(path.split(".", 2)[-1], P())) for path in shapes}
+    return {path: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(on, specs[path])) for path, shape in shapes.items()}
+
+
+def expected(path: str) -> np.ndarray:
+    weight = WEIGHTS.find(path)
+    array = ARRAYS[weight.tensor]
+    shape = SHAPES.get(path.split(".", 2)[-1], array.shape) if path.startswith("blocks") else array.shape
+    return (array.T if weight.transpose else array).reshape(shape)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> SafetensorsSource:
+    tiny.write_safetensors(tmp_path, ARRAYS, num_files=2)
+    return SafetensorsSource(tmp_path)
+
+
+def test_one_device_gets_every_tensor_once(source: SafetensorsSource) -> None:
+    loaded = load(source, targets(mesh(0), {}), WEIGHTS)
+    for path, array in loaded.items():
+        np.testing.assert_array_equal(array, expected(path), err_msg=path)
+    assert source.bytes_read == NUM_BYTES
+
+
+def test_devices_that_share_a_tensor_out_read_it_once_between_them(source: SafetensorsSource) -> None:
+    loaded = load(source, targets(mesh(0, 1), SPLIT), WEIGHTS)
+    for path, array in loaded.items():
+        np.testing.assert_array_equal(array, expected(path), err_msg=path)
+        assert all(shard.data.shape != array.shape for shard in array.addressable_shards) == (
+            path.split(".", 2)[-1] in SPLIT or path in SPLIT
+        )
+    assert source.bytes_read == NUM_BYTES
+
+
+def test_devices_that_hold_the_same_read_it_once(source: SafetensorsSource) -> None:
+    loaded = load(source, targets(mesh(0, 1, 2, 3), {}), WEIGHTS)
+    assert len(loaded["norm.scale"].addressable_shards) == 4
+    assert source.bytes_read == NUM_BYTES
+
+
+@pytest.mark.parametrize("path", ["q.kernel", "k.kernel", "o.kernel", "gate.kernel", "down.kernel"])
+def test_each_device_reads_its_half_alone(source: SafetensorsSource, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    sizes = []
+    read = source.read
+    monkeypatch.setattr(source, "read", lambda *asked: (part := read(*asked), sizes.append((asked[0], part.nbytes)))[0])
+    load(source, targets(mesh(0, 1), SPLIT), WEIGHTS)
+    name = WEIGHTS.find(f"blocks.1.{path}").tensor
+    assert [size for asked, size in sizes if asked == name] == [ARRAYS[name].nbytes // 2] * 2
+
+
+def test_a_split_of_an_inner_dimension_is_cut_from_what_covers_it(source: SafetensorsSource) -> None:
+    split = {"q.kernel": P(None, None, "tensor"), "o.kernel": P(None, "tensor")}  # by head size, across heads
+    for path, array in load(source, targets(mesh(0, 1), split), WEIGHTS).items():
+        np.testing.assert_array_equal(array, expected(path), err_msg=path)
+
+
+def test_two_meshes_load_from_one_source_in_another_type(source: SafetensorsSource) -> None:
+    prefill = load(source, targets(mesh(0, 1), SPLIT), WEIGHTS)
+    decode = load(source, targets(mesh(2), {}, jnp.bfloat16), WEIGHTS)
+    for path, array in decode.items():
+        assert array.dtype == jnp.bfloat16
+        assert array.devices() == {jax.devices()[2]}
+        np.testing.assert_array_equal(array, np.asarray(prefill[path]).astype(jnp.bfloat16))
+
+
+def test_a_gguf_file_loads_like_the_folder_it_was_made_from(tmp_path: Path) -> None:
+    values = tiny.write_gguf(tmp_path / "tiny.gguf")
+    source = GGUFSource(tmp_path / "tiny.gguf")
+    for path, array in load(source, targets(mesh(0, 1), SPLIT), WEIGHTS).items():
+        weight = WEIGHTS.find(path)
+        value = values[weight.tensor]
+        np.testing.assert_array_equal(array, (value.T if weight.transpose else value).reshape(array.shape), err_msg=path)
+
+
+def refused(tmp_path: Path, arrays: dict[str, np.ndarray], weights: WeightMap = WEIGHTS) -> str:
+    tiny.write_safetensors(tmp_path, arrays)
+    source = SafetensorsSource(tmp_path)
+    with pytest.raises(CheckpointError) as caught:
+        load(source, targets(mesh(0), {}), weights)
+    assert source.bytes_read == 0
+    return str(caught.value)
+
+
+def test_missing_tensors_are_named(tmp_path: Path) -> None:
+    without = {name: array for name, array in ARRAYS.items() if "layers.1.mlp" not in name and name != "model.norm.weight"}
+    message = refused(tmp_path, without)
+    assert "tensors 'model.layers.1.mlp.down_proj.weight', 'model.layers.1.mlp.gate_proj.weight'" in message
+    assert "and 1 more are missing, which this model's configuration calls for" in message
+
+
+def test_surplus_tensors_are_named(tmp_path: Path) -> None:
+    message = refused(tmp_path, {**ARRAYS, "model.layers.0.self_attn.q_norm.weight": np.ones(16, np.float32)})
+    assert "tensor 'model.layers.0.self_attn.q_norm.weight' is in the checkpoint but not in a model of this configuration" in message
+
+
+def test_known_leftovers_are_let_be(tmp_path: Path) -> None:
+    extra = {
+        "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32),
+        "lm_head.weight": ARRAYS["model.embed_tokens.weight"].copy(),
+    }
+    tiny.write_safetensors(tmp_path, {**ARRAYS, **extra})
+    weights = WeightMap(WEIGHTS.weights, ignored=("lm_head.weight",))
+    assert len(load(SafetensorsSource(tmp_path), targets(mesh(0), {}), weights)) == len(ARRAYS)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "wanted"),
+    [
+        ("model.layers.1.self_attn.k_proj.weight", (tiny.HEADS * tiny.HEAD, tiny.HIDDEN), "[64, 2, 16] transposed"),
+        ("model.layers.1.mlp.up_proj.weight", (tiny.HIDDEN, tiny.MLP), "[64, 96] transposed"),
+        ("model.norm.weight", (tiny.HIDDEN, 1), "[64]"),
+        ("model.embed_tokens.weight", (tiny.VOCAB // 2, tiny.HIDDEN), "[40, 64]"),
+    ],
+)
+def test_a_misshapen_tensor_is_named_with_what_was_expected(tmp_path: Path, name: str, shape: tuple[int, ...], wanted: str) -> None:
+    message = refused(tmp_path, {**ARRAYS, name: np.zeros(shape, np.float32)})
+    assert f"tensor '{name}' has shape {list(shape)}, but the configuration calls for {wanted}" in message
+
+
+def test_a_parameter_without_an_entry_is_named(tmp_path: Path) -> None:
+    weights = WeightMap({path: weight for path, weight in WEIGHTS.weights.items() if "gate" not in path})
+    assert "parameter 'blocks.0.gate.kernel' has no entry in the model's weight map" in refused(tmp_path, ARRAYS, weights)
+
+
+def test_a_failure_in_one_tensor_leaves_nothing_loaded(source: SafetensorsSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = source.read
+
+    def failing(name: str, index=None):
+        if name == "model.norm.weight":
+            raise CheckpointError("the disk is gone")
+        return read(name, index)
+
+    monkeypatch.setattr(source, "read", failing)
+    with pytest.raises(CheckpointError, match="the disk is gone"):
+        load(source, targets(mesh(0), {}), WEIGHTS)
