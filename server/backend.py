@@ -1,0 +1,46 @@
+"""The seam between the HTTP front and whatever makes tokens: an engine in this process, or a router to many."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from typing import Protocol
+
+from jaxinfer.request import OutputDelta, SamplingParams
+from jaxinfer.stats import EngineStats
+
+
+class Overloaded(Exception):
+    """The queue is full; `retry_after` is in seconds."""
+
+    def __init__(self, retry_after: float) -> None:
+        super().__init__(f"the request queue is full; retry in {retry_after:.0f} s")
+        self.retry_after = retry_after
+
+
+class Unavailable(Exception):
+    """The backend is stopping, or has failed: no request is served any more; the message says why."""
+
+
+class Backend(Protocol):
+    """`generate` yields a request's deltas until each of its n sequences has a finish_reason. Raises `RequestError` for a
+    request that can never be served, `Overloaded` when the queue is full and `Unavailable` once stopping, all before the
+    first delta; `Unavailable` also later when the engine fails. Closing the iterator early (aclose, or cancelling the task
+    that iterates) aborts the request and frees its pages."""
+
+    max_model_len: int  # tokens, prompt plus output
+
+    def generate(self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[OutputDelta]: ...
+
+    def stats(self) -> EngineStats: ...
+
+    def is_ready(self) -> bool: ...
+
+    def failure(self) -> str | None:
+        """Why nothing can be served until a restart; None while all is well."""
+        ...
+
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None:
+        """Refuse new requests, finish those under way, then return."""
+        ...

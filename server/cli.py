@@ -1,0 +1,224 @@
+"""The `jaxinfer` command: serve, generate, batch, demo. Engine flags are EngineConfig's fields; JAX loads when a command needs it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import logging
+import os
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from rich.console import Console
+
+from checkpoints.source import CheckpointError
+from jaxinfer.config import ConfigError, EngineConfig, flat_fields
+from jaxinfer.request import RequestError, SamplingParams
+from server.config import ServerConfig
+from server.flags import add_flags, given
+from server.summary import Measured, summary_table
+
+if TYPE_CHECKING:
+    from jaxinfer.engine import Engine
+
+DEFAULT_NAMES = ("SmolLM2-135M-Instruct", "default")  # what --model default is served as
+DEMO_PROMPT = "Explain in a few sentences why the sky is blue."
+KEYS_VARIABLE = "JAXINFER_API_KEYS"
+
+USER_ERROR = 2
+INTERRUPTED = 130  # as shells report a command that Ctrl+C ended
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and exit: 0, 2 for what the user can mend (said in one line), 130 when interrupted."""
+    parsed = _parser().parse_args(arguments)
+    logging.basicConfig(level=getattr(parsed, "log_level", "warning").upper(), format="%(levelname)s: %(message)s", stream=sys.stderr)
+    try:
+        sys.exit(parsed.run(parsed))
+    except (ConfigError, CheckpointError, RequestError, OSError) as error:
+        print(f"jaxinfer: error: {error}", file=sys.stderr)
+        sys.exit(USER_ERROR)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="jaxinfer", description="JAX inference: prefill and decode as two programs on two meshes.")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    serve = commands.add_parser("serve", help="OpenAI-compatible HTTP server and chat page", description="Serve a model over HTTP.")
+    add_flags(serve, "server", dataclasses.fields(ServerConfig))
+    serve.set_defaults(run=_serve)
+
+    generate = commands.add_parser("generate", help="answer one prompt on the terminal", description="Stream an answer to the terminal.")
+    generate.add_argument("prompt", help="the prompt; - reads it from standard input")
+    generate.set_defaults(run=_generate)
+
+    demo = commands.add_parser("demo", help="generate with a ready prompt, then say what ran where", description="A first look.")
+    demo.add_argument("prompt", nargs="?", default=DEMO_PROMPT, help="the prompt (default: %(default)s)")
+    demo.set_defaults(run=_generate, stats=True)
+    for command in (generate, demo):
+        _add_generate_flags(command)
+
+    batch = commands.add_parser(
+        "batch", help="answer a file of OpenAI batch requests", description="Run a batch file; resumes where it ended."
+    )
+    batch.add_argument("input", type=Path, help='a request a line: {"custom_id", "method": "POST", "url": "/v1/chat/completions", "body"}')
+    batch.add_argument("output", type=Path, help="an answer a line; lines already there are kept and not asked again")
+    batch.set_defaults(run=_batch)
+
+    for command in (serve, generate, demo, batch):
+        add_flags(command, "engine", flat_fields())
+    return parser
+
+
+def _add_generate_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("generation")
+    flag = group.add_argument
+    flag("--chat", action=argparse.BooleanOptionalAction, default=True, help="use the model's chat template (default: on)")
+    flag("--system", metavar="TEXT", help="a system message before the prompt")
+    flag("--max-tokens", type=int, default=256, metavar="N", help="most tokens to generate (default: %(default)s)")
+    flag("--temperature", type=float, default=0.0, metavar="X", help="0: always the likeliest token (default: %(default)s)")
+    flag("--top-k", type=int, default=0, metavar="N", help="sample among the N likeliest tokens; 0: all (default: %(default)s)")
+    flag("--top-p", type=float, default=1.0, metavar="X", help="sample among the likeliest that make up X (default: %(default)s)")
+    flag("--min-p", type=float, default=0.0, metavar="X", help="leave out tokens under X times the likeliest (default: %(default)s)")
+    flag("--repetition-penalty", type=float, default=1.0, metavar="X", help="over 1: repeat less (default: %(default)s)")
+    flag("--seed", type=int, metavar="N", help="the same seed gives the same tokens")
+    flag("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times")
+    flag("--ignore-eos", action="store_true", help="go on after the end-of-sequence token")
+    if parser.get_default("stats") is None:
+        flag("--stats", action="store_true", help="then print devices, times, speed and memory")
+
+
+def _start_engine(arguments: argparse.Namespace, console: Console) -> Engine:
+    """Load and compile, with a spinner on a terminal."""
+    config = EngineConfig.of(**given(arguments, flat_fields()))
+    with console.status(f"starting {config.model.model}: loading weights and compiling programs"):
+        from jaxinfer.engine import Engine
+
+        return Engine(config)
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    console = Console(stderr=True)
+    names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "stop", "ignore_eos")
+    params = SamplingParams(**{name: getattr(arguments, name) for name in names})
+    prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    if not prompt:
+        raise RequestError("the prompt is empty: give some text")
+    engine = _start_engine(arguments, console)
+    if arguments.chat:
+        system = [{"role": "system", "content": arguments.system}] if arguments.system else []
+        prompt = engine.tokenizer.render_chat([*system, {"role": "user", "content": prompt}])
+    token_ids = engine.tokenizer.encode(prompt, add_special_tokens=not arguments.chat)
+    measured = _stream_to_terminal(engine, token_ids, params)
+    if arguments.stats:
+        console.print()
+        console.print(summary_table(engine.stats, measured))
+    return 0
+
+
+def _stream_to_terminal(engine: Engine, token_ids: list[int], params: SamplingParams) -> Measured:
+    start = time.perf_counter()
+    first = last = None
+    num_tokens = 0
+    engine.validate(token_ids, params)
+    engine.add_request("generate", token_ids, params)
+    while engine.has_work:
+        for delta in engine.step():
+            print(delta.text, end="", flush=True)
+            num_tokens += len(delta.token_ids)
+            if delta.token_ids:
+                last = time.perf_counter()
+                first = first or last
+    print(flush=True)
+    first, last = first or start, last or start
+    return Measured(len(token_ids), num_tokens, first - start, last - first)
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    from server.graceful import GracefulServer
+    from server.local_backend import LocalBackend
+    from server.openai.app import create_app
+
+    config = _server_config(arguments)
+    console = Console(stderr=True)
+    with _listening_socket(config) as listener:  # before the long start, which a taken port would waste
+        engine = _start_engine(arguments, console)
+        console.print(summary_table(engine.stats))
+        host, port = listener.getsockname()[:2]
+        message = f"{config.model_name} is ready on http://{f'[{host}]' if ':' in host else host}:{port}"
+        app = create_app(LocalBackend(engine), engine.tokenizer, config)
+        GracefulServer(app, config, on_started=lambda: console.print(message, highlight=False)).run(sockets=[listener])
+    return 0
+
+
+def _server_config(arguments: argparse.Namespace) -> ServerConfig:
+    fields = given(arguments, dataclasses.fields(ServerConfig))
+    if keys := os.environ.get(KEYS_VARIABLE):
+        fields.setdefault("api_keys", tuple(key.strip() for key in keys.split(",")))
+    fields.setdefault("served_model_name", _model_names(arguments))
+    return ServerConfig(**fields)
+
+
+def _model_names(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """A model's short name, and --model as it was given."""
+    model = EngineConfig.of(**given(arguments, flat_fields())).model.model
+    return DEFAULT_NAMES if model == DEFAULT_NAMES[1] else tuple(dict.fromkeys((Path(model).name.removesuffix(".gguf"), model)))
+
+
+def _listening_socket(config: ServerConfig) -> socket.socket:
+    try:
+        family, *_, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listener = socket.socket(family)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise ConfigError(f"can't listen on {config.host} port {config.port}: {error}; choose others with --host and --port") from error
+    return listener
+
+
+def _batch(arguments: argparse.Namespace) -> int:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    from server.batch import BatchFileError, BatchStopped, count_lines, run_batch
+    from server.local_backend import LocalBackend
+    from server.openai.service import Service
+
+    console = Console(stderr=True)
+    num_lines = count_lines(arguments.input)  # before the long start, which a wrong name would waste
+    engine = _start_engine(arguments, console)
+    config = ServerConfig(served_model_name=_model_names(arguments))
+    backend = LocalBackend(engine)
+    service = Service(backend, engine.tokenizer, config, int(time.time()))
+    schedule = engine.config.schedule
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+
+    async def run() -> str:
+        with Progress(*columns, console=console) as progress:
+            bar = progress.add_task("requests", total=num_lines)
+            await backend.start()
+            concurrency = min(2 * schedule.max_batch_size, schedule.max_queue_size)
+            result = await run_batch(
+                service, arguments.input, arguments.output, concurrency=concurrency, advance=lambda count: progress.advance(bar, count)
+            )
+            await backend.stop()
+        return f"{result.num_answered} answered, {result.num_failed} of them with an error; {result.num_kept} kept from before"
+
+    try:
+        console.print(asyncio.run(run()))
+    except BatchFileError as error:
+        raise ConfigError(str(error)) from error
+    except BatchStopped as error:
+        console.print(f"jaxinfer: error: {error}; the answers so far are in {arguments.output}: run the same command again for the rest")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""ServerConfig: what the HTTP front needs to know. Command-line flags and their help come from the fields here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxinfer.config import ConfigError, parse_bytes
+
+
+def _flag(default: Any, help: str, **extra: Any) -> Any:
+    return field(default=default, metadata={"help": help, **extra})
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    host: str = _flag("127.0.0.1", "address to listen on; 0.0.0.0 for every interface")
+    port: int = _flag(8000, "port to listen on; 0: any free one")
+    served_model_name: tuple[str, ...] = _flag((), "names clients may ask for, the first one reported; from --model if not given")
+    api_keys: tuple[str, ...] = _flag((), "keys of which clients must send one; also from the environment, JAXINFER_API_KEYS")
+    max_body_size: str = _flag("32MiB", "largest request body; above it a request is answered 413")
+    max_prompts: int = _flag(128, "most prompts in one completions request")
+    shutdown_timeout: float = _flag(60.0, "seconds that running requests get to finish after SIGTERM")
+    log_level: str = _flag("info", "least level that is logged", choices=("debug", "info", "warning", "error"))
+    access_log: bool = _flag(False, "log a line for each HTTP request")
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port is {self.port}: give one from 0 to 65535")
+        if any(not key.strip() for key in self.api_keys):
+            raise ConfigError("api_keys has an empty key: give non-empty keys, separated by commas")
+        if any(not name.strip() for name in self.served_model_name):
+            raise ConfigError("served_model_name has an empty name: give non-empty names, separated by commas")
+        if self.max_prompts < 1:
+            raise ConfigError(f"max_prompts is {self.max_prompts}: it must be at least 1")
+        if self.shutdown_timeout < 0:
+            raise ConfigError(f"shutdown_timeout is {self.shutdown_timeout}: give seconds, 0 or more")
+        if self.max_body_bytes < 1:
+            raise ConfigError(f"max_body_size is {self.max_body_size!r}: give at least 1 byte")
+
+    @property
+    def max_body_bytes(self) -> int:
+        return parse_bytes("max_body_size", self.max_body_size)
+
+    @property
+    def model_name(self) -> str:
+        """The name reported to clients."""
+        return self.served_model_name[0] if self.served_model_name else "default"
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """Every name a client may ask for."""
+        return self.served_model_name or ("default",)

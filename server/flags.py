@@ -1,0 +1,60 @@
+"""Command-line flags made from the fields of the configurations, so that a default and its help live in one place."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+Field = dataclasses.Field[Any]
+
+
+def add_flags(parser: argparse.ArgumentParser, title: str, fields: Iterable[Field]) -> None:
+    """Give `parser` one flag for each field, named after it. A flag that isn't given leaves no trace in the namespace."""
+    group = parser.add_argument_group(title)
+    for field in fields:
+        kind = str(field.type)
+        help = f"{field.metadata['help']} (default: {_shown(field.default)})".replace("%", "%%")
+        name = "--" + field.name.replace("_", "-")
+        options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": help}
+        if kind == "bool":
+            group.add_argument(name, action=argparse.BooleanOptionalAction, **options)
+            continue
+        reader, metavar = _READERS[kind]
+        choices = field.metadata.get("choices")
+        group.add_argument(name, type=reader, choices=choices, metavar=None if choices else metavar, **options)
+
+
+def given(arguments: argparse.Namespace, fields: Iterable[Field]) -> dict[str, Any]:
+    """The fields' values that were given on the command line."""
+    return {field.name: getattr(arguments, field.name) for field in fields if hasattr(arguments, field.name)}
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+def _strings(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(","))
+
+
+_integers.__name__, _strings.__name__ = "list of integers", "list"  # as argparse's errors name them
+
+_READERS: dict[str, tuple[Callable[[str], Any], str]] = {
+    "str": (str, "TEXT"),
+    "str | None": (str, "TEXT"),
+    "int": (int, "N"),
+    "int | None": (int, "N"),
+    "float": (float, "X"),
+    "tuple[int, ...]": (_integers, "N,N"),
+    "tuple[str, ...]": (_strings, "A,B"),
+}
+
+
+def _shown(default: object) -> str:
+    if isinstance(default, tuple):
+        return ",".join(map(str, default)) or "none"
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    return "none" if default is None else str(default)

@@ -1,0 +1,170 @@
+"""LocalBackend: an engine in this process, stepping in a thread of its own while asyncio serves."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+
+from jaxinfer.engine import Engine
+from jaxinfer.request import OutputDelta, RequestError, SamplingParams
+from jaxinfer.stats import EngineStats
+from server.backend import Overloaded, Unavailable
+
+logger = logging.getLogger(__name__)
+
+RECENT = 32  # finished requests from which throughput is estimated
+LONGEST_RETRY = 120.0  # seconds
+JOIN_TIMEOUT = 30.0  # seconds that the engine's thread gets to end its last step
+
+
+@dataclass(frozen=True, slots=True)
+class _Add:
+    request_id: str
+    prompt: tuple[int, ...]
+    params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class _Abort:
+    request_id: str
+
+
+class LocalBackend:
+    """The engine is touched by its thread alone; requests and aborts reach it through one queue, and each step's deltas come
+    back in one wake-up of the event loop. All other state belongs to the event loop."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.max_model_len = engine.max_model_len
+        self._inbox: queue.SimpleQueue[_Add | _Abort | None] = queue.SimpleQueue()
+        self._streams: dict[str, asyncio.Queue[OutputDelta | Exception]] = {}
+        self._num_unseen = 0  # requests sent that the engine's gauges don't count yet
+        self._finished_at: deque[float] = deque(maxlen=RECENT)
+        self._failure: str | None = None
+        self._is_stopping = False
+        self._quiet = asyncio.Event()
+        self._quiet.set()
+        self._thread: threading.Thread | None = None
+
+    def stats(self) -> EngineStats:
+        """The engine's own, live."""
+        return self._engine.stats
+
+    def is_ready(self) -> bool:
+        return self._thread is not None and not self._is_stopping and self._failure is None
+
+    def failure(self) -> str | None:
+        return self._failure
+
+    async def start(self) -> None:
+        """Start the engine's thread."""
+        assert self._thread is None, "a LocalBackend starts once"
+        loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(target=self._run, args=(loop,), name="engine", daemon=True)
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """Refuse new requests, finish those under way, then end the engine's thread."""
+        self._is_stopping = True
+        await self._quiet.wait()
+        if self._thread is not None:
+            self._inbox.put(None)
+            await asyncio.to_thread(self._thread.join, JOIN_TIMEOUT)
+
+    async def generate(self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[OutputDelta]:
+        """See `Backend`."""
+        if not self.is_ready():
+            raise Unavailable(self._failure or "the server is shutting down")
+        self._engine.validate(prompt_token_ids, params)
+        self._check_room()
+        assert request_id not in self._streams, "request ids are unique"
+        stream = self._streams[request_id] = asyncio.Queue()
+        self._quiet.clear()
+        self._num_unseen += 1
+        self._inbox.put(_Add(request_id, tuple(prompt_token_ids), params))
+        num_unfinished = params.n
+        try:
+            while num_unfinished:
+                item = await stream.get()
+                if isinstance(item, Exception):
+                    raise item
+                num_unfinished -= item.finish_reason is not None
+                yield item
+            self._finished_at.append(time.monotonic())
+        finally:
+            del self._streams[request_id]
+            if num_unfinished:
+                self._inbox.put(_Abort(request_id))
+            if not self._streams:
+                self._quiet.set()
+
+    def _check_room(self) -> None:
+        num_waiting = self._engine.stats.num_waiting + self._num_unseen
+        if num_waiting >= self._engine.config.schedule.max_queue_size:
+            raise Overloaded(self._retry_after(num_waiting))
+
+    def _retry_after(self, num_waiting: int) -> float:
+        """Seconds until those waiting now have been served at the recent pace."""
+        if len(self._finished_at) < 2:
+            return 1.0
+        seconds = time.monotonic() - self._finished_at[0]
+        return min(max(num_waiting * seconds / len(self._finished_at), 1.0), LONGEST_RETRY)
+
+    # The engine's thread
+
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        try:
+            while True:
+                num_added, is_last = self._take_commands(loop)
+                if is_last:
+                    return
+                deltas = self._engine.step() if self._engine.has_work else []
+                if deltas or num_added:
+                    loop.call_soon_threadsafe(self._deliver, deltas, num_added)
+        except Exception as error:
+            logger.critical("the engine failed; nothing is served until a restart", exc_info=error)
+            loop.call_soon_threadsafe(self._fail, error)
+
+    def _take_commands(self, loop: asyncio.AbstractEventLoop) -> tuple[int, bool]:
+        """Hand the engine all that has come in; with nothing to do, wait for it. Returns how many requests there were, and
+        whether to end."""
+        num_added = 0
+        while True:
+            try:
+                command = self._inbox.get(block=not num_added and not self._engine.has_work)
+            except queue.Empty:
+                return num_added, False
+            match command:
+                case None:
+                    return num_added, True
+                case _Abort(request_id):
+                    self._engine.abort(request_id)
+                case _Add(request_id, prompt, params):
+                    num_added += 1
+                    try:
+                        self._engine.add_request(request_id, prompt, params)
+                    except RequestError as error:
+                        loop.call_soon_threadsafe(self._refuse, request_id, error)
+
+    # On the event loop, called from the engine's thread
+
+    def _deliver(self, deltas: list[OutputDelta], num_added: int) -> None:
+        self._num_unseen -= num_added
+        for delta in deltas:
+            if (stream := self._streams.get(delta.request_id)) is not None:  # else aborted while the step ran
+                stream.put_nowait(delta)
+
+    def _refuse(self, request_id: str, error: RequestError) -> None:
+        if (stream := self._streams.get(request_id)) is not None:
+            stream.put_nowait(error)
+
+    def _fail(self, error: Exception) -> None:
+        self._failure = f"the engine failed ({type(error).__name__}: {error}); restart the server"
+        for stream in self._streams.values():
+            stream.put_nowait(Unavailable(self._failure))

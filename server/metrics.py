@@ -1,0 +1,113 @@
+"""EngineStats for Prometheus, and the few numbers the chat page shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.registry import Collector
+
+from jaxinfer.stats import TIME_BUCKETS, EngineStats, Histogram
+
+Answered = Mapping[tuple[str, str, int], int]  # HTTP requests by method, route and status
+
+_COUNTERS = {
+    "num_requests": ("requests", "Requests taken in"),
+    "num_prompt_tokens": ("prompt_tokens", "Prompt tokens, cached ones among them"),
+    "num_cached_tokens": ("cached_prompt_tokens", "Prompt tokens whose KV was found rather than computed"),
+    "num_output_tokens": ("output_tokens", "Tokens generated"),
+    "num_preemptions": ("preemptions", "Requests that gave up their pages to be recomputed later"),
+    "num_prefill_steps": ("prefill_steps", "Runs of a prefill program"),
+    "num_decode_steps": ("decode_steps", "Runs of a decode program"),
+    "num_pages_moved": ("kv_pages_moved", "KV pages handed over between distinct meshes"),
+    "num_compilations": ("compilations", "XLA compilations of this process"),
+    "num_compilations_after_ready": ("compilations_after_ready", "XLA compilations while serving; 0 if all is well"),
+    "host_seconds": ("decode_host_seconds", "Seconds of decode steps spent outside waiting for the device"),
+}
+_GAUGES = {
+    "num_waiting": ("requests_waiting", "Requests queued, no prefill yet"),
+    "num_prefilling": ("requests_prefilling", "Requests whose prompt is being computed"),
+    "num_running": ("requests_running", "Sequences in the decode batch"),
+    "load_seconds": ("load_seconds", "Seconds that loading the weights took"),
+    "compile_seconds": ("compile_seconds", "Seconds that compiling the programs took"),
+    "peak_pages_used": ("kv_pages_peak", "Most KV pages of the decode mesh ever in use at once"),
+    "num_programs": ("programs", "Compiled programs held"),
+}
+_HISTOGRAMS = {
+    "time_to_first_token": ("time_to_first_token_seconds", "From a request's arrival to its first token"),
+    "inter_token_latency": ("inter_token_latency_seconds", "Between two tokens of a sequence"),
+    "queue_seconds": ("queue_seconds", "From a request's arrival to its first prefill"),
+}
+
+
+class _StatsCollector(Collector):
+    """Reads the stats when it is asked, so that the engine never waits for an exporter."""
+
+    def __init__(self, stats: EngineStats, answered: Answered) -> None:
+        self._stats, self._answered = stats, answered
+
+    def collect(self) -> Iterable[Metric]:
+        stats = self._stats
+        for field, (name, help) in _COUNTERS.items():
+            yield CounterMetricFamily(f"jaxinfer_{name}", help, value=getattr(stats, field))
+        for field, (name, help) in _GAUGES.items():
+            yield GaugeMetricFamily(f"jaxinfer_{name}", help, value=getattr(stats, field))
+        for field, (name, help) in _HISTOGRAMS.items():
+            yield _histogram(f"jaxinfer_{name}", help, getattr(stats, field))
+        yield from self._labelled()
+
+    def _labelled(self) -> Iterable[Metric]:
+        stats = self._stats
+        used = GaugeMetricFamily("jaxinfer_kv_pages_used", "KV pages in use", labels=["mesh"])
+        total = GaugeMetricFamily("jaxinfer_kv_pages_total", "KV pages there are", labels=["mesh"])
+        devices = GaugeMetricFamily("jaxinfer_mesh_devices", "Devices of the mesh", labels=["mesh"])
+        for mesh in ("prefill", "decode"):
+            used.add_metric([mesh], getattr(stats, f"{mesh}_pages_used"))
+            total.add_metric([mesh], getattr(stats, f"{mesh}_pages"))
+            devices.add_metric([mesh], len(getattr(stats, f"{mesh}_devices")))
+        memory = GaugeMetricFamily("jaxinfer_memory_bytes", "Device memory by what holds it", labels=["part"])
+        for part, num_bytes in dict(stats.memory).items():
+            memory.add_metric([part], num_bytes)
+        finished = CounterMetricFamily("jaxinfer_sequences_finished", "Sequences finished, by reason", labels=["reason"])
+        for reason, count in dict(stats.finished).items():
+            finished.add_metric([str(reason)], count)
+        answered = CounterMetricFamily("jaxinfer_http_requests", "HTTP requests answered", labels=["method", "route", "code"])
+        for (method, route, code), count in dict(self._answered).items():
+            answered.add_metric([method, route, str(code)], count)
+        yield from (used, total, devices, memory, finished, answered)
+
+
+def _histogram(name: str, help: str, histogram: Histogram) -> HistogramMetricFamily:
+    counts = list(histogram.counts)
+    cumulative = [sum(counts[: i + 1]) for i in range(len(counts))]
+    bounds = [*(str(bound) for bound in TIME_BUCKETS), "+Inf"]
+    return HistogramMetricFamily(name, help, buckets=list(zip(bounds, cumulative, strict=True)), sum_value=histogram.total)
+
+
+def metrics_text(stats: EngineStats, answered: Answered) -> tuple[bytes, str]:
+    """Prometheus' text format, and its content type."""
+    registry = CollectorRegistry()
+    registry.register(_StatsCollector(stats, answered))
+    return generate_latest(registry), CONTENT_TYPE_PLAIN_0_0_4
+
+
+def live_numbers(stats: EngineStats) -> dict[str, Any]:
+    """What the chat page shows, as JSON; seconds, and counts since the start. Rates are the reader's to work out."""
+    return {
+        "output_tokens": stats.num_output_tokens,
+        "prompt_tokens": stats.num_prompt_tokens,
+        "cached_tokens": stats.num_cached_tokens,
+        "time_to_first_token": stats.time_to_first_token.quantile(0.5),
+        "inter_token_latency": stats.inter_token_latency.quantile(0.5),
+        "running": stats.num_running,
+        "prefilling": stats.num_prefilling,
+        "waiting": stats.num_waiting,
+        "pages": {mesh: [getattr(stats, f"{mesh}_pages_used"), getattr(stats, f"{mesh}_pages")] for mesh in ("prefill", "decode")},
+        "devices": {"prefill": stats.prefill_devices, "decode": stats.decode_devices},
+        "shares_pages": stats.prefill_devices == stats.decode_devices,
+        "compilations_after_ready": stats.num_compilations_after_ready,
+        "preemptions": stats.num_preemptions,
+    }

@@ -1,0 +1,133 @@
+"""The FastAPI app: which path leads to which handler, and what each may answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import FileResponse, JSONResponse
+from fastapi.staticfiles import StaticFiles
+from starlette.exceptions import HTTPException
+
+from jaxinfer.tokenizer import Tokenizer
+from server.backend import Backend
+from server.config import ServerConfig
+from server.metrics import live_numbers, metrics_text
+from server.openai import chat, completions
+from server.openai.body import parse, read_body
+from server.openai.errors import ApiError, from_exception, quoted
+from server.openai.front_door import FrontDoor, Traffic
+from server.openai.protocol import ChatRequest, CompletionRequest
+from server.openai.responses import ChatCompletion, Completion, Health, Model, ModelList
+from server.openai.schema import documented_body, documented_errors, openapi_page
+from server.openai.service import Service
+from server.openai.stream import event_stream, until_disconnected
+
+STATIC = Path(__file__).parent.parent / "static"
+# The chat page loads nothing from elsewhere and runs no inline script, so that no model's text can.
+PAGE_HEADERS = {"Content-Security-Policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'", "Cache-Control": "no-cache"}
+
+
+def create_app(backend: Backend, tokenizer: Tokenizer, config: ServerConfig) -> FastAPI:
+    """The whole HTTP front. `app.state.traffic` counts requests and begins a shutdown."""
+    traffic = Traffic()
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await backend.start()
+        traffic.open()
+        yield
+        traffic.close()
+        await backend.stop()
+
+    # FastAPI's interactive documentation loads from a CDN, so only the OpenAPI page itself is served.
+    app = FastAPI(title="jaxinfer", description="OpenAI-compatible inference", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.state.traffic = traffic
+    app.add_middleware(FrontDoor, api_keys=config.api_keys, traffic=traffic)
+    app.add_exception_handler(HTTPException, _answer_http_exception)
+    _add_api(app, Service(backend, tokenizer, config, int(time.time())))
+    _add_operations(app, backend, traffic)
+    app.mount("/static", StaticFiles(directory=STATIC), name="static")
+    app.openapi = openapi_page(app, [ChatRequest, CompletionRequest], has_keys=bool(config.api_keys))  # type: ignore[method-assign]
+    return app
+
+
+def _add_api(app: FastAPI, service: Service) -> None:
+    """The paths of OpenAI's API."""
+    config = service.config
+    errors = documented_errors(400, 401, 404, 413, 429, 500, 503)
+    streamed: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
+
+    @app.post(
+        "/v1/chat/completions", response_model=ChatCompletion, responses=errors | streamed, openapi_extra=documented_body(ChatRequest)
+    )
+    async def chat_completions(request: Request) -> Response:
+        body = parse(await read_body(request, config.max_body_bytes), ChatRequest)
+        if body.stream:
+            return await event_stream(request, chat.stream(service, body))
+        answer = await until_disconnected(request.receive, chat.respond(service, body))
+        return Response(answer.model_dump_json(), media_type="application/json")
+
+    @app.post("/v1/completions", response_model=Completion, responses=errors | streamed, openapi_extra=documented_body(CompletionRequest))
+    async def text_completions(request: Request) -> Response:
+        body = parse(await read_body(request, config.max_body_bytes), CompletionRequest)
+        if body.stream:
+            return await event_stream(request, completions.stream(service, body))
+        answer = await until_disconnected(request.receive, completions.respond(service, body))
+        return Response(answer.model_dump_json(), media_type="application/json")
+
+    def model(name: str) -> Model:
+        return Model(id=name, created=service.created, max_model_len=service.backend.max_model_len)
+
+    @app.get("/v1/models", responses=documented_errors(401, 503))
+    async def models() -> ModelList:
+        return ModelList(data=[model(name) for name in config.model_names])
+
+    @app.get("/v1/models/{model_id:path}", responses=documented_errors(401, 404, 503))
+    async def model_by_id(model_id: str) -> Model:
+        service.check_model(model_id)
+        return model(model_id)
+
+
+def _add_operations(app: FastAPI, backend: Backend, traffic: Traffic) -> None:
+    """The chat page, and what watches over a server asks for. None of these needs a key."""
+
+    @app.get("/health", responses={503: {"model": Health, "description": "The engine has failed; restart the server"}})
+    async def health() -> Response:
+        failure = backend.failure()
+        return JSONResponse({"status": failure or "ok"}, 503 if failure else 200)
+
+    @app.get("/ready", responses={503: {"model": Health, "description": "Send no requests now"}})
+    async def ready() -> Response:
+        is_ready = backend.is_ready() and not traffic.is_closing
+        status = "ready" if is_ready else backend.failure() or ("shutting down" if traffic.is_closing else "starting")
+        return JSONResponse({"status": status}, 200 if is_ready else 503)
+
+    @app.get("/metrics", responses={200: {"content": {"text/plain": {}}}}, response_class=Response)
+    async def metrics() -> Response:
+        text, content_type = metrics_text(backend.stats(), traffic.num_answered)
+        return Response(text, headers={"content-type": content_type})
+
+    @app.get("/stats", include_in_schema=False)
+    async def stats() -> Response:
+        """The chat page's live numbers."""
+        return JSONResponse(live_numbers(backend.stats()))
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> Response:
+        return FileResponse(STATIC / "index.html", headers=PAGE_HEADERS)
+
+
+async def _answer_http_exception(request: Request, error: Exception) -> Response:
+    """What the framework itself refuses, in OpenAI's error form."""
+    match getattr(error, "status_code", 500):
+        case 404:
+            error = ApiError(404, f"unknown URL: {request.method} {quoted(request.url.path)}", code="unknown_url")
+        case 405:
+            headers = getattr(error, "headers", None)
+            error = ApiError(405, f"{quoted(request.url.path)} doesn't take {request.method}", code="method_not_allowed", headers=headers)
+    return from_exception(error).response()

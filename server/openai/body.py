@@ -1,0 +1,65 @@
+"""A request's body: read under a limit, parsed, checked. Files of batch requests go the same way from the parsing on."""
+
+from __future__ import annotations
+
+import json
+from typing import TypeVar
+
+from fastapi import Request
+from pydantic import BaseModel, ValidationError
+
+from server.openai.errors import ApiError, from_validation
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The body's bytes. Raises `ApiError` 413 as soon as it proves larger than `limit`, before reading the rest."""
+    content_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if content_type != "application/json" and not content_type.endswith("+json"):
+        raise ApiError(400, f"the Content-Type is {content_type[:80]!r}: send application/json", code="invalid_content_type")
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared[:20]) > limit:
+        raise _too_large(limit)
+    raw = bytearray()
+    async for chunk in request.stream():
+        raw += chunk
+        if len(raw) > limit:
+            raise _too_large(limit)
+    return bytes(raw)
+
+
+def _too_large(limit: int) -> ApiError:
+    # Closing spares reading the rest, which may be endless.
+    return ApiError(
+        413, f"the body is over {limit} bytes: send less in one request", code="body_too_large", headers={"Connection": "close"}
+    )
+
+
+def parse(raw: bytes, model: type[Body]) -> Body:
+    """The body as `model`. Raises `ApiError` 400 saying what is wrong with it."""
+    if not raw:
+        raise ApiError(400, "the body is empty: send a JSON object", code="invalid_json")
+    return check(read_json(raw, "the body"), model)
+
+
+def read_json(raw: bytes, what: str) -> object:
+    """The value of a JSON text. Raises `ApiError` 400 for anything else."""
+    try:
+        return json.loads(raw, parse_float=_number)
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, a number too long, nested too deep
+        raise ApiError(400, f"{what} is not valid JSON: {error}", code="invalid_json") from None
+
+
+def _number(text: str) -> int | float:
+    """JSON has one kind of number: 3.0 is as whole as 3."""
+    number = float(text)
+    return int(number) if number.is_integer() and abs(number) < 2**53 else number
+
+
+def check(data: object, model: type[Body]) -> Body:
+    """A body that was read from JSON as `model`. Raises `ApiError` 400 saying what is wrong with it."""
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        raise from_validation(error, model) from None

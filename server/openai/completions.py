@@ -1,0 +1,136 @@
+"""/v1/completions: one or many prompts in, as text or token ids, their continuations out, at once or as a stream of chunks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from jaxinfer.request import OutputDelta, RequestError, SamplingParams, TokenLogprob
+from server.openai.logprobs import CompletionLogprobsWriter
+from server.openai.protocol import CompletionRequest
+from server.openai.responses import Completion, CompletionChoice, CompletionLogprobs, Usage
+from server.openai.service import Service, finished_by, new_id
+from server.openai.stream import merged
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    id: str
+    created: int
+    prompts: list[list[int]]
+    params: SamplingParams
+
+
+async def _prepare(service: Service, body: CompletionRequest) -> _Job:
+    service.check_model(body.model)
+    params = body.sampling_params()
+    if len(body.prompts) > service.config.max_prompts:
+        raise RequestError(f"prompt has {len(body.prompts)} prompts: at most {service.config.max_prompts} in one request", "prompt")
+    prompts = [p if isinstance(p, list) else await service.encode(p, add_special_tokens=True) for p in body.prompts]
+    for prompt in prompts:
+        service.check_prompt("prompt", prompt, params)
+    return _Job(new_id("cmpl"), int(time.time()), prompts, params)
+
+
+class _Count:
+    def __init__(self, job: _Job) -> None:
+        self.num_output = 0
+        self.num_prompt = sum(len(prompt) for prompt in job.prompts)
+        self.cached = [0] * len(job.prompts)
+
+    def add(self, prompt_index: int, delta: OutputDelta) -> None:
+        self.num_output += len(delta.token_ids)
+        self.cached[prompt_index] = max(self.cached[prompt_index], delta.cached_tokens)
+
+    def usage(self) -> Usage:
+        return Usage.of(self.num_prompt, self.num_output, sum(self.cached))
+
+
+class _Sequence:
+    """One choice as it grows: turns deltas into pieces of a CompletionChoice."""
+
+    def __init__(self, service: Service, job: _Job, prompt_index: int, index: int) -> None:
+        self.index = prompt_index * job.params.n + index
+        self._prompt = job.prompts[prompt_index]
+        self._wants_logprobs = job.params.logprobs is not None
+        self._owes_prompt = job.params.prompt_logprobs is not None
+        self._writer = CompletionLogprobsWriter(service.tokenizer, job.params.logprobs or 0)
+
+    def piece(self, delta: OutputDelta, prompt_logprobs: tuple[TokenLogprob | None, ...] | None) -> CompletionChoice:
+        """What `delta` adds; the sequence's first piece has the echoed prompt's log-probabilities too."""
+        token_ids: list[int] = []
+        entries: list[TokenLogprob | None] = []
+        if self._owes_prompt and prompt_logprobs is not None:
+            self._owes_prompt = False
+            token_ids += self._prompt
+            entries += prompt_logprobs
+        if self._wants_logprobs:
+            token_ids += delta.token_ids
+            entries += delta.logprobs
+        logprobs = self._writer.write(token_ids, entries) if token_ids else None
+        return CompletionChoice(index=self.index, text=delta.text, logprobs=logprobs, finish_reason=finished_by(delta.finish_reason))
+
+
+async def _pieces(service: Service, job: _Job, count: _Count) -> AsyncGenerator[CompletionChoice]:
+    """The pieces of all choices as they come; adds to `count`. Closing it aborts every prompt's request."""
+    sequences = [[_Sequence(service, job, p, i) for i in range(job.params.n)] for p in range(len(job.prompts))]
+    prompt_logprobs: dict[int, tuple[TokenLogprob | None, ...]] = {}
+    requests = [service.backend.generate(f"{job.id}-{p}", prompt, job.params) for p, prompt in enumerate(job.prompts)]
+    async with aclosing(merged(requests)) as deltas:
+        async for p, delta in deltas:
+            count.add(p, delta)
+            if delta.prompt_logprobs is not None:
+                prompt_logprobs[p] = delta.prompt_logprobs  # once a request, for all its n sequences
+            yield sequences[p][delta.index].piece(delta, prompt_logprobs.get(p))
+
+
+async def respond(service: Service, body: CompletionRequest) -> Completion:
+    """The whole answer. Raises what `errors.from_exception` knows."""
+    job = await _prepare(service, body)
+    count = _Count(job)
+    texts: list[list[str]] = [[] for _ in range(len(job.prompts) * job.params.n)]
+    choices = [CompletionChoice(index=i, text="", logprobs=_no_logprobs(job), finish_reason=None) for i in range(len(texts))]
+    async with aclosing(_pieces(service, job, count)) as pieces:
+        async for piece in pieces:
+            choice = choices[piece.index]
+            texts[piece.index].append(piece.text)
+            choice.finish_reason = piece.finish_reason or choice.finish_reason
+            if choice.logprobs is not None and piece.logprobs is not None:
+                _extend(choice.logprobs, piece.logprobs)
+    for choice, parts in zip(choices, texts, strict=True):
+        choice.text = "".join(parts)
+    return Completion(id=job.id, object="text_completion", created=job.created, model=body.model, choices=choices, usage=count.usage())
+
+
+async def stream(service: Service, body: CompletionRequest) -> AsyncGenerator[Completion]:
+    """The answer in chunks, each with a piece of one choice; last the usage where asked for."""
+    job = await _prepare(service, body)
+    count = _Count(job)
+
+    def chunk(choices: list[CompletionChoice], usage: Usage | None = None) -> Completion:
+        made = Completion(id=job.id, object="text_completion", created=job.created, model=body.model, choices=choices)
+        if body.includes_usage:
+            made.usage = usage
+        return made
+
+    async with aclosing(_pieces(service, job, count)) as pieces:
+        async for piece in pieces:
+            if piece.text or piece.logprobs or piece.finish_reason:
+                yield chunk([piece])
+    if body.includes_usage:
+        yield chunk([], count.usage())
+
+
+def _no_logprobs(job: _Job) -> CompletionLogprobs | None:
+    if job.params.logprobs is None:
+        return None
+    return CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+
+
+def _extend(logprobs: CompletionLogprobs, more: CompletionLogprobs) -> None:
+    logprobs.tokens += more.tokens
+    logprobs.token_logprobs += more.token_logprobs
+    logprobs.top_logprobs += more.top_logprobs
+    logprobs.text_offset += more.text_offset

@@ -1,0 +1,151 @@
+"""Every way a request can fail, in OpenAI's error form: {"error": {"message", "type", "param", "code"}}."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import math
+import reprlib
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+from starlette.exceptions import HTTPException
+
+from jaxinfer.request import RequestError
+from server.backend import Overloaded, Unavailable
+
+logger = logging.getLogger(__name__)
+
+_SHORT = reprlib.Repr()  # a message quotes the client's value, which may be megabytes
+_SHORT.maxstring = _SHORT.maxother = 80
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    error: ErrorDetail
+
+
+class ApiError(Exception):
+    """An answer other than 200: the HTTP status and what OpenAI's error form says."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        type: str = "invalid_request_error",
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        # Both may quote the client, whose JSON can smuggle lone surrogates that UTF-8 can't hold.
+        self.message, self.param = _encodable(message), None if param is None else _encodable(param)
+        self.status, self.code, self.type, self.headers = status, code, type, dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body(), self.status, self.headers)
+
+
+def from_exception(error: Exception) -> ApiError:
+    """The answer to any exception a handler raised. An unexpected one is logged and answered 500 without its details."""
+    match error:
+        case ApiError():
+            return error
+        case RequestError():
+            return ApiError(400, str(error), param=error.param, code=error.code or "invalid_value")
+        case Overloaded():
+            seconds = max(1, math.ceil(error.retry_after))
+            return ApiError(429, str(error), code="rate_limit_exceeded", type="rate_limit_error", headers={"Retry-After": str(seconds)})
+        case Unavailable():
+            return ApiError(503, str(error), code="service_unavailable", type="server_error")
+        case HTTPException():
+            return ApiError(error.status_code, str(error.detail), headers=error.headers)
+    logger.error("a request failed unexpectedly", exc_info=error)
+    return ApiError(500, "internal error; the server's log has the details", code="internal_error", type="server_error")
+
+
+def from_validation(error: ValidationError, model: type[BaseModel]) -> ApiError:
+    """The answer to a body that doesn't fit `model`: its first fault, named with its value and what would be right."""
+    # A misspelt name explains a missing one, so it is told first.
+    errors = sorted(error.errors(include_url=False), key=lambda e: e["type"] != "extra_forbidden")
+    return _from_details(errors[0], model)
+
+
+def _from_details(details: ErrorDetails, model: type[BaseModel]) -> ApiError:
+    *parents, last = details["loc"] or ("",)
+    path = tuple(part for part in parents if not str(part).startswith("<"))  # <...> are the tags of protocol.py's unions
+    if details["type"] == "extra_forbidden":  # the last is then the client's own, whatever it looks like
+        return _unknown_field((*path, last), model)
+    path += (last,) if last != "" and not str(last).startswith("<") else ()
+    cause = details.get("ctx", {}).get("error")
+    if isinstance(cause, RequestError):  # from a validator of protocol.py, which names the field of its own model
+        inner = RequestError(str(cause), path_text((*path, cause.param)) if cause.param else None, cause.code)
+        return from_exception(inner)
+    param = path_text(path) or None
+    match details["type"]:
+        case "missing":
+            return ApiError(400, f"missing required parameter: {param!r}", param=param, code="missing_required_parameter")
+        case "model_type" | "model_attributes_type" | "dict_type" if not path:
+            return ApiError(400, f"the body is {quoted(details['input'])}: it must be a JSON object", code="invalid_type")
+        case "too_short" | "string_too_short":
+            return ApiError(400, f"{param} is {quoted(details['input'])}: it must not be empty", param=param, code="invalid_value")
+        case kind:
+            message = details["msg"].removeprefix("Value error, ").replace("Input should", "it must")
+            code = "invalid_type" if kind.endswith("_type") else "invalid_value"
+            return ApiError(400, f"{param or 'the body'} is {quoted(details['input'])}: {message}", param=param, code=code)
+
+
+def _unknown_field(path: tuple[int | str, ...], model: type[BaseModel]) -> ApiError:
+    name = str(path[-1])
+    nearest = difflib.get_close_matches(name, _known_names(path, model), n=1)
+    hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+    return ApiError(400, f"unknown parameter: {quoted(path_text(path))}{hint}", param=path_text(path), code="unknown_parameter")
+
+
+def _known_names(path: tuple[int | str, ...], model: type[BaseModel]) -> Collection[str]:
+    """The names known where `path` ends, read from the model's schema: paths lead through lists and unions."""
+    schema = model.model_json_schema()
+    nodes = [schema]
+    for part in path[:-1]:
+        nodes = [child for node in nodes for child in _children(_alternatives(node, schema), part)]
+    return [name for node in nodes for alternative in _alternatives(node, schema) for name in alternative.get("properties", {})]
+
+
+def _alternatives(node: dict[str, Any], root: dict[str, Any]) -> list[dict[str, Any]]:
+    if "$ref" in node:
+        node = root["$defs"][node["$ref"].rsplit("/", 1)[-1]]
+    unions = node.get("anyOf", []) + node.get("oneOf", [])
+    return [leaf for child in unions for leaf in _alternatives(child, root)] if unions else [node]
+
+
+def _children(nodes: list[dict[str, Any]], part: int | str) -> list[dict[str, Any]]:
+    if isinstance(part, int):
+        return [node["items"] for node in nodes if "items" in node]
+    return [node["properties"][part] for node in nodes if part in node.get("properties", {})]
+
+
+def path_text(path: tuple[int | str, ...]) -> str:
+    """("messages", 0, "role") -> 'messages[0].role', as OpenAI names a parameter."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
+
+
+def quoted(value: object) -> str:
+    """A value as a message quotes it, cut to a readable length."""
+    return _SHORT.repr(value)
+
+
+def _encodable(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()

@@ -1,0 +1,77 @@
+"""Log-probabilities in the shapes of OpenAI's two APIs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from jaxinfer.request import TokenLogprob
+from jaxinfer.tokenizer import Tokenizer
+from server.openai.responses import ChatLogprobs, ChatTokenLogprob, CompletionLogprobs, TopLogprob
+
+LEAST_LOGPROB = -9999.0  # stands for minus infinity, which JSON can't hold
+
+
+def chat_logprobs(tokenizer: Tokenizer, entries: Iterable[TokenLogprob], num_top: int) -> ChatLogprobs:
+    """Each token's text, bytes and log-probability, with those of the `num_top` likeliest."""
+
+    def fields(token_id: int, logprob: float) -> dict[str, object]:
+        token = tokenizer.token_bytes(token_id)
+        return {"token": token_text(token), "logprob": max(logprob, LEAST_LOGPROB), "bytes": list(token)}
+
+    return ChatLogprobs(
+        refusal=None,
+        content=[
+            ChatTokenLogprob(
+                **fields(entry.token_id, entry.logprob),  # type: ignore[arg-type]
+                top_logprobs=[TopLogprob(**fields(*top)) for top in entry.top[:num_top]],  # type: ignore[arg-type]
+            )
+            for entry in entries
+        ],
+    )
+
+
+class CompletionLogprobsWriter:
+    """Writes one sequence's log-probabilities piece by piece, keeping count of the characters that came before."""
+
+    def __init__(self, tokenizer: Tokenizer, num_top: int) -> None:
+        self._tokenizer, self._num_top, self._num_characters = tokenizer, num_top, 0
+
+    def write(self, token_ids: Sequence[int], entries: Sequence[TokenLogprob | None]) -> CompletionLogprobs:
+        """The next tokens of the sequence. An entry is None for a prompt's first token, which nothing predicts."""
+        written = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+        for token_id, entry in zip(token_ids, entries, strict=True):
+            written.tokens.append(token_text(self._tokenizer.token_bytes(token_id)))
+            written.token_logprobs.append(None if entry is None else max(entry.logprob, LEAST_LOGPROB))
+            written.top_logprobs.append(None if entry is None else self._top(entry))
+            written.text_offset.append(self._offset(token_id))
+        return written
+
+    def _top(self, entry: TokenLogprob) -> dict[str, float]:
+        """By token text, best first; the sampled token is among them though it may not be one of the likeliest."""
+        ranked = [*entry.top[: self._num_top], (entry.token_id, entry.logprob)]
+        top: dict[str, float] = {}
+        for token_id, logprob in ranked:
+            top.setdefault(token_text(self._tokenizer.token_bytes(token_id)), max(logprob, LEAST_LOGPROB))
+        return top
+
+    def _offset(self, token_id: int) -> int:
+        """Where the token starts in the text. One that starts inside a character has that character's offset."""
+        if token_id in self._tokenizer.special_ids:  # left out of the text
+            return self._num_characters
+        token = self._tokenizer.token_bytes(token_id)
+        starts_inside = bool(token) and _continues(token[0]) and self._num_characters > 0
+        offset = self._num_characters - starts_inside
+        self._num_characters += sum(not _continues(byte) for byte in token)
+        return offset
+
+
+def token_text(token: bytes) -> str:
+    """A token as text; one that is part of a character as 'bytes:\\xf0\\x9f', as OpenAI writes it."""
+    try:
+        return token.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
+
+
+def _continues(byte: int) -> bool:
+    return byte & 0xC0 == 0x80

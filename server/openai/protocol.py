@@ -1,0 +1,269 @@
+"""The requests of OpenAI's API (and vLLM's additions) as pydantic models: what may be asked, checked and documented.
+
+Ranges are documented here and enforced by `SamplingParams`, whose messages name the field, the value and the range."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+
+from jaxinfer.request import MAX_LOGIT_BIAS, MAX_N, MAX_STOP_TOKENS, MAX_TOP_LOGPROBS, RequestError, SamplingParams
+from server.openai.errors import quoted
+
+MAX_INT = 2**31 - 1
+
+
+def _documented(**keywords: Any) -> Any:
+    """An optional field with its range in the OpenAPI page. Null means the same as leaving it out, as OpenAI has it."""
+    return Field(default=None, json_schema_extra=keywords)
+
+
+def _check_unicode(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # JSON can spell half of a character outside the basic plane
+        raise ValueError(f"character {error.start} is half a surrogate pair: send the whole pair") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_check_unicode)]
+NonEmpty = Annotated[Text, Field(min_length=1)]
+
+
+def _one_of(what: str, **tags: str) -> Discriminator:
+    """Chooses a union's member by the value's type (and, for lists, the first element's), so that an error speaks of one member."""
+
+    def tag(value: Any) -> str | None:
+        kind = type(value).__name__
+        if isinstance(value, list) and value:
+            kind = f"list_{type(value[0]).__name__}"
+        return tags.get(kind)
+
+    return Discriminator(tag, custom_error_type="value_type", custom_error_message=f"it must be {what}")
+
+
+class StrictModel(BaseModel):
+    """A JSON object: unknown names are refused, and nothing is converted (a number isn't read from a string)."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    # What OpenAI's API has and this server doesn't: refused by name, unless null or one of the values that ask for nothing.
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        for name, harmless in cls.unsupported.items():
+            if data.get(name) is not None and data[name] not in harmless:
+                raise RequestError(f"{name} is not supported by this server: leave it out", name, "unsupported_parameter")
+        return {name: value for name, value in data.items() if name not in cls.unsupported}
+
+
+Stop = Annotated[
+    Annotated[NonEmpty, Tag("<string>")] | Annotated[list[NonEmpty], Tag("<strings>")],
+    _one_of("a string or a list of strings", str="<string>", list="<strings>", list_str="<strings>"),
+]
+
+
+class StreamOptions(StrictModel):
+    include_usage: bool | None = _documented(description="send a last chunk with the request's usage")
+    include_obfuscation: bool | None = _documented(description="accepted, without effect")
+
+
+class SamplingBody(StrictModel):
+    """What chat and text completions have in common."""
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = _documented(minimum=0, maximum=MAX_INT)
+    temperature: float | None = _documented(minimum=0, maximum=100)
+    top_p: float | None = _documented(exclusiveMinimum=0, maximum=1)
+    n: int | None = _documented(minimum=1, maximum=MAX_N)
+    seed: int | None = _documented(minimum=-(2**63), maximum=2**63 - 1)
+    stop: Stop | None = None
+    presence_penalty: float | None = _documented(minimum=-2, maximum=2)
+    frequency_penalty: float | None = _documented(minimum=-2, maximum=2)
+    logit_bias: dict[str, float] | None = _documented(maxProperties=MAX_LOGIT_BIAS, propertyNames={"pattern": "^[0-9]+$"})
+    # Beyond OpenAI's API, named as vLLM names them.
+    top_k: int | None = _documented(minimum=-1, maximum=MAX_INT, description="sample among the k likeliest tokens; 0 or -1: all")
+    min_p: float | None = _documented(minimum=0, maximum=1, description="leave out tokens less likely than min_p times the likeliest")
+    repetition_penalty: float | None = _documented(exclusiveMinimum=0, maximum=100, description="over prompt and output tokens; 1: off")
+    min_tokens: int | None = _documented(minimum=0, maximum=MAX_INT, description="tokens before which nothing may end the output")
+    ignore_eos: bool | None = _documented(description="go on after the end-of-sequence token")
+    stop_token_ids: list[int] | None = _documented(maxItems=MAX_STOP_TOKENS, description="tokens that end the output")
+    # Information for the provider, without effect here.
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    service_tier: str | None = None
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options is given without stream: set stream to true, or leave it out", "stream_options")
+        return self
+
+    @property
+    def includes_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def _sampling(self, *, max_tokens: int | None, logprobs: int | None, **fields: Any) -> SamplingParams:
+        """`SamplingParams` of the common fields and the given ones; a null leaves a field at its default."""
+        fields |= {name: getattr(self, name) for name in _SAME_NAMES}
+        fields["stop"] = (self.stop,) if isinstance(self.stop, str) else self.stop
+        fields["top_k"] = 0 if self.top_k == -1 else self.top_k
+        fields["logit_bias"] = self.logit_bias and {_token_id(token): bias for token, bias in self.logit_bias.items()}
+        given = {name: value for name, value in fields.items() if value is not None}
+        return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **given)
+
+
+def _token_id(text: str) -> int:
+    """A key of `logit_bias`: JSON's keys are strings."""
+    if not (text.isascii() and text.isdecimal() and len(text) <= 10):
+        raise RequestError(f"logit_bias has the key {quoted(text)}: it must be a token id, written in digits", "logit_bias")
+    return int(text)
+
+
+_SAME_NAMES = (
+    *("temperature", "top_p", "n", "seed", "presence_penalty", "frequency_penalty"),
+    *("min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids"),
+)
+
+
+class TextPart(StrictModel):
+    type: Literal["text"]
+    text: Text
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_other_parts(cls, data: Any) -> Any:
+        kind = data.get("type") if isinstance(data, dict) else None
+        if isinstance(kind, str) and kind != "text":
+            raise RequestError(f"a content part's type is {kind[:40]!r}: this model reads text only", "type", "unsupported_content")
+        return data
+
+
+Content = Annotated[
+    Annotated[Text, Tag("<string>")] | Annotated[list[TextPart], Field(min_length=1), Tag("<parts>")],
+    _one_of("a string or a list of text parts", str="<string>", list="<parts>", list_dict="<parts>"),
+]
+
+
+class ChatMessage(StrictModel):
+    unsupported = {"tool_calls": ([],), "function_call": (), "tool_call_id": (), "audio": (), "refusal": (), "annotations": ([],)}
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content
+    name: Text | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_tool_roles(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("role") in ("tool", "function"):
+            raise RequestError(f"role is {data['role']!r}: tool calls are not supported by this server", "role", "unsupported_parameter")
+        return data
+
+    def for_template(self) -> dict[str, str]:
+        """As chat templates read a message: text content, and 'developer' under its older name."""
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        message = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        return message if self.name is None else message | {"name": self.name}
+
+
+class ChatRequest(SamplingBody):
+    unsupported = {
+        # By what asks for it: tool calls, structured output, other media, storage and reasoning.
+        "tools": (),
+        "tool_choice": ("none", "auto"),
+        "parallel_tool_calls": (True, False),
+        "functions": (),
+        "function_call": ("none",),
+        "response_format": ({"type": "text"},),
+        "modalities": (["text"],),
+        "audio": (),
+        "prediction": (),
+        "web_search_options": (),
+        "store": (False,),
+        "reasoning_effort": ("none",),
+        "verbosity": (),
+    }
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_tokens: int | None = _documented(minimum=1, maximum=MAX_INT, description="by default what the context holds")
+    max_completion_tokens: int | None = _documented(minimum=1, maximum=MAX_INT, description="the newer name of max_tokens")
+    logprobs: bool | None = None
+    top_logprobs: int | None = _documented(minimum=0, maximum=MAX_TOP_LOGPROBS)
+
+    @model_validator(mode="after")
+    def _check_pairs(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise RequestError(f"top_logprobs is {self.top_logprobs} without logprobs: set logprobs to true as well", "top_logprobs")
+        if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS:
+            raise RequestError(f"top_logprobs is {self.top_logprobs}: it must be an integer from 0 to {MAX_TOP_LOGPROBS}", "top_logprobs")
+        for name in ("max_tokens", "max_completion_tokens"):
+            if (value := getattr(self, name)) is not None and not 1 <= value <= MAX_INT:
+                raise RequestError(f"{name} is {value}: it must be at least 1 and at most {MAX_INT}", name)
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise RequestError(
+                f"max_tokens is {self.max_tokens} and max_completion_tokens is {self.max_completion_tokens}: give one of them", "max_tokens"
+            )
+        return self
+
+    def sampling_params(self) -> SamplingParams:
+        """How to sample. Raises `RequestError` for a value out of its range."""
+        max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        return self._sampling(max_tokens=max_tokens, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
+
+
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=MAX_INT)]], Field(min_length=1)]
+Prompt = Annotated[
+    Annotated[NonEmpty, Tag("<string>")]
+    | Annotated[list[NonEmpty], Field(min_length=1), Tag("<strings>")]
+    | Annotated[TokenIds, Tag("<tokens>")]
+    | Annotated[list[TokenIds], Field(min_length=1), Tag("<token lists>")],
+    _one_of(
+        "a string, a list of strings, a list of token ids or a list of such lists",
+        str="<string>",
+        list="<strings>",
+        list_str="<strings>",
+        list_int="<tokens>",
+        list_list="<token lists>",
+    ),
+]
+
+
+class CompletionRequest(SamplingBody):
+    unsupported = {"suffix": ()}
+
+    prompt: Prompt
+    echo: bool | None = None
+    logprobs: int | None = _documented(minimum=0, maximum=MAX_TOP_LOGPROBS)
+    best_of: int | None = _documented(minimum=1, maximum=MAX_N, description="only the value of n is supported")
+
+    @model_validator(mode="after")
+    def _check_pairs(self) -> Self:
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise RequestError(
+                f"best_of is {self.best_of}: only the value of n ({self.n or 1}) is supported", "best_of", "unsupported_parameter"
+            )
+        if self.max_tokens == 0 and not self.echo:
+            raise RequestError("max_tokens is 0: it must be at least 1, or echo be true to score the prompt", "max_tokens")
+        return self
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """One entry a prompt: its text, or its token ids."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        return [self.prompt] if isinstance(self.prompt[0], int) else self.prompt  # type: ignore[return-value, list-item]
+
+    def sampling_params(self) -> SamplingParams:
+        """How to sample. Raises `RequestError` for a value out of its range."""
+        max_tokens = SamplingParams().max_tokens if self.max_tokens is None else self.max_tokens
+        prompt_logprobs = self.logprobs if self.echo else None
+        return self._sampling(max_tokens=max_tokens, logprobs=self.logprobs, echo=self.echo, prompt_logprobs=prompt_logprobs)

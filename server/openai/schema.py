@@ -1,0 +1,54 @@
+"""What the OpenAPI page says beyond what FastAPI finds out itself: bodies that the handlers read on their own, errors, the key."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from server.openai.errors import ErrorBody
+
+_MEANINGS = {
+    400: "The request can't be served as asked",
+    401: "No API key, or a wrong one",
+    404: "No such model",
+    413: "The body is too large",
+    429: "The queue is full; see Retry-After",
+    500: "Internal error",
+    503: "The server is shutting down or has failed",
+}
+
+
+def documented_errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """For a route's `responses`: these statuses answer with OpenAI's error form."""
+    return {status: {"description": _MEANINGS[status], "model": ErrorBody} for status in statuses}
+
+
+def documented_body(model: type[BaseModel]) -> dict[str, Any]:
+    """For a route's `openapi_extra`: its body is a JSON object that fits `model`."""
+    schema = {"$ref": f"#/components/schemas/{model.__name__}"}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def openapi_page(app: FastAPI, bodies: Sequence[type[BaseModel]], *, has_keys: bool) -> Callable[[], dict[str, Any]]:
+    """A replacement of `app.openapi` that adds the bodies' schemas and, where keys are set, that one is needed."""
+
+    def page() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            made = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+            components = made.setdefault("components", {})
+            _, definitions = models_json_schema([(body, "validation") for body in bodies], ref_template="#/components/schemas/{model}")
+            components.setdefault("schemas", {}).update(definitions["$defs"])
+            if has_keys:
+                components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+                for path, operations in made["paths"].items():
+                    for operation in operations.values() if path.startswith("/v1/") else ():
+                        operation["security"] = [{"key": []}]
+            app.openapi_schema = made
+        return app.openapi_schema
+
+    return page

@@ -1,0 +1,72 @@
+"""What the handlers of both APIs share: the backend, the tokenizer, and the checks every prompt goes through."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from jaxinfer.request import FinishReason, RequestError, SamplingParams
+from jaxinfer.tokenizer import Tokenizer
+from server.backend import Backend, Unavailable
+from server.config import ServerConfig
+from server.openai.errors import ApiError
+from server.openai.responses import FinishedBy
+
+LONG_TEXT = 20_000  # characters; above it the tokenizer works in a thread, so that other streams go on
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    backend: Backend
+    tokenizer: Tokenizer
+    config: ServerConfig
+    created: int  # Unix time at which the model began to be served
+
+    def check_model(self, name: str) -> None:
+        """Raises `ApiError` 404 for a model that isn't served."""
+        if name not in self.config.model_names:
+            served = ", ".join(self.config.model_names)
+            raise ApiError(404, f"the model {name[:200]!r} does not exist: served here is {served}", param="model", code="model_not_found")
+
+    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """The text's token ids."""
+        if len(text) < LONG_TEXT:
+            return self.tokenizer.encode(text, add_special_tokens)
+        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens)
+
+    def check_prompt(self, param: str, prompt: Sequence[int], params: SamplingParams, max_tokens_param: str = "max_tokens") -> None:
+        """Raises `RequestError` naming the field for a prompt or token ids that the model can't take."""
+        limit = self.backend.max_model_len
+        if not prompt:
+            raise RequestError(f"{param} is empty: give at least one token", param)
+        room = limit - len(prompt)
+        if room < (0 if params.max_tokens == 0 else 1):
+            message = f"the model's context is {limit} tokens, {param} has {len(prompt)} and the answer needs room: shorten {param}"
+            raise RequestError(message, param, "context_length_exceeded")
+        if params.max_tokens is not None and params.max_tokens > room:
+            message = f"the model's context is {limit} tokens, {param} has {len(prompt)}: {max_tokens_param} is {params.max_tokens}, at most {room} fit"
+            raise RequestError(message, max_tokens_param, "context_length_exceeded")
+        for name, ids in ((param, prompt), ("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+            self._check_ids(name, ids)
+
+    def _check_ids(self, param: str, token_ids: Iterable[int]) -> None:
+        highest = self.tokenizer.vocab_size - 1
+        wrong = next((i for i in token_ids if not 0 <= i <= highest), None)
+        if wrong is not None:
+            raise RequestError(f"{param} has the token id {wrong}: the model's go from 0 to {highest}", param)
+
+
+def new_id(prefix: str) -> str:
+    """Such as 'chatcmpl-0f...'."""
+    return f"{prefix}-{uuid.uuid4().hex}"
+
+
+def finished_by(reason: FinishReason | None) -> FinishedBy | None:
+    """As the API names it. Raises `Unavailable` for a request that the backend gave up, which the API has no word for."""
+    if reason is FinishReason.ABORT:
+        raise Unavailable("the request was aborted by the server")
+    if reason is None:
+        return None
+    return "stop" if reason is FinishReason.STOP else "length"

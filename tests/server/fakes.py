@@ -1,0 +1,127 @@
+"""A backend without a model, and a real tokenizer with one token a byte: the HTTP front's tests need no weights and no JAX."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+
+from jaxinfer.chat_template import ChatTemplate
+from jaxinfer.request import FinishReason, OutputDelta, SamplingParams, TokenLogprob
+from jaxinfer.stats import EngineStats
+from jaxinfer.tokenizer import Tokenizer
+from server.backend import Overloaded, Unavailable
+
+ANSWER = "Hello, wörld! 🎉"
+MAX_MODEL_LEN = 512
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Each of the 256 bytes is a token, and so are <|im_start|> and <|im_end|>."""
+    vocab = {character: i for i, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_tokens([AddedToken(name, special=True, normalized=False) for name in ("<|im_start|>", "<|im_end|>")])
+    return Tokenizer(backend, None, (257,), ChatTemplate(TEMPLATE, {}))
+
+
+class FakeBackend:
+    """Answers every prompt with ANSWER, a character a delta, then stops. `hold` makes requests wait after `hold_after` deltas;
+    `error` is raised there instead."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.max_model_len = MAX_MODEL_LEN
+        self.tokenizer = tokenizer
+        self.seen: list[tuple[str, tuple[int, ...], SamplingParams]] = []
+        self.aborted: list[str] = []
+        self.num_open = 0
+        self.is_full = False
+        self.hold = asyncio.Event()
+        self.hold.set()
+        self.hold_after = 0
+        self.error: Exception | None = None
+        self.failed: str | None = None
+        self.started = self.stopped = False
+        self._stats = EngineStats(prefill_devices=("cpu:0",), decode_devices=("cpu:1",), prefill_pages=64, decode_pages=128)
+
+    def stats(self) -> EngineStats:
+        return self._stats
+
+    def is_ready(self) -> bool:
+        return self.started and not self.stopped and self.failed is None
+
+    def failure(self) -> str | None:
+        return self.failed
+
+    async def start(self) -> None:
+        self.started, self.stopped = True, False
+
+    async def stop(self) -> None:
+        self.stopped = True
+
+    async def generate(self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[OutputDelta]:
+        if self.is_full:
+            raise Overloaded(6.2)
+        if self.failed:
+            raise Unavailable(self.failed)
+        self.seen.append((request_id, tuple(prompt_token_ids), params))
+        self.num_open += 1
+        self._stats.num_requests += 1
+        is_complete = False
+        try:
+            for count, delta in enumerate(self._deltas(request_id, prompt_token_ids, params)):
+                if count == self.hold_after:
+                    if self.error is not None:
+                        raise self.error
+                    await self.hold.wait()
+                await asyncio.sleep(0)
+                self._stats.num_output_tokens += len(delta.token_ids)
+                yield delta
+            is_complete = True
+        finally:
+            self.num_open -= 1
+            if not is_complete:
+                self.aborted.append(request_id)
+
+    def _deltas(self, request_id: str, prompt: Sequence[int], params: SamplingParams) -> list[OutputDelta]:
+        budget = self.max_model_len - len(prompt) if params.max_tokens is None else params.max_tokens
+        deltas = []
+        for index in range(params.n):
+            is_first, num_left = True, budget
+            for character in ANSWER:
+                ids = tuple(self.tokenizer.encode(character, False))[:num_left]
+                num_left -= len(ids)
+                deltas.append(self._delta(request_id, index, character, ids, prompt, params, is_first=is_first))
+                is_first = False
+                if not num_left:
+                    break
+            reason = FinishReason.STOP if num_left else FinishReason.LENGTH
+            self._stats.finished[reason] = self._stats.finished.get(reason, 0) + 1
+            deltas.append(OutputDelta(request_id, index, finish_reason=reason))
+        return deltas
+
+    def _delta(
+        self, request_id: str, index: int, text: str, ids: tuple[int, ...], prompt: Sequence[int], params: SamplingParams, *, is_first: bool
+    ) -> OutputDelta:
+        logprobs = prompt_logprobs = None
+        if params.logprobs is not None:
+            logprobs = tuple(_logprob(i, params.logprobs) for i in ids)
+        if is_first and index == 0 and params.prompt_logprobs is not None:
+            prompt_logprobs = (None, *(_logprob(i, params.prompt_logprobs) for i in prompt[1:]))
+        text = text if ids else ""
+        if is_first and params.echo:
+            text = self.tokenizer.decode(prompt) + text
+        cached = 3 if is_first and len(prompt) > 3 else 0
+        return OutputDelta(request_id, index, text, ids, logprobs or (), prompt_logprobs=prompt_logprobs, cached_tokens=cached)
+
+
+def _logprob(token_id: int, num_top: int) -> TokenLogprob:
+    """Token t has log-probability -t/100; the likeliest are 0, 1, 2..., so the sampled one is usually not among them."""
+    return TokenLogprob(token_id, -token_id / 100, tuple((i, -i / 100) for i in range(num_top)))

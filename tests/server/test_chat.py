@@ -1,0 +1,179 @@
+"""/v1/chat/completions answers in OpenAI's shapes."""
+
+import json
+
+import pytest
+
+from jaxinfer.request import SamplingParams
+from tests.server.fakes import ANSWER, MAX_MODEL_LEN
+from tests.server.sse import chunks_of
+
+MESSAGES = [{"role": "user", "content": "Hi"}]
+BODY = {"model": "tiny", "messages": MESSAGES}
+PROMPT = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+NUM_PROMPT, NUM_ANSWER = 2 + 5 + 2 + 1 + 1 + 10, len(ANSWER.encode())
+
+
+def test_a_chat_is_answered_in_openais_shape(client, backend, tokenizer):
+    response = client.post("/v1/chat/completions", json=BODY)
+    answer = response.json()
+    assert response.status_code == 200
+    assert answer.pop("id").startswith("chatcmpl-")
+    assert isinstance(answer.pop("created"), int)
+    assert answer == {
+        "object": "chat.completion",
+        "model": "tiny",
+        "system_fingerprint": None,
+        "choices": [
+            {"index": 0, "message": {"role": "assistant", "content": ANSWER, "refusal": None}, "logprobs": None, "finish_reason": "stop"}
+        ],
+        "usage": {
+            "prompt_tokens": NUM_PROMPT,
+            "completion_tokens": NUM_ANSWER,
+            "total_tokens": NUM_PROMPT + NUM_ANSWER,
+            "prompt_tokens_details": {"cached_tokens": 3},
+        },
+    }
+    [(_, prompt, _)] = backend.seen
+    assert list(prompt) == tokenizer.encode(PROMPT, add_special_tokens=False)
+
+
+def test_every_setting_reaches_the_engine(client, backend):
+    settings = {
+        "max_completion_tokens": 7,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "n": 2,
+        "seed": -3,
+        "stop": ["x", "y", "z", "w", "v"],
+        "presence_penalty": 1,
+        "frequency_penalty": -1.5,
+        "logit_bias": {"5": -100},
+        "top_k": 4,
+        "min_p": 0.1,
+        "repetition_penalty": 1.1,
+        "min_tokens": 2,
+        "ignore_eos": True,
+        "stop_token_ids": [9],
+        "logprobs": True,
+        "top_logprobs": 2,
+        "user": "someone",
+    }
+    assert client.post("/v1/chat/completions", json=BODY | settings).status_code == 200
+    [(_, _, params)] = backend.seen
+    assert params == SamplingParams(
+        max_tokens=7,
+        temperature=0.5,
+        top_p=0.9,
+        n=2,
+        seed=-3,
+        stop=("x", "y", "z", "w", "v"),
+        presence_penalty=1,
+        frequency_penalty=-1.5,
+        logit_bias={5: -100.0},
+        top_k=4,
+        min_p=0.1,
+        repetition_penalty=1.1,
+        min_tokens=2,
+        ignore_eos=True,
+        stop_token_ids=(9,),
+        logprobs=2,
+    )
+
+
+def test_nulls_mean_the_defaults_and_a_chat_may_fill_the_context(client, backend):
+    nulls = dict.fromkeys(["temperature", "stop", "n", "max_tokens", "seed", "tools", "response_format", "logit_bias", "stream", "top_k"])
+    assert client.post("/v1/chat/completions", json=BODY | nulls).status_code == 200
+    [(_, _, params)] = backend.seen
+    assert params == SamplingParams(max_tokens=None)
+
+
+def test_whole_numbers_may_be_written_with_a_point(client, backend):
+    body = json.dumps(BODY)[:-1] + ', "max_tokens": 3.0, "temperature": 1.0}'
+    assert client.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"}).status_code == 200
+    assert backend.seen[0][2].max_tokens == 3
+
+
+@pytest.mark.parametrize(
+    "harmless", [{"tool_choice": "none"}, {"response_format": {"type": "text"}}, {"store": False}, {"top_k": -1}, {"metadata": {"a": "b"}}]
+)
+def test_what_asks_for_nothing_special_is_accepted(client, harmless):
+    assert client.post("/v1/chat/completions", json=BODY | harmless).status_code == 200
+
+
+def test_text_parts_are_joined_and_a_developer_is_the_system(client, backend, tokenizer):
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = [{"role": "developer", "content": "S"}, {"role": "user", "content": parts}]
+    assert client.post("/v1/chat/completions", json=BODY | {"messages": messages}).status_code == 200
+    [(_, prompt, _)] = backend.seen
+    text = tokenizer.decode(prompt, skip_special_tokens=False)
+    assert text == "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nab<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_an_answer_of_ours_can_be_sent_back(client):
+    message = client.post("/v1/chat/completions", json=BODY).json()["choices"][0]["message"]
+    history = [*MESSAGES, message | {"tool_calls": None, "annotations": []}, *MESSAGES]
+    assert client.post("/v1/chat/completions", json=BODY | {"messages": history}).status_code == 200
+
+
+def test_the_answer_may_take_exactly_what_the_context_holds(client):
+    room = MAX_MODEL_LEN - NUM_PROMPT
+    assert client.post("/v1/chat/completions", json=BODY | {"max_tokens": room}).status_code == 200
+    error = client.post("/v1/chat/completions", json=BODY | {"max_tokens": room + 1})
+    assert (error.status_code, error.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert f"at most {room} fit" in error.json()["error"]["message"]
+
+
+def test_logprobs_name_each_token_its_bytes_and_the_likeliest(client):
+    body = BODY | {"logprobs": True, "top_logprobs": 2, "max_tokens": 9}
+    choice = client.post("/v1/chat/completions", json=body).json()["choices"][0]
+    content = choice["logprobs"]["content"]
+    assert b"".join(bytes(entry["bytes"]) for entry in content) == ANSWER.encode()[:9]
+    first = content[0]
+    assert (first["token"], first["bytes"]) == ("H", [72])
+    assert [top["logprob"] for top in first["top_logprobs"]] == [0.0, -0.01]
+    assert content[8]["token"] == "bytes:\\xc3"  # the first half of ö
+    assert choice["finish_reason"] == "length"
+
+
+def test_logprobs_without_top_logprobs_list_no_others(client):
+    choice = client.post("/v1/chat/completions", json=BODY | {"logprobs": True, "max_tokens": 1}).json()["choices"][0]
+    assert [entry["top_logprobs"] for entry in choice["logprobs"]["content"]] == [[]]
+
+
+def test_a_stream_sends_role_text_reason_and_done(client):
+    response = client.post("/v1/chat/completions", json=BODY | {"stream": True})
+    assert response.headers["content-type"].startswith("text/event-stream")
+    chunks = chunks_of(response)
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert choices[0] == {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+    assert "".join(choice["delta"].get("content", "") for choice in choices) == ANSWER
+    assert choices[-1] == {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "stop"}
+    assert {chunk["id"] for chunk in chunks} == {chunks[0]["id"]}
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    assert not any("usage" in chunk for chunk in chunks)
+
+
+def test_include_usage_adds_a_last_chunk_and_nulls_before(client):
+    chunks = chunks_of(client.post("/v1/chat/completions", json=BODY | {"stream": True, "stream_options": {"include_usage": True}}))
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"]["total_tokens"] == NUM_PROMPT + NUM_ANSWER
+    assert chunks[-1]["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
+    assert {chunk["usage"] for chunk in chunks[:-1]} == {None}
+
+
+def test_a_stream_of_several_choices_gives_each_its_role_and_reason(client):
+    chunks = chunks_of(client.post("/v1/chat/completions", json=BODY | {"stream": True, "n": 3}))
+    for index in range(3):
+        own = [c for chunk in chunks for c in chunk["choices"] if c["index"] == index]
+        assert own[0]["delta"]["role"] == "assistant"
+        assert "".join(c["delta"].get("content", "") for c in own) == ANSWER
+        assert [c["finish_reason"] for c in own if c["finish_reason"]] == ["stop"]
+
+
+def test_a_stream_carries_the_logprobs_of_the_whole_answer(client):
+    settings = {"logprobs": True, "top_logprobs": 1}
+    whole = client.post("/v1/chat/completions", json=BODY | settings).json()["choices"][0]["logprobs"]["content"]
+    chunks = chunks_of(client.post("/v1/chat/completions", json=BODY | settings | {"stream": True}))
+    pieces = [c["choices"][0]["logprobs"] for c in chunks]
+    assert [entry for piece in pieces if piece for entry in piece["content"]] == whole

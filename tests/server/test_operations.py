@@ -1,0 +1,110 @@
+"""What watches over a server: models, health, metrics, live numbers, the chat page."""
+
+import re
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+import server
+from jaxinfer.stats import EngineStats
+from server.metrics import live_numbers, metrics_text
+
+STATIC = Path(server.__file__).parent / "static"
+
+
+def test_models_are_listed_and_found_by_each_name(client):
+    listed = client.get("/v1/models").json()
+    assert listed["object"] == "list"
+    assert [model["id"] for model in listed["data"]] == ["tiny", "org/tiny"]
+    assert client.get("/v1/models/org/tiny").json() == listed["data"][1]
+    assert listed["data"][0]["max_model_len"] == 512
+
+
+def test_a_new_server_is_healthy_and_ready(client):
+    assert client.get("/health").json() == {"status": "ok"}
+    assert client.get("/ready").json() == {"status": "ready"}
+
+
+def test_every_answer_carries_a_request_id(client):
+    ids = [client.get(url).headers["x-request-id"] for url in ("/health", "/v1/models", "/v1/none")]
+    assert len(set(ids)) == 3
+
+
+def samples(text):
+    return {
+        (sample.name, *sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_metrics_tell_the_engines_numbers():
+    stats = EngineStats(num_output_tokens=7, num_waiting=2, prefill_pages_used=3, prefill_pages=10, decode_pages=20, num_preemptions=1)
+    stats.finished = {"stop": 4}
+    stats.memory = {"decode weights": 1024}
+    for seconds in (0.0005, 0.03, 100.0):
+        stats.time_to_first_token.observe(seconds)
+    text, content_type = metrics_text(stats, {("POST", "/v1/completions", 200): 5})
+    found = samples(text.decode())
+    assert content_type.startswith("text/plain; version=0.0.4")
+    assert found["jaxinfer_output_tokens_total",] == 7
+    assert found["jaxinfer_requests_waiting",] == 2
+    assert found["jaxinfer_preemptions_total",] == 1
+    assert found["jaxinfer_compilations_after_ready_total",] == 0
+    assert found["jaxinfer_kv_pages_used", ("mesh", "prefill")] == 3
+    assert found["jaxinfer_kv_pages_total", ("mesh", "decode")] == 20
+    assert found["jaxinfer_sequences_finished_total", ("reason", "stop")] == 4
+    assert found["jaxinfer_memory_bytes", ("part", "decode weights")] == 1024
+    assert found["jaxinfer_http_requests_total", ("code", "200"), ("method", "POST"), ("route", "/v1/completions")] == 5
+    name = "jaxinfer_time_to_first_token_seconds"
+    assert [found[f"{name}_bucket", ("le", le)] for le in ("0.001", "0.025", "0.05", "60.0", "+Inf")] == [1, 1, 2, 2, 3]
+    assert (found[f"{name}_count",], found[f"{name}_sum",]) == (3, pytest.approx(100.0305))
+
+
+def test_metrics_count_http_requests_by_route_not_by_path(client):
+    client.get("/v1/models/tiny")
+    for n in range(3):
+        client.get(f"/made/up/{n}")
+        client.post("/v1/completions", json={})
+    found = samples(client.get("/metrics").text)
+    counted = {key[3][1]: value for key, value in found.items() if key[0] == "jaxinfer_http_requests_total"}
+    assert counted == {"/v1/models/{model_id:path}": 1, "other": 3, "/v1/completions": 3}
+
+
+def test_every_number_of_the_engine_is_exported():
+    """A field added to EngineStats must reach /metrics too."""
+    stats = EngineStats()
+    numbers = [name for name in EngineStats.__slots__ if isinstance(getattr(stats, name), int | float)]
+    for value, name in enumerate(numbers, 1000):
+        setattr(stats, name, value)
+    text, _ = metrics_text(stats, {})
+    exported = samples(text.decode()).values()
+    assert [name for value, name in enumerate(numbers, 1000) if value not in exported] == []
+
+
+def test_live_numbers_hold_what_the_page_shows(client):
+    numbers = client.get("/stats").json()
+    assert numbers["pages"] == {"prefill": [0, 64], "decode": [0, 128]}
+    assert numbers["time_to_first_token"] is None
+    stats = EngineStats()
+    stats.time_to_first_token.observe(0.2)
+    assert live_numbers(stats)["time_to_first_token"] == 0.2
+
+
+def test_the_chat_page_is_served_with_all_it_loads(client):
+    page = client.get("/")
+    assert page.headers["content-type"].startswith("text/html")
+    assert "default-src 'self'" in page.headers["content-security-policy"]
+    loaded = re.findall(r'(?:src|href)="([^"]+)"', page.text)
+    assert len(loaded) >= 2
+    for path in loaded:
+        if not path.startswith("data:"):
+            assert client.get(path).status_code == 200, path
+
+
+def test_the_chat_page_is_self_contained_and_never_parses_a_models_text_as_html():
+    for path in STATIC.iterdir():
+        text = path.read_text(encoding="utf-8")
+        assert not re.findall(r"https?://(?!www\.w3\.org/2000/svg)", text), path
+        assert not re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|<script>|\son\w+=", text), path
