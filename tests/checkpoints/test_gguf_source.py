@@ -132,11 +132,11 @@ def test_a_quantisation_without_a_dequantiser_is_refused_by_tensor(q8_file: tupl
     assert data[at] == Type.Q8_0
     data[at] = Type.Q8_1  # blocks of 32 too, made for activations only
     (tmp_path / "odd.gguf").write_bytes(data)
-    with pytest.raises(CheckpointError, match="mlp.up_proj.weight' has type Q8_1, which can't be dequantised: convert"):
+    with pytest.raises(CheckpointError, match=r"mlp\.up_proj\.weight' has type Q8_1, which can't be dequantised: convert"):
         GGUFSource(tmp_path / "odd.gguf")
     data[at] = 200
     (tmp_path / "odd.gguf").write_bytes(data)
-    with pytest.raises(CheckpointError, match="ffn_up.weight' has unknown type 200"):
+    with pytest.raises(CheckpointError, match=r"ffn_up\.weight' has unknown type 200"):
         GGUFSource(tmp_path / "odd.gguf")
 
 
@@ -179,5 +179,5 @@ def test_no_gguf_and_no_file_say_so(tmp_path: Path) -> None:
 
 
 def test_an_unknown_tensor_name_is_an_error_with_the_name(q8_file: tuple[Path, dict[str, np.ndarray]]) -> None:
-    with pytest.raises(CheckpointError, match="tensor 'model.nothing' is missing"):
+    with pytest.raises(CheckpointError, match=r"tensor 'model\.nothing' is missing"):
         GGUFSource(q8_file[0]).read("model.nothing")

@@ -108,7 +108,7 @@ def test_what_is_neither_path_nor_id_is_refused_with_all_the_ways(model: str) ->
 
 def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.bin").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="neither a folder nor a .gguf file"):
+    with pytest.raises(CheckpointError, match=r"neither a folder nor a \.gguf file"):
         hub.resolve(str(tmp_path / "model.bin"))
 
 

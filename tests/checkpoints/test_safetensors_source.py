@@ -85,7 +85,7 @@ def test_flipped_bytes_in_the_header_never_raise_anything_else(tmp_path: Path) -
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     tiny.write_safetensors(tmp_path, ARRAYS, num_files=3)
     (tmp_path / "model-00002-of-00003.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="model-00002-of-00003.safetensors: missing, though the index names it"):
+    with pytest.raises(CheckpointError, match=r"model-00002-of-00003\.safetensors: missing, though the index names it"):
         SafetensorsSource(tmp_path)
 
 
@@ -95,7 +95,7 @@ def test_a_tensor_missing_from_its_shard_is_named(tmp_path: Path) -> None:
     placed = json.loads(index.read_text())
     placed["weight_map"]["model.extra.weight"] = "model-00001-of-00002.safetensors"
     index.write_text(json.dumps(placed))
-    with pytest.raises(CheckpointError, match="'model.extra.weight' is not in model-00001-of-00002.safetensors"):
+    with pytest.raises(CheckpointError, match=r"'model\.extra\.weight' is not in model-00001-of-00002\.safetensors"):
         SafetensorsSource(tmp_path)
 
 
