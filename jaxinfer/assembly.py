@@ -1,0 +1,168 @@
+"""From a configuration to workers that are ready: weights are read while programs compile."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from checkpoints.hub import open_source, resolve
+from checkpoints.source import TensorSource
+from jaxinfer.config import ConfigError, EngineConfig
+from jaxinfer.decode.batch import empty_batch as empty_decode_batch
+from jaxinfer.decode.runner import DecodeRunner
+from jaxinfer.decode.scheduler import DecodeScheduler
+from jaxinfer.decode.worker import DecodeWorker
+from jaxinfer.kv_cache.manager import KVManager
+from jaxinfer.kv_cache.pages import PagePool
+from jaxinfer.kv_transfer.cross_mesh import CrossMeshTransfer, transfer_programs
+from jaxinfer.kv_transfer.handoff import KVTransfer
+from jaxinfer.kv_transfer.same_mesh import SameMeshTransfer
+from jaxinfer.models.config import ArchitectureConfig
+from jaxinfer.plan import Plan, RolePlan, make_plan
+from jaxinfer.prefill.batch import empty_batch as empty_prefill_batch
+from jaxinfer.prefill.runner import PrefillRunner
+from jaxinfer.prefill.scheduler import PrefillScheduler
+from jaxinfer.prefill.worker import PrefillWorker
+from jaxinfer.runtime.buckets import prefill_rows
+from jaxinfer.runtime.compilation import COUNTER, Executable, compile_programs, use_persistent_cache
+from jaxinfer.runtime.load import Weights, load_weights, random_weights
+from jaxinfer.sampling.params import neutral_rows
+from jaxinfer.stats import EngineStats
+from jaxinfer.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What an engine drives."""
+
+    config: EngineConfig
+    plan: Plan
+    tokenizer: Tokenizer
+    prefill: PrefillWorker
+    decode: DecodeWorker
+    transfer: KVTransfer
+    prefill_manager: KVManager
+    decode_manager: KVManager  # the same as prefill's when both share a mesh
+    weights: Weights  # the decode mesh's
+
+
+def assemble(config: EngineConfig, stats: EngineStats) -> Parts:
+    """Load and compile everything; after it nothing compiles.
+
+    Raises `ConfigError`, `CheckpointError` or `UnsupportedModelError` with what to change.
+    """
+    use_persistent_cache()
+    split_cpu(config.devices.cpu_devices)
+    source = open_source(resolve(config.model.model))
+    plan = make_plan(config, ArchitectureConfig.from_hf(source.config))
+    tokenizer = Tokenizer.from_source(source)
+    spec, schedule = plan.page_spec, config.schedule
+
+    pools = [_pool(plan, role) for role in ((plan.decode,) if plan.shares_mesh else (plan.prefill, plan.decode))]
+    managers = [KVManager(spec, role.num_pages) for role in ((plan.decode,) if plan.shares_mesh else (plan.prefill, plan.decode))]
+    prefill_runner = PrefillRunner(
+        plan.template, plan.prefill.mesh, plan.prefill.rules, pools[0], schedule.prefill_buckets, plan.max_model_len
+    )
+    decode_runner = DecodeRunner(
+        plan.template, plan.decode.mesh, plan.decode.rules, pools[-1], schedule.decode_buckets, plan.max_model_len
+    )
+    sources = prefill_runner.programs() + decode_runner.programs()
+    if not plan.shares_mesh:
+        sources += transfer_programs(pools[0], pools[-1])
+    with ThreadPoolExecutor(1, "weights") as background:
+        started = time.monotonic()
+        loading = background.submit(_load, config, plan, source, pools, stats)
+        programs = compile_programs(sources)
+        stats.compile_seconds = time.monotonic() - started
+        prefill_weights, decode_weights = loading.result()
+    transfer: KVTransfer = SameMeshTransfer()
+    if not plan.shares_mesh:
+        transfer = CrossMeshTransfer(programs, (pools[0], managers[0]), (pools[-1], managers[-1]))
+    with COUNTER.compiling():  # what allocating compiles is wanted
+        prefill_runner.start(programs, prefill_weights)
+        decode_runner.start(programs, decode_weights)
+        _warm_up(prefill_runner, decode_runner)
+    _report(stats, config, plan, programs, pools)
+    return Parts(
+        config,
+        plan,
+        tokenizer,
+        PrefillWorker(PrefillScheduler(managers[0], schedule.prefill_chunk_size, schedule.prefill_buckets), prefill_runner),
+        DecodeWorker(DecodeScheduler(managers[-1], decode_runner.num_slots), decode_runner),
+        transfer,
+        managers[0],
+        managers[-1],
+        decode_weights,
+    )
+
+
+def split_cpu(num_devices: int | None) -> None:
+    """Have JAX see this many CPU devices. Raises `ConfigError` if JAX has started with another number already."""
+    if num_devices is None:
+        return
+    try:
+        jax.config.update("jax_num_cpu_devices", num_devices)
+    except RuntimeError as error:
+        available = len(jax.devices("cpu"))
+        if available < num_devices:
+            raise ConfigError(f"cpu_devices is {num_devices}, but JAX has started with {available}: set it before anything uses JAX") from error
+
+
+def _pool(plan: Plan, role: RolePlan) -> PagePool:
+    return PagePool(plan.page_spec, role.num_pages, plan.template.dtype, role.mesh, role.rules)
+
+
+def _load(config: EngineConfig, plan: Plan, source: TensorSource, pools: list[PagePool], stats: EngineStats) -> tuple[Weights, Weights]:
+    started = time.monotonic()
+
+    def of(role: RolePlan) -> Weights:
+        if config.model.random_weights:
+            return random_weights(plan.template, role.mesh, role.rules)
+        return load_weights(plan.template, source, role.mesh, role.rules)
+
+    with COUNTER.compiling():
+        decode = of(plan.decode)
+        prefill = decode if plan.shares_mesh else of(plan.prefill)
+        for pool in pools:
+            pool.allocate()
+        jax.block_until_ready((decode, prefill, [pool.arrays for pool in pools]))
+    stats.load_seconds = time.monotonic() - started
+    return prefill, decode
+
+
+def _warm_up(prefill: PrefillRunner, decode: DecodeRunner) -> None:
+    """Run the smallest programs once on padding, which writes to the null page only: the first request pays for no first touch."""
+    size = prefill.buckets[0]
+    batch = empty_prefill_batch(size, prefill_rows(size), prefill.table_width)
+    jax.block_until_ready(prefill.run(batch))
+    size = decode.buckets[0]
+    rows = decode.put(neutral_rows(size))
+    jax.block_until_ready(decode.run(empty_decode_batch(size, decode.num_slots, decode.table_width), rows, wants_logprobs=False))
+    prefill.count_tokens(0, (), 0)
+    decode.count_tokens(decode.num_slots, (), 0)
+
+
+def _report(stats: EngineStats, config: EngineConfig, plan: Plan, programs: dict[str, Executable], pools: list[PagePool]) -> None:
+    stats.num_programs = len(programs)
+    stats.prefill_devices = tuple(str(d) for d in plan.prefill.mesh.devices.flat)
+    stats.decode_devices = tuple(str(d) for d in plan.decode.mesh.devices.flat)
+    stats.prefill_pages, stats.decode_pages = plan.prefill.num_pages - 1, plan.decode.num_pages - 1
+    names = ("shared",) if plan.shares_mesh else ("prefill", "decode")
+    slots = config.schedule.max_batch_size + 1
+    counts = plan.template.config.vocab_size * (np.dtype(bool).itemsize + np.dtype(np.int32).itemsize)
+    rows = prefill_rows(config.schedule.prefill_buckets[-1])
+    for name, role, pool in zip(names, (plan.prefill, plan.decode)[-len(names) :], pools, strict=True):
+        of_role = [p for key, p in programs.items() if plan.shares_mesh or key.startswith(name) or _moves_on(key, name)]
+        stats.memory[f"{name} weights"] = role.weight_bytes
+        stats.memory[f"{name} KV pages"] = pool.device_bytes
+        stats.memory[f"{name} token counts"] = counts * {"shared": slots + rows, "prefill": rows, "decode": slots}[name]
+        stats.memory[f"{name} temporaries"] = max(p.memory_analysis().temp_size_in_bytes for p in of_role)  # type: ignore[attr-defined]
+    del rows
+
+
+def _moves_on(program: str, role: str) -> bool:
+    return program.startswith({"prefill": "gather", "decode": "scatter"}.get(role, "-"))

@@ -1,0 +1,121 @@
+"""EngineConfig: frozen, composed, checked once. Command-line flags and their help come from the fields here. Imports no JAX."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class ConfigError(ValueError):
+    """A configuration that can't work; the message names the flag, the value and what would be right."""
+
+
+def _flag(default: Any, help: str, **extra: Any) -> Any:
+    return field(default=default, metadata={"help": help, **extra})
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    model: str = _flag("default", "local folder, .gguf file, Hugging Face id, or 'default' (SmolLM2-135M-Instruct)")
+    dtype: str = _flag("auto", "compute type: auto (float32 on CPU, bfloat16 on GPU), float32, bfloat16", choices=("auto", "float32", "bfloat16"))
+    max_model_len: int | None = _flag(None, "longest prompt plus output in tokens; the model's own context if not given")
+    random_weights: bool = _flag(False, "made-up weights of the model's shapes, to measure without its files' contents")
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceConfig:
+    prefill_devices: tuple[int, ...] = _flag((0,), "devices of the prefill mesh, such as 0 or 0,1")
+    decode_devices: tuple[int, ...] = _flag((0,), "devices of the decode mesh; the same as prefill's: both share one page pool")
+    cpu_devices: int | None = _flag(None, "split the CPU into this many virtual devices")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    page_size: int = _flag(16, "tokens a KV page")
+    kv_memory: str = _flag("auto", "KV page memory of each mesh, such as 512MiB; auto: 1GiB on CPU, 85% of what weights leave free on GPU")
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleConfig:
+    max_batch_size: int = _flag(32, "most sequences decoded at once")
+    decode_buckets: tuple[int, ...] = _flag((1, 8, 32), "batch sizes a decode program is compiled for")
+    prefill_chunk_size: int = _flag(512, "most prompt tokens in one prefill step; longer prompts go in chunks, so that decoding goes on between them")
+    prefill_buckets: tuple[int, ...] = _flag((32, 128, 512), "token counts a prefill program is compiled for")
+    max_queue_size: int = _flag(256, "requests that may wait; above it a server answers 429")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """All an engine needs to know. `EngineConfig.of(model=..., kv_memory=...)` takes the fields by their flat names."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    devices: DeviceConfig = field(default_factory=DeviceConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+
+    def __post_init__(self) -> None:
+        devices, cache, schedule = self.devices, self.cache, self.schedule
+        for name in ("prefill_devices", "decode_devices"):
+            ids = getattr(devices, name)
+            if not ids or len(set(ids)) != len(ids) or any(i < 0 for i in ids):
+                raise ConfigError(f"{name} is {ids}: give distinct device numbers from 0, such as 0 or 0,1")
+        if set(devices.prefill_devices) & set(devices.decode_devices) and devices.prefill_devices != devices.decode_devices:
+            raise ConfigError(f"prefill_devices {devices.prefill_devices} and decode_devices {devices.decode_devices} overlap: make them the same or disjoint")
+        _at_least("page_size", cache.page_size, 1)
+        if cache.kv_memory != "auto":
+            parse_bytes("kv_memory", cache.kv_memory)
+        for name in ("max_batch_size", "prefill_chunk_size", "max_queue_size"):
+            _at_least(name, getattr(schedule, name), 1)
+        for name, most in (("decode_buckets", schedule.max_batch_size), ("prefill_buckets", schedule.prefill_chunk_size)):
+            buckets = getattr(schedule, name)
+            if not buckets or any(b < 1 for b in buckets):
+                raise ConfigError(f"{name} is {buckets}: give positive sizes, such as 1,8,32")
+            # The largest bucket must hold the largest step; a smaller limit needs no larger program.
+            fitted = tuple(sorted({min(b, most) for b in buckets} | {most}))
+            object.__setattr__(schedule, name, fitted)
+        if self.model.max_model_len is not None:
+            _at_least("max_model_len", self.model.max_model_len, 2)
+        if devices.cpu_devices is not None:
+            _at_least("cpu_devices", devices.cpu_devices, 1)
+
+    @classmethod
+    def of(cls, **flat: Any) -> EngineConfig:
+        """Build from flat field names. Unknown names raise `ConfigError` with the nearest known one."""
+        parts = {f.name: f.default_factory for f in dataclasses.fields(cls)}
+        known = {f.name: part for part, make in parts.items() for f in dataclasses.fields(make)}  # type: ignore[arg-type]
+        for name in flat:
+            if name not in known:
+                raise ConfigError(f"unknown setting {name!r}: known are {', '.join(sorted(known))}")
+        return cls(**{part: make(**{k: v for k, v in flat.items() if known[k] == part}) for part, make in parts.items()})  # type: ignore[misc]
+
+
+def flat_fields() -> list[dataclasses.Field[Any]]:
+    """Every setting of EngineConfig as a dataclass field (name, type, default, metadata['help']), for building flags."""
+    return [f for part in dataclasses.fields(EngineConfig) for f in dataclasses.fields(part.default_factory)]  # type: ignore[arg-type]
+
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "K": 2**10, "M": 2**20, "G": 2**30}
+
+
+def parse_bytes(name: str, text: str) -> int:
+    """'512MiB' -> 536870912. Raises `ConfigError` naming the setting."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    if not match or match.group(2).upper() not in _UNITS:
+        raise ConfigError(f"{name} is {text!r}: give a size such as 512MiB or 2GB")
+    return int(float(match.group(1)) * _UNITS[match.group(2).upper()])
+
+
+def format_bytes(count: float) -> str:
+    """1536 -> '1.5 KiB'."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024 or unit == "GiB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    raise AssertionError
+
+
+def _at_least(name: str, value: int, low: int) -> None:
+    if value < low:
+        raise ConfigError(f"{name} is {value}: it must be at least {low}")

@@ -1,0 +1,86 @@
+"""The decode program: a pure function that feeds one token a row and samples the next, all on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from jaxinfer.decode.batch import ON_DEVICE, DecodeBatch
+from jaxinfer.kv_cache.pages import LayerPages, Pages, write
+from jaxinfer.models.base import CausalLM
+from jaxinfer.runtime.load import ModelTemplate, Weights
+from jaxinfer.sampling.counting import TokenCounts
+from jaxinfer.sampling.params import SamplingRows
+from jaxinfer.sampling.penalties import add_sampled
+from jaxinfer.sampling.sampler import Sampled, sample
+from pallas_kernels.paged_attention.op import paged_attention
+from sharding.mesh import TENSOR
+
+
+class DecodeState(NamedTuple):
+    """What stays on the device between steps: a place a slot, and one more for padding."""
+
+    tokens: Int[Array, " S+1"]  # the last sampled
+    counts: TokenCounts
+
+
+DecodeStep = Callable[[Weights, Pages, DecodeState, DecodeBatch, SamplingRows], tuple[Pages, DecodeState, Sampled]]
+
+
+def decode_step(template: ModelTemplate, mesh: Mesh) -> DecodeStep:
+    """The program's function. It takes pages and state donated."""
+
+    def step(
+        weights: Weights, pages: Pages, state: DecodeState, batch: DecodeBatch, sampling: SamplingRows
+    ) -> tuple[Pages, DecodeState, Sampled]:
+        model = template.merge(weights)
+        tokens = jnp.where(batch.tokens == ON_DEVICE, state.tokens[batch.slots], batch.tokens)
+        hidden, pages = forward(model, mesh, pages, tokens, batch, num_slots=state.tokens.shape[0] - 1)
+        sampled = sample(model.logits(hidden), sampling, batch.num_generated, jax.tree.map(lambda c: c[batch.slots], state.counts))
+        counts = add_sampled(state.counts, batch.slots, sampled.tokens, sampling)
+        return pages, DecodeState(state.tokens.at[batch.slots].set(sampled.tokens), counts), sampled
+
+    return step
+
+
+def forward(
+    model: CausalLM, mesh: Mesh, pages: Pages, tokens: Int[Array, " B"], batch: DecodeBatch, num_slots: int
+) -> tuple[Float[Array, "B D"], Pages]:
+    """Hidden states of the rows' tokens, and the pages with their keys and values written."""
+    page_size = pages[0].k.shape[2]
+    page_ids = jnp.take_along_axis(batch.page_table, (batch.positions // page_size)[:, None], axis=1)[:, 0]
+    kv_len = jnp.where(batch.slots < num_slots, batch.positions + 1, 0)
+    attend = partial(_attend, mesh, page_ids, batch.positions % page_size, batch.page_table, kv_len)
+    return model(tokens, batch.positions, pages, attend)
+
+
+def _attend(
+    mesh: Mesh,
+    page_ids: Int[Array, " B"],
+    offsets: Int[Array, " B"],
+    page_table: Int[Array, "B W"],
+    kv_len: Int[Array, " B"],
+    q: Float[Array, "B N H"],
+    k: Float[Array, "B K H"],
+    v: Float[Array, "B K H"],
+    pages: LayerPages,
+) -> tuple[Float[Array, "B N H"], LayerPages]:
+    def local(
+        q: Array, k: Array, v: Array, pages: LayerPages, page_ids: Array, offsets: Array, page_table: Array, kv_len: Array
+    ) -> tuple[Array, LayerPages]:
+        pages = write(pages, k, v, page_ids, offsets)
+        return paged_attention(q, pages.k, pages.v, page_table, kv_len, scale=q.shape[-1] ** -0.5), pages
+
+    # Heads are independent: each device attends with its own, over its own part of every page.
+    heads, whole = PartitionSpec(None, TENSOR), PartitionSpec()
+    over_heads = jax.shard_map(
+        local, mesh=mesh, in_specs=(heads, heads, heads, heads, whole, whole, whole, whole), out_specs=(heads, heads), check_vma=False
+    )
+    attended, written = over_heads(q, k, v, pages, page_ids, offsets, page_table, kv_len)
+    return attended, written

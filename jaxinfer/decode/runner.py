@@ -1,0 +1,88 @@
+"""DecodeRunner: the decode mesh's arrays and compiled programs, and one call a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxinfer.decode.batch import DecodeBatch, empty_batch
+from jaxinfer.decode.program import DecodeState, decode_step
+from jaxinfer.kv_cache.pages import PagePool
+from jaxinfer.runtime.compilation import Executable, ProgramSource, abstract_like
+from jaxinfer.runtime.load import ModelTemplate, Weights
+from jaxinfer.sampling.counting import abstract_counts, reset_arguments, reset_program
+from jaxinfer.sampling.params import SamplingRows, neutral_rows
+from jaxinfer.sampling.sampler import Sampled
+from sharding.partition import replicated
+from sharding.rules import Rules
+
+
+class DecodeRunner:
+    def __init__(
+        self,
+        template: ModelTemplate,
+        mesh: Mesh,
+        rules: Rules,
+        pool: PagePool,
+        buckets: tuple[int, ...],
+        max_model_len: int,
+    ) -> None:
+        self._pool = pool
+        self._mesh = mesh
+        self._max_model_len = max_model_len
+        self.buckets = buckets
+        self.num_slots = buckets[-1]
+        self.table_width = -(-max_model_len // pool.page_size)
+        self._abstract_weights = template.abstract(mesh, rules)
+        on_mesh = replicated(mesh)
+        counts = abstract_counts(self.num_slots + 1, template.config.vocab_size, on_mesh)
+        self._abstract_state = DecodeState(jax.ShapeDtypeStruct((self.num_slots + 1,), np.int32, sharding=on_mesh), counts)
+        self._step = decode_step(template, mesh)
+        self._programs: dict[str, Executable] = {}
+        self._weights: Weights = ()
+        self._state: DecodeState | None = None
+
+    def programs(self) -> list[ProgramSource]:
+        """What to compile: a decode program a bucket, and the one that counts a sequence's tokens for its penalties."""
+        return [
+            ProgramSource(
+                f"decode/{size}",
+                self._step,
+                (
+                    self._abstract_weights,
+                    self._pool.abstract,
+                    self._abstract_state,
+                    abstract_like(empty_batch(size, self.num_slots, self.table_width), replicated(self._mesh)),
+                    abstract_like(neutral_rows(size), replicated(self._mesh)),
+                ),
+                self._mesh,
+                donated=(1, 2),
+            )
+            for size in self.buckets
+        ] + [reset_program("decode/reset", self._abstract_state.counts, self._max_model_len, self._mesh)]
+
+    def start(self, programs: dict[str, Executable], weights: Weights) -> None:
+        """Take the compiled programs and the weights; allocate what else stays on the device."""
+        self._programs, self._weights = programs, weights
+        self._state = jax.device_put(jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), self._abstract_state), replicated(self._mesh))
+
+    def count_tokens(self, slot: int, token_ids: Sequence[int], num_prompt: int) -> None:
+        """Make a sequence's tokens known to the penalties of a slot."""
+        assert self._state is not None
+        arguments = reset_arguments(slot, token_ids, num_prompt, self._max_model_len)
+        self._state = self._state._replace(counts=self._programs["decode/reset"](self._state.counts, *arguments))
+
+    def put(self, rows: SamplingRows) -> SamplingRows:
+        """Sampling parameters on the device, for all the steps that share them."""
+        return jax.device_put(rows, replicated(self._mesh))
+
+    def run(self, batch: DecodeBatch, rows: SamplingRows, wants_logprobs: bool) -> Sampled:
+        """Start one step; returns arrays that the device is yet to fill."""
+        program = self._programs[f"decode/{len(batch.slots)}"]
+        self._pool.arrays, self._state, sampled = program(self._weights, self._pool.arrays, self._state, batch, rows)
+        for array in sampled if wants_logprobs else (sampled.tokens,):
+            array.copy_to_host_async()
+        return sampled

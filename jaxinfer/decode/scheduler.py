@@ -1,0 +1,53 @@
+"""Which sequences the next decode step extends, and who gives way when pages run out. Imports no JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import heapq
+
+from jaxinfer.kv_cache.manager import KVManager
+from jaxinfer.sequence import Sequence, SequenceState
+
+# Takes pages from the youngest sequence that holds any of the pool and queues it for recomputing; returns it, None if there is none.
+Preempt = Callable[[], Sequence | None]
+
+
+class DecodeScheduler:
+    """Every running sequence decodes at every step; sequences join and leave between any two."""
+
+    def __init__(self, manager: KVManager, num_slots: int) -> None:
+        self._manager = manager
+        self._free_slots = list(range(num_slots))
+        self.running: list[Sequence] = []
+
+    def join(self, sequence: Sequence) -> None:
+        """Give a handed-over sequence a slot."""
+        sequence.slot = heapq.heappop(self._free_slots)
+        sequence.state = SequenceState.RUNNING
+        self.running.append(sequence)
+
+    def leave(self, sequence: Sequence) -> None:
+        """Take a sequence's slot and pages back. A step under way may still write to them, before any new owner does."""
+        self.running.remove(sequence)
+        heapq.heappush(self._free_slots, sequence.slot)
+        sequence.slot = -1
+        self._manager.free(sequence.decode_pages)
+
+    def schedule(self, preempt: Preempt) -> list[Sequence]:
+        """The next step's sequences, each with a page for the token it feeds. Oldest first, so that they are served before pages run out."""
+        scheduled: list[Sequence] = []
+        for sequence in sorted(self.running, key=lambda s: s.order):
+            if sequence.state is not SequenceState.RUNNING or not sequence.can_decode_more():
+                continue
+            if self._find_page(sequence, preempt):
+                scheduled.append(sequence)
+        return [s for s in scheduled if s.state is SequenceState.RUNNING]
+
+    def _find_page(self, sequence: Sequence, preempt: Preempt) -> bool:
+        while not self._manager.grow(sequence.decode_pages, len(sequence.token_ids) + sequence.num_in_flight):
+            victim = preempt()
+            assert victim is not None, "a running sequence holds pages"
+            if victim is sequence:
+                return False
+        return True

@@ -1,0 +1,231 @@
+"""Engine: add_request, step, abort. Prefill worker -> KV hand-off -> decode worker, one turn of the wheel at a time."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence as Tokens
+
+from jaxinfer.assembly import assemble
+from jaxinfer.config import EngineConfig
+from jaxinfer.detokenizer import IncrementalDetokenizer
+from jaxinfer.output import OutputBuilder
+from jaxinfer.plain_forward import PlainForward
+from jaxinfer.request import FinishReason, OutputDelta, Request, RequestError, SamplingParams, TokenLogprob
+from jaxinfer.runtime.compilation import COUNTER
+from jaxinfer.sequence import Sequence, SequenceState, SharedPrefix
+from jaxinfer.stats import EngineStats
+
+
+class Engine:
+    """Drives both meshes from one thread. `add_request`, `step` and `abort` are that thread's; `validate` is anyone's.
+
+    Blocks until weights are loaded and every program is compiled. Raises `ConfigError`, `CheckpointError` or
+    `UnsupportedModelError`, all of them `ValueError`s that say what to change.
+    """
+
+    def __init__(self, config: EngineConfig | None = None) -> None:
+        self.config = config or EngineConfig()
+        self.stats = EngineStats()
+        self._parts = assemble(self.config, self.stats)
+        self.tokenizer = self._parts.tokenizer
+        self.max_model_len = self._parts.plan.max_model_len
+        self._requests: dict[str, list[Sequence]] = {}  # the unfinished sequences of each request
+        self._prefilled: list[Sequence] = []  # hand-offs that wait for decode pages, oldest first
+        self._num_arrived = 0
+        self._output = OutputBuilder(self.tokenizer, self.stats)
+        self._surprises_at_start = COUNTER.num_surprises
+        self._update_gauges()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests) or self._parts.decode.num_in_flight > 0 or self._parts.prefill.num_in_flight > 0
+
+    def plain_forward(self) -> PlainForward:
+        """The model without cache or batch, on the decode mesh's weights: what the engine's numbers are checked against."""
+        parts = self._parts
+        return PlainForward(parts.plan.template, parts.weights, parts.plan.decode.mesh)
+
+    def validate(self, prompt_token_ids: Tokens[int], params: SamplingParams) -> None:
+        """Raise `RequestError` for a request that could never be served."""
+        vocab_size, length = self.tokenizer.vocab_size, len(prompt_token_ids)
+        if not length:
+            raise RequestError("the prompt is empty: give at least one token", "prompt")
+        for name, ids in (("prompt", prompt_token_ids), ("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+            for token in ids:
+                if not isinstance(token, int) or not 0 <= token < vocab_size:
+                    raise RequestError(f"{name} has token id {token!r}: this model's are 0 to {vocab_size - 1}", name)
+        wanted = params.max_tokens
+        if length + (1 if wanted is None else wanted) > self.max_model_len:
+            room = f" and max_tokens {wanted}" if wanted is not None else ""
+            raise RequestError(
+                f"the prompt has {length} tokens{room}: together at most {self.max_model_len} fit; shorten the prompt or lower max_tokens",
+                "prompt" if length >= self.max_model_len else "max_tokens",
+                "context_length_exceeded",
+            )
+
+    def add_request(self, request_id: str, prompt_token_ids: Tokens[int], params: SamplingParams) -> None:
+        """Queue a request. Raises `RequestError` if it can never be served or its id is in use."""
+        if request_id in self._requests:
+            raise RequestError(f"request id {request_id!r} is in use", "request_id")
+        self.validate(prompt_token_ids, params)
+        request = Request(request_id, tuple(prompt_token_ids), params, time.monotonic())
+        end_tokens = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(self.tokenizer.eos_token_ids))
+        room = self.max_model_len - len(prompt_token_ids)
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        prefix = SharedPrefix(num_sharers=params.n - 1) if params.n > 1 else None
+        sequences = [
+            Sequence(
+                request,
+                index,
+                self._num_arrived + index,
+                (seed + index) % 2**64,
+                end_tokens,
+                room if params.max_tokens is None else params.max_tokens,
+                IncrementalDetokenizer(self.tokenizer, params.stop, min_tokens=params.min_tokens),
+                list(request.prompt_token_ids),
+                prefix,
+            )
+            for index in range(params.n)
+        ]
+        self._num_arrived += params.n
+        self._requests[request_id] = sequences
+        for sequence in sequences:
+            self._parts.prefill.scheduler.add(sequence)
+        self.stats.num_requests += 1
+        self.stats.num_prompt_tokens += len(request.prompt_token_ids)
+        self.stats.num_waiting = len(self._parts.prefill.scheduler.waiting)
+
+    def abort(self, request_id: str) -> bool:
+        """Drop a request wherever it stands and free its pages on both meshes; False if there is none of that id (any more)."""
+        sequences = self._requests.get(request_id)
+        if sequences is None:
+            return False
+        for sequence in list(sequences):
+            self._finish(sequence, FinishReason.ABORT)
+        self._update_gauges()
+        return True
+
+    def step(self) -> list[OutputDelta]:
+        """One turn: start a prefill chunk, hand over what is prefilled, start a decode step, read the decode step before it."""
+        started = time.perf_counter()
+        prefill, decode = self._parts.prefill, self._parts.decode
+        self._launch_prefill()
+        self._hand_over()
+        launched = decode.launch(self._preempt_youngest)
+        self.stats.num_decode_steps += launched
+        before_waiting = time.perf_counter()
+        deltas: list[OutputDelta] = []
+        # One decode step stays under way; the last one of a batch is read as soon as nothing follows it.
+        decoded = decode.collect() if decode.num_in_flight > (1 if launched else 0) else []
+        waits = not launched and not decoded and prefill.num_in_flight > 0
+        prefilled = prefill.collect(wait=waits)
+        after_waiting = time.perf_counter()
+        for token in decoded:
+            deltas += self._take_token(token.sequence, token.token_id, token.logprob)
+        for first in prefilled:
+            deltas += self._take_first(first.sequence, first.token_id, first.logprob)
+        self._update_gauges()
+        if launched:
+            self.stats.host_seconds += (before_waiting - started) + (time.perf_counter() - after_waiting)
+        return deltas
+
+    def _launch_prefill(self) -> None:
+        parts, scheduler = self._parts, self._parts.prefill.scheduler
+        if not scheduler.waiting and not scheduler.prefilling:
+            return
+        num_running = len(parts.decode.scheduler.running) + len(self._prefilled)
+        num_admitted = num_running + len(scheduler.prefilling)
+        # Running sequences grow: leave each a page, or what is admitted now would be preempted at once.
+        keep_free = num_running if parts.plan.shares_mesh else 0
+        free_slots = self.config.schedule.max_batch_size - num_admitted
+        chunks = parts.prefill.launch(free_slots, keep_free)
+        if not chunks and not num_admitted and parts.prefill.num_in_flight == 0:
+            self._release_prefixes()
+        now = time.monotonic()
+        for chunk in chunks:
+            if chunk.sequence.first_scheduled_time is None:
+                chunk.sequence.first_scheduled_time = now
+                self.stats.queue_seconds.observe(now - chunk.sequence.request.arrival_time)
+                self.stats.num_cached_tokens += chunk.sequence.num_cached
+        self.stats.num_prefill_steps += bool(chunks)
+
+    def _release_prefixes(self) -> None:
+        """Nothing runs and nothing can be admitted: what later requests keep for their siblings is in the way of the oldest."""
+        for sequence in reversed(self._parts.prefill.scheduler.waiting):
+            if sequence.prefix is not None and sequence.prefix.pages:
+                self._parts.prefill_manager.unshare(sequence.prefix)
+                return
+
+    def _hand_over(self) -> None:
+        for sequence in list(self._prefilled):
+            keep_free = len(self._parts.decode.scheduler.running)
+            if not self._parts.transfer.move(sequence, keep_free):
+                break
+            self._prefilled.remove(sequence)
+            self._parts.decode.join(sequence)
+        self.stats.num_pages_moved = self._parts.transfer.num_pages_moved
+
+    def _preempt_youngest(self) -> Sequence | None:
+        """Take back the pages of the decode pool's youngest holder and queue it to be computed again. Its tokens are kept."""
+        holders = list(self._parts.decode.scheduler.running)
+        if self._parts.plan.shares_mesh:
+            holders += [s for s in self._prefilled if s.prefill_pages] + self._parts.prefill.scheduler.prefilling
+        if not holders:
+            return None
+        victim = max(holders, key=lambda s: s.order)
+        self._release(victim)
+        victim.epoch += 1
+        victim.num_computed = victim.num_in_flight = 0
+        victim.state = SequenceState.WAITING
+        self._parts.prefill.scheduler.add_back(victim)
+        self.stats.num_preemptions += 1
+        return victim
+
+    def _release(self, sequence: Sequence) -> None:
+        """Give back whatever a sequence holds on either mesh."""
+        if sequence.state is SequenceState.RUNNING:
+            self._parts.decode.scheduler.leave(sequence)
+        elif sequence in self._prefilled:
+            self._prefilled.remove(sequence)
+        self._parts.prefill.scheduler.remove(sequence)
+
+    def _take_first(self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None) -> list[OutputDelta]:
+        """A sequence's prompt is in the cache: let its siblings start from it, and take the token sampled at its end."""
+        if sequence.prefix is not None and sequence.index == 0:
+            self._parts.prefill_manager.share(sequence.prefix, sequence.prefill_pages, sequence.num_prompt)
+            sequence.prefix = None
+        if sequence.max_tokens == 0:
+            delta = self._output.nothing(sequence)
+            self._finish(sequence, FinishReason.LENGTH)
+            return [delta]
+        deltas = self._take_token(sequence, token_id, logprob)
+        if not sequence.is_finished:
+            self._prefilled.append(sequence)
+            self._prefilled.sort(key=lambda s: s.order)
+        return deltas
+
+    def _take_token(self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None) -> list[OutputDelta]:
+        delta = self._output.token(sequence, token_id, logprob)
+        if delta.finish_reason is not None:
+            self._finish(sequence, delta.finish_reason)
+        return [delta]
+
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        self._release(sequence)
+        sequence.state = SequenceState.FINISHED
+        unfinished = self._requests[sequence.request.request_id]
+        unfinished.remove(sequence)
+        if not unfinished:
+            del self._requests[sequence.request.request_id]
+        self.stats.finished[reason] = self.stats.finished.get(reason, 0) + 1
+
+    def _update_gauges(self) -> None:
+        stats, parts = self.stats, self._parts
+        stats.num_waiting = len(parts.prefill.scheduler.waiting)
+        stats.num_prefilling = len(parts.prefill.scheduler.prefilling) + len(self._prefilled)
+        stats.num_running = len(parts.decode.scheduler.running)
+        stats.prefill_pages_used, stats.decode_pages_used = parts.prefill_manager.num_used, parts.decode_manager.num_used
+        stats.peak_pages_used = max(stats.peak_pages_used, stats.decode_pages_used)
+        stats.num_compilations = COUNTER.num_wanted + COUNTER.num_surprises - COUNTER.num_cache_hits
+        stats.num_compilations_after_ready = COUNTER.num_surprises - self._surprises_at_start

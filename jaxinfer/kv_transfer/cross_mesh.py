@@ -1,0 +1,80 @@
+"""Two meshes: pages are gathered on the prefill mesh, moved by `device_put`, and scattered into the decode mesh's pool."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxinfer.kv_cache.manager import KVManager
+from jaxinfer.kv_cache.pages import LayerPages, PagePool, Pages
+from jaxinfer.kv_cache.spec import NULL_PAGE
+from jaxinfer.runtime.buckets import bucket_for
+from jaxinfer.runtime.compilation import Executable, ProgramSource
+from jaxinfer.sequence import Sequence
+from sharding.partition import replicated
+
+Gathered = Float[Array, "L 2 X K G H"]
+
+MOVE_BUCKETS = (4, 32)  # pages moved at once; longer hand-offs go in several moves
+
+
+def gather(pages: Pages, page_ids: Int[Array, " X"]) -> Gathered:
+    """Copies of these pages of every layer, as one array, so that one transfer moves them."""
+    return jnp.stack([jnp.stack([pool[page_ids] for pool in layer]) for layer in pages])
+
+
+def scatter(pages: Pages, moved: Gathered, page_ids: Int[Array, " X"]) -> Pages:
+    """Put moved pages into the pool at these places; padding goes to the null page."""
+    return tuple(LayerPages(*(pool.at[page_ids].set(moved[i, j]) for j, pool in enumerate(layer))) for i, layer in enumerate(pages))
+
+
+def transfer_programs(prefill_pool: PagePool, decode_pool: PagePool) -> list[ProgramSource]:
+    """The gather and scatter programs of each bucket, to be compiled with all the others."""
+    programs = []
+    for size in MOVE_BUCKETS:
+        source_ids = jax.ShapeDtypeStruct((size,), np.int32, sharding=replicated(prefill_pool.mesh))
+        target_ids = jax.ShapeDtypeStruct((size,), np.int32, sharding=replicated(decode_pool.mesh))
+        moved = decode_pool.abstract_moved(size)
+        programs += [
+            ProgramSource(f"gather pages/{size}", gather, (prefill_pool.abstract, source_ids), prefill_pool.mesh),
+            ProgramSource(f"scatter pages/{size}", scatter, (decode_pool.abstract, moved, target_ids), decode_pool.mesh, donated=(0,)),
+        ]
+    return programs
+
+
+class CrossMeshTransfer:
+    def __init__(
+        self,
+        programs: dict[str, Executable],
+        prefill: tuple[PagePool, KVManager],
+        decode: tuple[PagePool, KVManager],
+    ) -> None:
+        self._programs = programs
+        self._prefill_pool, self._prefill_manager = prefill
+        self._decode_pool, self._decode_manager = decode
+        self._put = {size: partial(jax.device_put, device=self._decode_pool.abstract_moved(size).sharding) for size in MOVE_BUCKETS}
+        self.num_pages_moved = 0
+
+    def move(self, sequence: Sequence, keep_free: int) -> bool:
+        """See `KVTransfer`. Nothing here waits: both devices run what they are given in order, so the pages given back on the
+        prefill mesh are read before any later program writes to them."""
+        if not self._decode_manager.grow(sequence.decode_pages, len(sequence.prefill_pages) * self._prefill_manager.spec.page_size, keep_free):
+            return False
+        most = MOVE_BUCKETS[-1]
+        for start in range(0, len(sequence.prefill_pages), most):
+            source, target = sequence.prefill_pages[start : start + most], sequence.decode_pages[start : start + most]
+            size = bucket_for(len(source), MOVE_BUCKETS)
+            moved = self._programs[f"gather pages/{size}"](self._prefill_pool.arrays, _padded(source, size))
+            moved = self._put[size](moved)
+            self._decode_pool.arrays = self._programs[f"scatter pages/{size}"](self._decode_pool.arrays, moved, _padded(target, size))
+            self.num_pages_moved += len(source)
+        self._prefill_manager.free(sequence.prefill_pages)
+        return True
+
+
+def _padded(pages: list[int], size: int) -> np.ndarray:
+    return np.array(pages + [NULL_PAGE] * (size - len(pages)), np.int32)

@@ -1,0 +1,39 @@
+"""Multi-head attention with grouped KV heads. Where keys and values are kept is the caller's business, not the layer's."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxinfer.kv_cache.pages import LayerPages
+from jaxinfer.layers.linear import Linear
+from jaxinfer.layers.rope import rotate
+
+
+class Attend(Protocol):
+    """Attention proper, as the program that runs the model does it: prefill over packed chunks, decode over one token a row,
+    the plain forward pass over nothing but its own tokens. Takes one layer's pages and returns them with k and v written."""
+
+    def __call__(
+        self, q: Float[Array, "T N H"], k: Float[Array, "T K H"], v: Float[Array, "T K H"], pages: LayerPages
+    ) -> tuple[Float[Array, "T N H"], LayerPages]: ...
+
+
+class Attention(nnx.Module):
+    def __init__(
+        self, size: int, num_heads: int, num_kv_heads: int, head_size: int, dtype: jnp.dtype, *, use_bias: bool
+    ) -> None:
+        embed, heads, kv_heads = {"embed": size}, {"heads": num_heads, "head_size": head_size}, {"kv_heads": num_kv_heads, "head_size": head_size}
+        self.q = Linear(embed, heads, dtype, use_bias=use_bias)
+        self.k = Linear(embed, kv_heads, dtype, use_bias=use_bias)
+        self.v = Linear(embed, kv_heads, dtype, use_bias=use_bias)
+        self.out = Linear(heads, embed, dtype, use_bias=use_bias)
+
+    def __call__(
+        self, x: Float[Array, "T D"], cos_sin: tuple[Array, Array], pages: LayerPages, attend: Attend
+    ) -> tuple[Float[Array, "T D"], LayerPages]:
+        attended, pages = attend(rotate(self.q(x), cos_sin), rotate(self.k(x), cos_sin), self.v(x), pages)
+        return self.out(attended), pages

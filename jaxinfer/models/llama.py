@@ -1,0 +1,81 @@
+"""The Llama family (arXiv:2302.13971): RMS norm, rotary embeddings, grouped KV heads, gated MLP. Also Mistral without a window."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from checkpoints.weight_map import Weight, WeightMap
+from jaxinfer.kv_cache.pages import LayerPages, Pages
+from jaxinfer.layers.attention import Attend, Attention
+from jaxinfer.layers.embedding import Embedding
+from jaxinfer.layers.mlp import GatedMLP
+from jaxinfer.layers.norm import RMSNorm
+from jaxinfer.layers.rope import angles, inverse_frequencies
+from jaxinfer.models.config import ArchitectureConfig
+
+
+class LlamaBlock(nnx.Module):
+    def __init__(self, config: ArchitectureConfig, dtype: jnp.dtype) -> None:
+        size = config.hidden_size
+        self.attention_norm = RMSNorm(size, config.rms_norm_eps, dtype)
+        self.attention = Attention(size, config.num_heads, config.num_kv_heads, config.head_size, dtype, use_bias=config.attention_bias)
+        self.mlp_norm = RMSNorm(size, config.rms_norm_eps, dtype)
+        self.mlp = GatedMLP(size, config.mlp_size, dtype, use_bias=config.mlp_bias)
+
+    def __call__(
+        self, x: Float[Array, "T D"], cos_sin: tuple[Array, Array], pages: LayerPages, attend: Attend
+    ) -> tuple[Float[Array, "T D"], LayerPages]:
+        attended, pages = self.attention(self.attention_norm(x), cos_sin, pages, attend)
+        x = x + attended
+        return x + self.mlp(self.mlp_norm(x)), pages
+
+
+class Llama(nnx.Module):
+    weight_map = WeightMap(
+        {
+            "embedding.table": Weight("model.embed_tokens.weight"),
+            "head.table": Weight("lm_head.weight"),
+            "norm.scale": Weight("model.norm.weight"),
+            "blocks.{layer}.attention_norm.scale": Weight("model.layers.{layer}.input_layernorm.weight"),
+            "blocks.{layer}.mlp_norm.scale": Weight("model.layers.{layer}.post_attention_layernorm.weight"),
+            **{
+                f"blocks.{{layer}}.{part}.{ours}.{kind}": Weight(f"model.layers.{{layer}}.{theirs}.{kind_theirs}", transpose=kind == "kernel")
+                for part, ours, theirs in (
+                    ("attention", "q", "self_attn.q_proj"),
+                    ("attention", "k", "self_attn.k_proj"),
+                    ("attention", "v", "self_attn.v_proj"),
+                    ("attention", "out", "self_attn.o_proj"),
+                    ("mlp", "gate", "mlp.gate_proj"),
+                    ("mlp", "up", "mlp.up_proj"),
+                    ("mlp", "down", "mlp.down_proj"),
+                )
+                for kind, kind_theirs in (("kernel", "weight"), ("bias", "bias"))
+            },
+        }
+    )
+
+    def __init__(self, config: ArchitectureConfig, dtype: jnp.dtype) -> None:
+        self.config = config
+        self.embedding = Embedding(config.vocab_size, config.hidden_size, dtype)
+        self.blocks = nnx.List([LlamaBlock(config, dtype) for _ in range(config.num_layers)])
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.head = None if config.tie_word_embeddings else Embedding(config.vocab_size, config.hidden_size, dtype)
+
+    def __call__(
+        self, token_ids: Int[Array, " T"], positions: Int[Array, " T"], pages: Pages, attend: Attend
+    ) -> tuple[Float[Array, "T D"], Pages]:
+        x = self.embedding(token_ids)
+        cos_sin = angles(positions, inverse_frequencies(self.config.head_size, self.config.rope_theta, self.config.rope_scaling))
+        written: list[LayerPages] = []
+        blocks: Sequence[LlamaBlock] = self.blocks
+        for block, layer_pages in zip(blocks, pages, strict=True):
+            x, layer_pages = block(x, cos_sin, layer_pages, attend)
+            written.append(layer_pages)
+        return self.norm(x), tuple(written)
+
+    def logits(self, hidden: Float[Array, "X D"]) -> Float[Array, "X V"]:
+        return (self.head or self.embedding).logits(hidden)

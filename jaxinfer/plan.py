@@ -1,0 +1,101 @@
+"""Plan: what a configuration comes to on this model and these devices: sizes, bytes and pages, before any array is made."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from jaxinfer.config import ConfigError, EngineConfig, format_bytes, parse_bytes
+from jaxinfer.kv_cache.spec import PageSpec
+from jaxinfer.models.config import ArchitectureConfig
+from jaxinfer.runtime.load import ModelTemplate, make_template
+from sharding.mesh import make_mesh
+from sharding.rules import RULES, Rules
+
+_CPU_KV_BYTES = 2**30
+_GPU_KV_SHARE = 0.85  # of what weights leave free; the rest is for temporaries
+
+
+@dataclass(frozen=True)
+class RolePlan:
+    """One mesh's part."""
+
+    role: str  # 'prefill' or 'decode'
+    mesh: jax.sharding.Mesh
+    rules: Rules
+    weight_bytes: int  # on each device
+    num_pages: int  # of the pool, the null page included
+
+
+@dataclass(frozen=True)
+class Plan:
+    template: ModelTemplate
+    page_spec: PageSpec
+    prefill: RolePlan
+    decode: RolePlan
+    max_model_len: int  # tokens, prompt plus output
+
+    @property
+    def shares_mesh(self) -> bool:
+        return self.prefill.mesh == self.decode.mesh
+
+
+def make_plan(config: EngineConfig, architecture: ArchitectureConfig) -> Plan:
+    """Lay a model out on the configured devices.
+
+    Raises `ConfigError` for devices that do not exist, axes that do not divide, and memory that holds no page.
+    """
+    try:
+        meshes = {role: make_mesh(ids) for role, ids in (("prefill", config.devices.prefill_devices), ("decode", config.devices.decode_devices))}
+        platform = meshes["decode"].devices.flat[0].platform
+        template = make_template(architecture, compute_dtype(config.model.dtype, platform))
+        spec = PageSpec(
+            architecture.num_layers,
+            architecture.num_kv_heads,
+            architecture.head_size,
+            config.cache.page_size,
+            template.dtype.itemsize,
+        )
+        roles = {role: _plan_role(role, mesh, template, spec, config.cache.kv_memory) for role, mesh in meshes.items()}
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    # A request must fit alone in either pool, or it could wait for ever.
+    capacity = min(role.num_pages - 1 for role in roles.values()) * spec.page_size
+    wanted = config.model.max_model_len or architecture.max_position_embeddings
+    if config.model.max_model_len is not None:
+        if wanted > architecture.max_position_embeddings:
+            raise ConfigError(f"max_model_len is {wanted}: this model's context is {architecture.max_position_embeddings} tokens")
+        if wanted > capacity:
+            raise ConfigError(
+                f"max_model_len is {wanted} tokens, but kv_memory holds {capacity}: give kv_memory at least "
+                f"{format_bytes((spec.pages_for(wanted) + 1) * spec.page_bytes)} or lower max_model_len"
+            )
+    return Plan(template, spec, roles["prefill"], roles["decode"], min(wanted, capacity))
+
+
+def compute_dtype(name: str, platform: str) -> jnp.dtype:
+    """The type weights, activations and KV are kept in. XLA on CPU multiplies bfloat16 6 to 14 times slower than float32."""
+    if name == "auto":
+        name = "float32" if platform == "cpu" else "bfloat16"
+    return jnp.dtype(name)
+
+
+def _plan_role(role: str, mesh: jax.sharding.Mesh, template: ModelTemplate, spec: PageSpec, kv_memory: str) -> RolePlan:
+    rules = RULES[role]
+    weights = sum(math.prod(w.sharding.shard_shape(w.shape)) * w.dtype.itemsize for w in template.abstract(mesh, rules))
+    # The pool is split over the mesh by KV heads, so each device holds a part of every page.
+    per_device = PageSpec(spec.num_layers, -(-spec.num_kv_heads // mesh.size), spec.head_size, spec.page_size, spec.bytes_per_value)
+    return RolePlan(role, mesh, rules, weights, per_device.num_pages(_kv_budget(kv_memory, mesh, weights)))
+
+
+def _kv_budget(kv_memory: str, mesh: jax.sharding.Mesh, weights: int) -> int:
+    if kv_memory != "auto":
+        return parse_bytes("kv_memory", kv_memory)
+    device = mesh.devices.flat[0]
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if not stats:
+        return _CPU_KV_BYTES
+    return max(int((stats["bytes_limit"] - stats["bytes_in_use"] - weights) * _GPU_KV_SHARE), 0)

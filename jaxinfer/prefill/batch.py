@@ -1,0 +1,66 @@
+"""PrefillBatch: one prefill step as padded NumPy arrays, where the host half and the device half meet. Imports no JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxinfer.prefill.scheduler import Chunk
+from jaxinfer.runtime.buckets import QUERY_TILE, prefill_rows
+from jaxinfer.sampling.params import SamplingRows, neutral_rows, set_row
+
+
+class PrefillBatch(NamedTuple):
+    """T packed tokens of at most R sequences, W pages each. Unused rows have query_len 0; their outputs are ignored."""
+
+    token_ids: np.ndarray  # int32 [T]
+    next_token_ids: np.ndarray  # int32 [T]: what follows each token in its prompt, for prompt log-probabilities
+    page_table: np.ndarray  # int32 [R, W]
+    query_start: np.ndarray  # int32 [R]
+    query_len: np.ndarray  # int32 [R]
+    kv_len: np.ndarray  # int32 [R]: tokens of context, this step's included
+    num_generated: np.ndarray  # int32 [R]
+    wants_prompt_logprobs: np.ndarray  # bool []
+    sampling: SamplingRows
+
+
+def build_batch(chunks: Sequence[Chunk], num_tokens: int, table_width: int) -> PrefillBatch:
+    """Pack chunks into a bucket of `num_tokens`."""
+    num_rows = prefill_rows(num_tokens)
+    batch = empty_batch(num_tokens, num_rows, table_width)
+    start = 0
+    for row, chunk in enumerate(chunks):
+        sequence, end = chunk.sequence, chunk.start + chunk.length
+        batch.token_ids[start : start + chunk.length] = sequence.token_ids[chunk.start : end]
+        following = sequence.token_ids[chunk.start + 1 : end + 1]
+        batch.next_token_ids[start : start + len(following)] = following
+        batch.page_table[row, : len(sequence.prefill_pages)] = sequence.prefill_pages
+        batch.query_start[row], batch.query_len[row], batch.kv_len[row] = start, chunk.length, end
+        batch.num_generated[row] = sequence.num_output
+        if chunk.is_last:
+            set_row(batch.sampling, row, sequence.params, sequence.seed, sorted(sequence.end_tokens))
+        start += -(-chunk.length // QUERY_TILE) * QUERY_TILE
+    wants = any(wants_prompt_logprobs(chunk) for chunk in chunks)
+    return batch._replace(wants_prompt_logprobs=np.asarray(wants))
+
+
+def wants_prompt_logprobs(chunk: Chunk) -> bool:
+    """Whether this chunk's prompt tokens are to be scored: not again after a preemption."""
+    return chunk.sequence.params.prompt_logprobs is not None and not chunk.sequence.is_started and chunk.start < chunk.sequence.num_prompt
+
+
+def empty_batch(num_tokens: int, num_rows: int, table_width: int) -> PrefillBatch:
+    """Padding only."""
+    return PrefillBatch(
+        token_ids=np.zeros(num_tokens, np.int32),
+        next_token_ids=np.zeros(num_tokens, np.int32),
+        page_table=np.zeros((num_rows, table_width), np.int32),
+        query_start=np.zeros(num_rows, np.int32),
+        query_len=np.zeros(num_rows, np.int32),
+        kv_len=np.zeros(num_rows, np.int32),
+        num_generated=np.zeros(num_rows, np.int32),
+        wants_prompt_logprobs=np.asarray(False),
+        sampling=neutral_rows(num_rows),
+    )

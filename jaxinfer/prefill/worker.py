@@ -1,0 +1,95 @@
+"""PrefillWorker: scheduler and runner of the prefill mesh, with the steps under way between them."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxinfer.prefill.batch import build_batch, wants_prompt_logprobs
+from jaxinfer.prefill.runner import PrefillResult, PrefillRunner
+from jaxinfer.prefill.scheduler import Chunk, PrefillScheduler
+from jaxinfer.request import TokenLogprob
+from jaxinfer.sampling.params import uses_penalties
+from jaxinfer.sampling.reading import read_logprob
+from jaxinfer.sequence import Sequence
+
+_MOST_IN_FLIGHT = 2  # one that runs and one that waits for it: the device never idles, and an abort finds little under way
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    chunks: list[Chunk]
+    starts: list[int]  # of each chunk in the packed tokens
+    result: PrefillResult
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """A sequence whose prompt is in the cache, and its next token."""
+
+    sequence: Sequence
+    token_id: int
+    logprob: TokenLogprob | None
+
+
+class PrefillWorker:
+    def __init__(self, scheduler: PrefillScheduler, runner: PrefillRunner) -> None:
+        self.scheduler = scheduler
+        self._runner = runner
+        self._in_flight: deque[_InFlight] = deque()
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    def launch(self, num_free_slots: int, keep_free: int) -> list[Chunk]:
+        """Start the next step, if there is one and not enough are under way already; returns its chunks."""
+        if len(self._in_flight) >= _MOST_IN_FLIGHT:
+            return []
+        chunks = self.scheduler.schedule(num_free_slots, keep_free)
+        if not chunks:
+            return []
+        batch = build_batch(chunks, self.scheduler.bucket(chunks), self._runner.table_width)
+        for row, chunk in enumerate(chunks):
+            if chunk.is_last and uses_penalties(chunk.sequence.params):
+                self._runner.count_tokens(row, chunk.sequence.token_ids, chunk.sequence.num_prompt)
+        starts = [int(start) for start in batch.query_start[: len(chunks)]]
+        self._in_flight.append(_InFlight(chunks, starts, self._runner.run(batch)))
+        return chunks
+
+    def collect(self, wait: bool) -> list[Prefilled]:
+        """Read the finished steps; with `wait`, the oldest whether it has finished or not."""
+        prefilled: list[Prefilled] = []
+        while self._in_flight and (wait or self._in_flight[0].result.sampled.tokens.is_ready()):
+            prefilled += self._read(self._in_flight.popleft())
+            wait = False
+        return prefilled
+
+    def _read(self, step: _InFlight) -> list[Prefilled]:
+        sampled = type(step.result.sampled)(*(np.asarray(a) for a in step.result.sampled))
+        prefilled: list[Prefilled] = []
+        for row, (chunk, start) in enumerate(zip(step.chunks, step.starts, strict=True)):
+            sequence = chunk.sequence
+            if not chunk.is_current:  # aborted or preempted since: another prefill of the same sequence begins from nothing
+                continue
+            if step.result.prompt_scores is not None and wants_prompt_logprobs(chunk):
+                self._read_prompt_scores(step.result, chunk, start)
+            if chunk.is_last:
+                self.scheduler.done(sequence)
+                logprob = None if sequence.params.logprobs is None else read_logprob(sampled, row, sequence.params.logprobs)
+                prefilled.append(Prefilled(sequence, int(sampled.tokens[row]), logprob))
+        return prefilled
+
+    def _read_prompt_scores(self, result: PrefillResult, chunk: Chunk, start: int) -> None:
+        sequence, scores = chunk.sequence, result.prompt_scores
+        assert scores is not None and sequence.params.prompt_logprobs is not None
+        logprobs, top_tokens, top_logprobs = (np.asarray(a) for a in scores)
+        if chunk.start == 0:
+            sequence.prompt_logprobs = [None]
+        num_scored = min(chunk.length, sequence.num_prompt - 1 - chunk.start)  # the last prompt token's successor is not the prompt's
+        for i in range(start, start + num_scored):
+            token_id = sequence.token_ids[chunk.start + i - start + 1]
+            top = zip(top_tokens[i].tolist(), top_logprobs[i].tolist(), strict=True)
+            sequence.prompt_logprobs.append(TokenLogprob(token_id, float(logprobs[i]), tuple(top)[: sequence.params.prompt_logprobs]))

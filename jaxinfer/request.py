@@ -1,0 +1,186 @@
+"""The nouns every part of the engine speaks: what is asked, how to sample, what comes back. Imports no JAX."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+MAX_TOP_LOGPROBS = 20  # alternatives a step can report; the compiled programs return this many, OpenAI's limit too
+MAX_LOGIT_BIAS = 300  # entries of `logit_bias`, OpenAI's limit
+MAX_STOP_TOKENS = 32  # entries of `stop_token_ids`
+MAX_N = 128  # sequences of one request, OpenAI's limit
+
+
+class RequestError(ValueError):
+    """A request that can't be served as asked. `param` names the field at fault, for OpenAI's error form."""
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class FinishReason(enum.StrEnum):
+    STOP = "stop"  # end-of-sequence token, stop token or stop string
+    LENGTH = "length"  # max_tokens or the context length was reached
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one request's tokens are chosen. Checked on construction: `RequestError` names the field, the value and the range.
+
+    Order on the device: penalties, logit_bias, temperature, min_p, top_k, top_p. Log-probabilities are those of the model's
+    own distribution, before any of these, so that they equal a plain forward pass.
+    """
+
+    temperature: float = 1.0  # 0: greedy, the exact argmax
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None  # None: drawn at random for each request
+    repetition_penalty: float = 1.0  # over prompt and output tokens (CTRL, arXiv:1909.05858)
+    presence_penalty: float = 0.0  # over output tokens, as OpenAI defines it
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    max_tokens: int | None = 16  # None: as many as the context holds
+    min_tokens: int = 0  # before that many, no end-of-sequence or stop token is sampled and no stop string ends the text
+    ignore_eos: bool = False
+    n: int = 1
+    logprobs: int | None = None  # None: off; k: the sampled token's and those of the k likeliest
+    prompt_logprobs: int | None = None  # the same for the prompt's tokens
+    echo: bool = False  # the text starts with the prompt's
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        _number("temperature", self.temperature, 0.0, 100.0)
+        _integer("top_k", self.top_k, 0, 2**31 - 1)
+        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if self.seed is not None:
+            _integer("seed", self.seed, -(2**63), 2**63 - 1)
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 0, 2**31 - 1)
+        _integer("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        _integer("n", self.n, 1, MAX_N)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), 0, MAX_TOP_LOGPROBS)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(f"min_tokens is {self.min_tokens}: it must not be over max_tokens ({self.max_tokens})", "min_tokens")
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise RequestError(f"logit_bias has {len(self.logit_bias)} entries: at most {MAX_LOGIT_BIAS}", "logit_bias")
+        for token, bias in self.logit_bias.items():
+            _integer("logit_bias", token, 0, 2**31 - 1)
+            _number("logit_bias", bias, -100.0, 100.0)
+        if len(self.stop_token_ids) > MAX_STOP_TOKENS:
+            raise RequestError(f"stop_token_ids has {len(self.stop_token_ids)} entries: at most {MAX_STOP_TOKENS}", "stop_token_ids")
+        for token in self.stop_token_ids:
+            _integer("stop_token_ids", token, 0, 2**31 - 1)
+        if any(not isinstance(s, str) or not s for s in self.stop):
+            raise RequestError(f"stop is {list(self.stop)!r}: each stop string must be a non-empty string", "stop")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt, tokenized, and how to continue it."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    arrival_time: float  # seconds, time.monotonic()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Natural-log probability of one token, and the step's likeliest alternatives (token id, log-probability), best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class OutputDelta:
+    """What one engine step added to one sequence of a request. `text` never ends inside a character or a possible stop string."""
+
+    request_id: str
+    index: int  # which of the request's n sequences
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()  # one for each of token_ids where asked for
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None  # the stop string or token that ended it
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # once, on a sequence's first delta where asked for; the first token has none
+    cached_tokens: int = 0  # prompt tokens whose KV was found rather than computed; on the first delta
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One finished sequence."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """Everything a request gave: the prompt and its n sequences."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    cached_tokens: int = 0
+
+    @classmethod
+    def empty(cls, request_id: str, prompt: str | None, prompt_token_ids: list[int], params: SamplingParams) -> RequestOutput:
+        outputs = [CompletionOutput(i, logprobs=None if params.logprobs is None else []) for i in range(params.n)]
+        return cls(request_id, prompt, prompt_token_ids, outputs)
+
+    def add(self, delta: OutputDelta) -> None:
+        """Append one step's delta."""
+        output = self.outputs[delta.index]
+        output.text += delta.text
+        output.token_ids.extend(delta.token_ids)
+        if output.logprobs is not None:
+            output.logprobs.extend(delta.logprobs)
+        if delta.prompt_logprobs is not None and self.prompt_logprobs is None:
+            self.prompt_logprobs = list(delta.prompt_logprobs)
+        self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
+        if delta.finish_reason is not None:
+            output.finish_reason, output.stop_reason = delta.finish_reason, delta.stop_reason
+
+    @property
+    def is_finished(self) -> bool:
+        return all(o.finish_reason is not None for o in self.outputs)
+
+
+def _number(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
+    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not ok or value > high or value < low or (open_low and value == low):
+        raise RequestError(f"{name} is {value!r}: it must be a number {'above' if open_low else 'from'} {low:g} {'and at most' if open_low else 'to'} {high:g}", name)
+
+
+def _integer(name: str, value: int, low: int, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise RequestError(f"{name} is {value!r}: it must be an integer from {low} to {high}", name)

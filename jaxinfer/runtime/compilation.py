@@ -1,0 +1,98 @@
+"""Programs compiled ahead of time, side by side in threads; and a count of every compilation XLA makes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+_HIT_EVENT = "/jax/compilation_cache/cache_hits"
+
+
+class _Counter:
+    """Compilations of this process: those wanted (inside `compiling()`) and those that came by surprise."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._wanted_here = threading.local()
+        self.num_wanted = 0
+        self.num_surprises = 0
+        self.num_cache_hits = 0
+        jax.monitoring.register_event_duration_secs_listener(self._on_compile)
+        jax.monitoring.register_event_listener(self._on_event)
+
+    def _on_compile(self, event: str, seconds: float, **_: Any) -> None:
+        if event == _COMPILE_EVENT:
+            with self._lock:
+                if getattr(self._wanted_here, "depth", 0):
+                    self.num_wanted += 1
+                else:
+                    self.num_surprises += 1
+
+    def _on_event(self, event: str, **_: Any) -> None:
+        if event == _HIT_EVENT:
+            with self._lock:
+                self.num_cache_hits += 1
+
+    @contextlib.contextmanager
+    def compiling(self) -> Iterator[None]:
+        self._wanted_here.depth = getattr(self._wanted_here, "depth", 0) + 1
+        try:
+            yield
+        finally:
+            self._wanted_here.depth -= 1
+
+
+COUNTER = _Counter()
+
+
+@dataclass(frozen=True)
+class ProgramSource:
+    """A pure function and the abstract arguments of one bucket."""
+
+    name: str
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]  # ShapeDtypeStructs with shardings
+    mesh: Mesh
+    donated: tuple[int, ...] = ()
+
+
+def abstract_like(tree: Any, sharding: NamedSharding) -> Any:
+    """Shapes and types of a pytree of arrays, so sharded."""
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), tree)
+
+
+Executable = Callable[..., Any]
+
+
+def compile_program(source: ProgramSource) -> Executable:
+    """Trace, lower and compile one program for its mesh."""
+    with COUNTER.compiling(), jax.set_mesh(source.mesh):
+        return jax.jit(source.function, donate_argnums=source.donated).lower(*source.arguments).compile()
+
+
+def compile_programs(sources: Sequence[ProgramSource]) -> dict[str, Executable]:
+    """Every program by its name. XLA releases Python's lock, so some compile while others are traced."""
+    with ThreadPoolExecutor(min(len(sources), os.cpu_count() or 1), "compile") as pool:
+        return dict(zip([s.name for s in sources], pool.map(compile_program, sources), strict=True))
+
+
+def use_persistent_cache() -> Path:
+    """Keep compiled programs under the user's cache directory, unless JAX was told of another. Returns the folder."""
+    folder = jax.config.jax_compilation_cache_dir
+    if folder is None:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder = str(base / "jaxinfer" / "xla")
+        jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    return Path(folder)

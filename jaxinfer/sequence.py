@@ -1,0 +1,71 @@
+"""Sequence: one of a request's n continuations, as the host half follows it. Imports no JAX."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from jaxinfer.detokenizer import IncrementalDetokenizer
+from jaxinfer.request import Request, SamplingParams, TokenLogprob
+
+
+class SequenceState(enum.Enum):
+    WAITING = enum.auto()  # for pages and a place in the batch
+    PREFILLING = enum.auto()  # holds pages of the prefill mesh
+    PREFILLED = enum.auto()  # its hand-off waits for pages of the decode mesh
+    RUNNING = enum.auto()  # holds a slot and pages of the decode mesh
+    FINISHED = enum.auto()
+
+
+@dataclass(slots=True, eq=False)
+class SharedPrefix:
+    """Whole pages of a prompt that a request's n sequences read together, held until the last of them has them."""
+
+    pages: list[int] = field(default_factory=list)
+    is_ready: bool = False  # the first sequence has filled them
+    num_sharers: int = 0  # sequences that have yet to take them
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    request: Request
+    index: int
+    order: int  # of arrival: smaller is older
+    seed: int
+    end_tokens: frozenset[int]  # that end it once min_tokens are there
+    max_tokens: int
+    detokenizer: IncrementalDetokenizer
+    token_ids: list[int]  # prompt and output
+    prefix: SharedPrefix | None = None
+    state: SequenceState = SequenceState.WAITING
+    num_computed: int = 0  # tokens whose KV a prefill step was started for
+    num_cached: int = 0  # prompt tokens whose pages were found
+    num_in_flight: int = 0  # tokens being sampled whose values the host has not read
+    prefill_pages: list[int] = field(default_factory=list)
+    decode_pages: list[int] = field(default_factory=list)
+    slot: int = -1
+    epoch: int = 0  # counts preemptions: a step started in an earlier epoch has nothing to say any more
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
+    is_started: bool = False  # its first delta is out
+    first_scheduled_time: float | None = None  # seconds, time.monotonic()
+    last_token_time: float | None = None
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.request.params
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_output(self) -> int:
+        return len(self.token_ids) - self.num_prompt
+
+    @property
+    def is_finished(self) -> bool:
+        return self.state is SequenceState.FINISHED
+
+    def can_decode_more(self) -> bool:
+        """Whether another token may be sampled, counting those in flight."""
+        return self.num_output + self.num_in_flight < self.max_tokens

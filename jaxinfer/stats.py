@@ -1,0 +1,71 @@
+"""EngineStats: counters and timings that the engine fills in and anyone may read. No exporter here, no JAX."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+# Upper bounds in seconds, Prometheus style; the last bucket is open.
+TIME_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+
+@dataclass(slots=True)
+class Histogram:
+    counts: list[int] = field(default_factory=lambda: [0] * (len(TIME_BUCKETS) + 1))  # not cumulative
+    total: float = 0.0
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=1024))
+
+    def observe(self, seconds: float, times: int = 1) -> None:
+        index = next((i for i, bound in enumerate(TIME_BUCKETS) if seconds <= bound), len(TIME_BUCKETS))
+        self.counts[index] += times
+        self.total += seconds * times
+        self.recent.append(seconds)
+
+    @property
+    def num_observed(self) -> int:
+        return sum(self.counts)
+
+    def quantile(self, q: float) -> float | None:
+        """Of the last 1,024 observations, in seconds; None before the first."""
+        ordered = sorted(self.recent)
+        return ordered[min(int(q * len(ordered)), len(ordered) - 1)] if ordered else None
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Counters only grow; gauges are of the last step. Seconds and bytes throughout."""
+
+    # Start
+    load_seconds: float = 0.0
+    compile_seconds: float = 0.0
+    num_programs: int = 0
+    num_compilations: int = 0  # XLA compilations of this process, cached ones not counted
+    num_compilations_after_ready: int = 0  # stays 0: every program was compiled before "ready"
+    # Memory, by what holds it: weights, kv pages, slots, ... for each mesh ("prefill weights": bytes)
+    memory: dict[str, int] = field(default_factory=dict)
+    prefill_devices: tuple[str, ...] = ()
+    decode_devices: tuple[str, ...] = ()
+    # Gauges
+    num_waiting: int = 0  # queued, no prefill yet
+    num_prefilling: int = 0
+    num_running: int = 0  # in the decode batch
+    prefill_pages_used: int = 0
+    prefill_pages: int = 0
+    decode_pages_used: int = 0
+    decode_pages: int = 0
+    peak_pages_used: int = 0  # most decode pages ever in use at once
+    # Counters
+    num_requests: int = 0
+    finished: dict[str, int] = field(default_factory=dict)  # finish reason -> sequences
+    num_preemptions: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    num_prefill_steps: int = 0
+    num_decode_steps: int = 0
+    num_pages_moved: int = 0  # handed over between distinct meshes
+    host_seconds: float = 0.0  # of decode steps, outside waiting for the device
+    # Latencies
+    time_to_first_token: Histogram = field(default_factory=Histogram)
+    inter_token_latency: Histogram = field(default_factory=Histogram)
+    queue_seconds: Histogram = field(default_factory=Histogram)

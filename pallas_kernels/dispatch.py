@@ -1,0 +1,7 @@
+"""Names of the ways an op can run. A named one that can't run is an error, never a quiet fallback."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Backend = Literal["xla", "reference"]

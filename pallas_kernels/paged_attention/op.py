@@ -1,0 +1,43 @@
+"""paged_attention: one query token a request over that request's KV pages (PagedAttention, arXiv:2309.06180)."""
+
+from __future__ import annotations
+
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.dispatch import Backend
+from pallas_kernels.paged_attention import reference, xla
+
+_IMPLEMENTATIONS = {"xla": xla.paged_attention, "reference": reference.paged_attention}
+
+
+def paged_attention(
+    q: Float[Array, "B N H"],
+    k_pages: Float[Array, "P K G H"],
+    v_pages: Float[Array, "P K G H"],
+    page_table: Int[Array, "B W"],
+    kv_len: Int[Array, " B"],
+    *,
+    scale: float,
+    backend: Backend = "xla",
+) -> Float[Array, "B N H"]:
+    """Attention of one new token a request over its cached context.
+
+    Args:
+      q: queries, B requests of N heads of size H; query head n reads KV head n // (N / K).
+      k_pages, v_pages: the page pool, P pages of G tokens; what lies outside a request's context may be anything, NaN too.
+      page_table: the pages of each request in order, W of them; entries past the context are ignored but must lie in [0, P).
+      kv_len: tokens of context of each request, the new one included; 0 for a padded row, whose output is 0.
+      scale: multiplies the scores, usually H ** -0.5.
+      backend: 'xla' or 'reference'.
+
+    Returns the attention output in q's type; scores and sums are float32. Raises `ValueError` for shapes that do not fit together.
+    """
+    if k_pages.shape != v_pages.shape:
+        raise ValueError(f"paged_attention: k_pages {k_pages.shape} and v_pages {v_pages.shape} differ in shape")
+    if q.ndim != 3 or k_pages.ndim != 4 or q.shape[2] != k_pages.shape[3] or q.shape[1] % k_pages.shape[1]:
+        raise ValueError(
+            f"paged_attention: q {q.shape} must be [B, N, H] and k_pages {k_pages.shape} [P, K, G, H], with the same H and N a multiple of K"
+        )
+    if page_table.shape[0] != q.shape[0] or kv_len.shape != (q.shape[0],):
+        raise ValueError(f"paged_attention: page_table {page_table.shape} and kv_len {kv_len.shape} must have q's {q.shape[0]} rows")
+    return _IMPLEMENTATIONS[backend](q, k_pages, v_pages, page_table, kv_len, scale=scale)

@@ -1,0 +1,33 @@
+"""What paged_attention must compute, in the plainest jnp: gather every page, mask, softmax. Slow, for tests."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+def paged_attention(
+    q: Float[Array, "B N H"],
+    k_pages: Float[Array, "P K G H"],
+    v_pages: Float[Array, "P K G H"],
+    page_table: Int[Array, "B W"],
+    kv_len: Int[Array, " B"],
+    *,
+    scale: float,
+) -> Float[Array, "B N H"]:
+    """See op.py."""
+    num_kv_heads, page_size = k_pages.shape[1:3]
+    batch, num_heads, head_size = q.shape
+
+    def gathered(pages: Float[Array, "P K G H"]) -> Float[Array, "B K S H"]:
+        return jnp.moveaxis(pages[page_table], 2, 1).reshape(batch, num_kv_heads, -1, head_size).astype(jnp.float32)
+
+    grouped = q.reshape(batch, num_kv_heads, num_heads // num_kv_heads, head_size).astype(jnp.float32)
+    valid = jnp.arange(page_table.shape[1] * page_size) < kv_len[:, None]
+    scores = jnp.einsum("bknh,bksh->bkns", grouped, gathered(k_pages), precision="highest") * scale
+    weights = jax.nn.softmax(jnp.where(valid[:, None, None], scores, -jnp.inf), axis=-1)
+    # A masked weight is 0, but 0 * NaN is NaN: what lies in unused places must not matter.
+    values = jnp.where(valid[:, None, :, None], gathered(v_pages), 0.0)
+    out = jnp.einsum("bkns,bksh->bknh", weights, values, precision="highest")
+    return jnp.where(kv_len[:, None, None] > 0, out.reshape(q.shape), 0.0).astype(q.dtype)

@@ -1,0 +1,66 @@
+"""paged_attention for any device XLA compiles for: a loop over runs of pages with an online softmax (arXiv:1805.02867).
+
+The loop's length is that of the batch's longest context, known only when it runs, so one compiled program serves every
+context and a step costs what is cached, not what could be. Nothing larger than one run of pages is ever gathered.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+RUN_TOKENS = 128  # context tokens gathered at once: small enough to stay in a core's cache, large enough to hide the loop
+
+
+def paged_attention(
+    q: Float[Array, "B N H"],
+    k_pages: Float[Array, "P K G H"],
+    v_pages: Float[Array, "P K G H"],
+    page_table: Int[Array, "B W"],
+    kv_len: Int[Array, " B"],
+    *,
+    scale: float,
+) -> Float[Array, "B N H"]:
+    """See op.py."""
+    num_pages, num_kv_heads, page_size, head_size = k_pages.shape
+    batch, num_heads, _ = q.shape
+    group = num_heads // num_kv_heads
+    run_pages = min(max(RUN_TOKENS // page_size, 1), page_table.shape[1])
+    padding = -page_table.shape[1] % run_pages
+    table = jnp.pad(page_table, ((0, 0), (0, padding)))
+    grouped = (q.astype(jnp.float32) * scale).reshape(batch, num_kv_heads, group, head_size)
+    # One row a (page, KV head): the gather then writes [B, K, S, H] directly, and no transpose follows it.
+    k_rows = k_pages.reshape(num_pages * num_kv_heads, page_size * head_size)
+    v_rows = v_pages.reshape(num_pages * num_kv_heads, page_size * head_size)
+    run_tokens = run_pages * page_size
+
+    def one_run(i: Int[Array, ""], carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        top, total, out = carry
+        pages = jax.lax.dynamic_slice_in_dim(table, i * run_pages, run_pages, axis=1)
+        rows = pages[:, None, :] * num_kv_heads + jnp.arange(num_kv_heads)[None, :, None]
+
+        def gathered(pool: Float[Array, "PK GH"]) -> Float[Array, "B K S H"]:
+            # "clip": page numbers are the allocator's, always in range, and the default mode would mask every element.
+            return jnp.take(pool, rows, axis=0, mode="clip").reshape(batch, num_kv_heads, run_tokens, head_size).astype(jnp.float32)
+
+        valid = (i * run_tokens + jnp.arange(run_tokens)) < kv_len[:, None]
+        # Multiply and reduce rather than a batched matmul of a few rows: XLA on CPU runs B*K tiny matmuls one after another.
+        scores = (grouped[:, :, :, None] * gathered(k_rows)[:, :, None]).sum(-1)
+        scores = jnp.where(valid[:, None, None], scores, -1e30)
+        new_top = jnp.maximum(top, scores.max(-1))
+        weights = jnp.exp(scores - new_top[..., None])
+        values = jnp.where(valid[:, None, :, None], gathered(v_rows), 0.0)  # 0 * NaN would be NaN
+        shrink = jnp.exp(top - new_top)
+        out = out * shrink[..., None] + (weights[..., None] * values[:, :, None]).sum(3)
+        return new_top, total * shrink + weights.sum(-1), out
+
+    start = (
+        jnp.full((batch, num_kv_heads, group), -1e30),
+        jnp.zeros((batch, num_kv_heads, group)),
+        jnp.zeros((batch, num_kv_heads, group, head_size)),
+    )
+    num_runs = (jnp.max(kv_len) + run_tokens - 1) // run_tokens
+    _, total, out = jax.lax.fori_loop(0, num_runs, one_run, start)
+    out = out / jnp.maximum(total, 1e-30)[..., None]
+    return jnp.where(kv_len[:, None, None] > 0, out.reshape(q.shape), 0.0).astype(q.dtype)

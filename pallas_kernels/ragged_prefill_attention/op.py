@@ -1,0 +1,56 @@
+"""ragged_prefill_attention: packed runs of new tokens of several requests, each over its cached prefix and, causally, itself."""
+
+from __future__ import annotations
+
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.dispatch import Backend
+from pallas_kernels.ragged_prefill_attention import reference, xla
+
+_IMPLEMENTATIONS = {"xla": xla.ragged_prefill_attention, "reference": reference.ragged_prefill_attention}
+
+
+def ragged_prefill_attention(
+    q: Float[Array, "T N H"],
+    k_pages: Float[Array, "P K G H"],
+    v_pages: Float[Array, "P K G H"],
+    page_table: Int[Array, "R W"],
+    query_start: Int[Array, " R"],
+    query_len: Int[Array, " R"],
+    kv_len: Int[Array, " R"],
+    *,
+    scale: float,
+    query_tile: int,
+    backend: Backend = "xla",
+) -> Float[Array, "T N H"]:
+    """Causal attention of T packed query tokens, of at most R requests, over KV pages that hold these tokens already.
+
+    Args:
+      q: queries of N heads of size H; query head n reads KV head n // (N / K).
+      k_pages, v_pages: the page pool, P pages of G tokens; what lies outside a request's context may be anything, NaN too.
+      page_table: the pages of each request in order; entries past its context are ignored but must lie in [0, P).
+      query_start: where a request's tokens begin in q: a multiple of query_tile.
+      query_len: how many there are; 0 for an unused row.
+      kv_len: the request's context, these tokens included: its last query sees all of it.
+      scale: multiplies the scores, usually H ** -0.5.
+      query_tile: tokens a tile; T is a multiple of it. A tile holds tokens of one request.
+      backend: 'xla' or 'reference'.
+
+    Returns the attention output in q's type; rows of q that belong to no request come out as 0. Scores and sums are float32.
+    Raises `ValueError` for shapes that do not fit together.
+    """
+    if k_pages.shape != v_pages.shape:
+        raise ValueError(f"ragged_prefill_attention: k_pages {k_pages.shape} and v_pages {v_pages.shape} differ in shape")
+    if q.ndim != 3 or k_pages.ndim != 4 or q.shape[2] != k_pages.shape[3] or q.shape[1] % k_pages.shape[1]:
+        raise ValueError(
+            f"ragged_prefill_attention: q {q.shape} must be [T, N, H] and k_pages {k_pages.shape} [P, K, G, H], "
+            "with the same H and N a multiple of K"
+        )
+    if q.shape[0] % query_tile:
+        raise ValueError(f"ragged_prefill_attention: {q.shape[0]} tokens are not a multiple of query_tile {query_tile}")
+    rows = page_table.shape[0]
+    if any(a.shape != (rows,) for a in (query_start, query_len, kv_len)):
+        raise ValueError(f"ragged_prefill_attention: query_start, query_len and kv_len must each have page_table's {rows} rows")
+    return _IMPLEMENTATIONS[backend](
+        q, k_pages, v_pages, page_table, query_start, query_len, kv_len, scale=scale, query_tile=query_tile
+    )

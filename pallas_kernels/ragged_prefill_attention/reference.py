@@ -1,0 +1,42 @@
+"""What ragged_prefill_attention must compute, in the plainest jnp: every query against every cached token, masked. For tests."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+def ragged_prefill_attention(
+    q: Float[Array, "T N H"],
+    k_pages: Float[Array, "P K G H"],
+    v_pages: Float[Array, "P K G H"],
+    page_table: Int[Array, "R W"],
+    query_start: Int[Array, " R"],
+    query_len: Int[Array, " R"],
+    kv_len: Int[Array, " R"],
+    *,
+    scale: float,
+    query_tile: int,
+) -> Float[Array, "T N H"]:
+    """See op.py."""
+    del query_tile
+    num_kv_heads, page_size = k_pages.shape[1:3]
+    num_tokens, num_heads, head_size = q.shape
+    place = jnp.arange(num_tokens)[:, None] - query_start
+    is_of_row = (place >= 0) & (place < query_len)  # [T, R]
+    row = jnp.argmax(is_of_row, axis=1)
+    position = (kv_len - query_len)[row] + place[jnp.arange(num_tokens), row]
+    position = jnp.where(is_of_row.any(axis=1), position, -1)
+
+    def gathered(pages: Float[Array, "P K G H"]) -> Float[Array, "T K S H"]:
+        by_row = jnp.moveaxis(pages[page_table], 2, 1).reshape(page_table.shape[0], num_kv_heads, -1, head_size)
+        return by_row[row].astype(jnp.float32)
+
+    grouped = q.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_size).astype(jnp.float32)
+    valid = jnp.arange(page_table.shape[1] * page_size) <= position[:, None]
+    scores = jnp.einsum("tknh,tksh->tkns", grouped, gathered(k_pages), precision="highest") * scale
+    weights = jax.nn.softmax(jnp.where(valid[:, None, None], scores, -jnp.inf), axis=-1)
+    values = jnp.where(valid[:, None, :, None], gathered(v_pages), 0.0)
+    out = jnp.einsum("tkns,tksh->tknh", weights, values, precision="highest").reshape(q.shape)
+    return jnp.where((position >= 0)[:, None, None], out, 0.0).astype(q.dtype)

@@ -1,0 +1,76 @@
+"""ragged_prefill_attention for any device XLA compiles for: all query tiles at once, a loop over runs of pages, online softmax.
+
+The loop ends at the longest context among the rows, known only when it runs.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+RUN_TOKENS = 128  # context tokens gathered at once
+
+
+def ragged_prefill_attention(
+    q: Float[Array, "T N H"],
+    k_pages: Float[Array, "P K G H"],
+    v_pages: Float[Array, "P K G H"],
+    page_table: Int[Array, "R W"],
+    query_start: Int[Array, " R"],
+    query_len: Int[Array, " R"],
+    kv_len: Int[Array, " R"],
+    *,
+    scale: float,
+    query_tile: int,
+) -> Float[Array, "T N H"]:
+    """See op.py."""
+    num_pages, num_kv_heads, page_size, head_size = k_pages.shape
+    num_tokens, num_heads, _ = q.shape
+    group = num_heads // num_kv_heads
+    num_tiles = num_tokens // query_tile
+    run_pages = min(max(RUN_TOKENS // page_size, 1), page_table.shape[1])
+    run_tokens = run_pages * page_size
+
+    # A tile belongs to one row: rows start at multiples of query_tile.
+    tile_start = jnp.arange(num_tiles) * query_tile
+    is_of_row = (tile_start[:, None] >= query_start) & (tile_start[:, None] < query_start + query_len)
+    row = jnp.argmax(is_of_row, axis=1)
+    place = tile_start[:, None] + jnp.arange(query_tile) - query_start[row][:, None]
+    in_use = is_of_row.any(axis=1)[:, None] & (place < query_len[row][:, None])
+    position = jnp.where(in_use, (kv_len - query_len)[row][:, None] + place, -1)  # [tiles, tile]
+
+    table = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % run_pages)))[row]
+    grouped = (q.astype(jnp.float32) * scale).reshape(num_tiles, query_tile, num_kv_heads, group, head_size)
+    grouped = grouped.transpose(0, 2, 3, 1, 4).reshape(num_tiles, num_kv_heads, group * query_tile, head_size)
+    limit = jnp.tile(position, (1, group))  # [tiles, group * tile]
+    k_rows = k_pages.reshape(num_pages * num_kv_heads, page_size * head_size)
+    v_rows = v_pages.reshape(num_pages * num_kv_heads, page_size * head_size)
+
+    def one_run(i: Int[Array, ""], carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        top, total, out = carry
+        pages = jax.lax.dynamic_slice_in_dim(table, i * run_pages, run_pages, axis=1)
+        rows = pages[:, None, :] * num_kv_heads + jnp.arange(num_kv_heads)[None, :, None]
+
+        def gathered(pool: Float[Array, "PK GH"]) -> Float[Array, "X K S H"]:
+            return jnp.take(pool, rows, axis=0, mode="clip").reshape(num_tiles, num_kv_heads, run_tokens, head_size).astype(jnp.float32)
+
+        context = i * run_tokens + jnp.arange(run_tokens)
+        valid = context <= limit[:, :, None]
+        scores = jnp.einsum("xkqh,xksh->xkqs", grouped, gathered(k_rows))
+        scores = jnp.where(valid[:, None], scores, -1e30)
+        new_top = jnp.maximum(top, scores.max(-1))
+        weights = jnp.where(valid[:, None], jnp.exp(scores - new_top[..., None]), 0.0)
+        cached = context <= position.max(axis=1)[:, None]
+        values = jnp.where(cached[:, None, :, None], gathered(v_rows), 0.0)  # 0 * NaN would be NaN
+        shrink = jnp.exp(top - new_top)
+        out = out * shrink[..., None] + jnp.einsum("xkqs,xksh->xkqh", weights, values)
+        return new_top, total * shrink + weights.sum(-1), out
+
+    shape = (num_tiles, num_kv_heads, group * query_tile)
+    start = (jnp.full(shape, -1e30), jnp.zeros(shape), jnp.zeros((*shape, head_size)))
+    num_runs = jnp.max(position) // run_tokens + 1
+    _, total, out = jax.lax.fori_loop(0, num_runs, one_run, start)
+    out = out / jnp.maximum(total, 1e-30)[..., None]
+    out = out.reshape(num_tiles, num_kv_heads, group, query_tile, head_size).transpose(0, 3, 1, 2, 4)
+    return out.reshape(q.shape).astype(q.dtype)

@@ -1,0 +1,26 @@
+"""Device meshes: one for each role (prefill, decode), over devices named by number."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+TENSOR = "tensor"  # the mesh axis that attention heads, MLP columns and the vocabulary are split over
+
+
+def make_mesh(device_ids: Sequence[int], devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """A mesh with one `tensor` axis over the devices at these places of `devices` (default: `jax.devices()`).
+
+    Raises `ValueError` for a device number that does not exist.
+    """
+    available = list(jax.devices() if devices is None else devices)
+    missing = [i for i in device_ids if i >= len(available)]
+    if missing:
+        kind = available[0].platform
+        hint = "; --cpu-devices N splits the CPU into N virtual devices" if kind == "cpu" else ""
+        raise ValueError(f"device {missing[0]} does not exist: this machine has {len(available)} {kind} device(s), numbered from 0{hint}")
+    chosen = np.array([available[i] for i in device_ids])
+    return Mesh(chosen, (TENSOR,), axis_types=(AxisType.Explicit,))

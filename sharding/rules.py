@@ -1,0 +1,17 @@
+"""Which mesh axis each logical axis of a weight or a cache lies on: a table for each role, data rather than code.
+
+Weights name their axes (`embed`, `heads`, `mlp`, ...); a model never names a mesh axis. What a table does not name is replicated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from sharding.mesh import TENSOR
+
+Rules = Mapping[str, str]
+
+# Megatron's split (arXiv:1909.08053): columns of the first matrix, rows of the second, one all-reduce after each pair.
+TENSOR_PARALLEL: Rules = {"heads": TENSOR, "kv_heads": TENSOR, "mlp": TENSOR, "vocab": TENSOR}
+
+RULES: Mapping[str, Rules] = {"prefill": TENSOR_PARALLEL, "decode": TENSOR_PARALLEL}
