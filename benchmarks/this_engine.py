@@ -36,7 +36,7 @@ def start() -> tuple[Answer, Callable[[Answer], Answer]]:
         params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
         for number, prompt in enumerate(batch):
             engine.add_request(str(number), prompt, params)
-        while engine.has_unfinished_requests:
+        while engine.has_work:
             yield [int(delta.request_id) for delta in engine.step() for _ in delta.token_ids]
 
     def answer(question: Answer) -> Answer:

@@ -23,7 +23,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
 # jaxinfer from top to bottom: a module imports from its own layer or lower ones.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("jaxinfer", "jaxinfer.llm"),
-    ("jaxinfer.engine",),
+    ("jaxinfer.engine", "jaxinfer.assembly", "jaxinfer.output", "jaxinfer.plain_forward"),
     ("jaxinfer.prefill", "jaxinfer.decode", "jaxinfer.kv_transfer", "jaxinfer.plan"),
     ("jaxinfer.runtime", "jaxinfer.speculative", "jaxinfer.sampling", "jaxinfer.structured_output"),
     ("jaxinfer.models",),
@@ -50,6 +50,7 @@ JAX_FREE = (
     "jaxinfer/config.py",
     "jaxinfer/stats.py",
     "jaxinfer/sequence.py",
+    "jaxinfer/output.py",
     "jaxinfer/*tokenizer.py",
     "jaxinfer/chat_template.py",
     "jaxinfer/kv_cache/spec.py",
