@@ -1,4 +1,4 @@
-"""A real uvicorn server in a thread, on a free port, for clients that need a socket."""
+"""The real server in a thread, on a free port, for clients that need a socket."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import uvicorn
 from fastapi import FastAPI
+
+from server.config import ServerConfig
+from server.graceful import GracefulServer
 
 
 @contextmanager
 def served(app: FastAPI) -> Iterator[str]:
-    """The base URL of `app` while it is served."""
+    """The base URL of `app` while it is served; leaving ends the server as SIGTERM does."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5))
         started = threading.Event()
+        server = GracefulServer(app, ServerConfig(log_level="warning", shutdown_timeout=5.0), on_started=started.set)
+        loops: list[asyncio.AbstractEventLoop] = []
 
         async def serve() -> None:
-            serving = asyncio.ensure_future(server.serve(sockets=[listener]))
-            while not server.started and not serving.done():
-                await asyncio.sleep(0.01)
-            started.set()
-            await serving
+            loops.append(asyncio.get_running_loop())
+            await server.serve(sockets=[listener])
 
         thread = threading.Thread(target=asyncio.run, args=(serve(),))
         thread.start()
@@ -33,6 +33,6 @@ def served(app: FastAPI) -> Iterator[str]:
         try:
             yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         finally:
-            server.should_exit = True
+            loops[0].call_soon_threadsafe(server.end)
             thread.join(20)
             assert not thread.is_alive()

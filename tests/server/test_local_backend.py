@@ -1,0 +1,249 @@
+"""LocalBackend: one thread for the engine, one wake-up a step, and nobody left waiting."""
+
+import asyncio
+import threading
+import time
+from collections import deque
+from contextlib import aclosing, asynccontextmanager
+
+import pytest
+
+from jaxinfer.config import EngineConfig
+from jaxinfer.request import FinishReason, OutputDelta, RequestError, SamplingParams
+from jaxinfer.stats import EngineStats
+from server.backend import Overloaded, Unavailable
+from server.local_backend import LocalBackend
+
+
+class ScriptedEngine:
+    """Keeps to the engine's contract and to one thread: each step gives every sequence a letter, until its max_tokens."""
+
+    def __init__(self, max_queue_size=4, batch_size=2):
+        self.config = EngineConfig.of(max_queue_size=max_queue_size)
+        self.stats = EngineStats()
+        self.max_model_len = 100
+        self.batch_size = batch_size
+        self.waiting, self.running = deque(), {}
+        self.aborted, self.threads = [], set()
+        self.may_step = threading.Event()
+        self.may_step.set()
+        self.error = None
+        self.num_steps = 0
+
+    @property
+    def has_work(self):
+        return bool(self.waiting or self.running)
+
+    def validate(self, prompt_token_ids, params):
+        if not prompt_token_ids:
+            raise RequestError("the prompt is empty", "prompt")
+
+    def add_request(self, request_id, prompt_token_ids, params):
+        self.threads.add(threading.current_thread().name)
+        if len(prompt_token_ids) > 50:
+            raise RequestError("found out late", "prompt")
+        self.waiting.append((request_id, params))
+
+    def abort(self, request_id):
+        self.threads.add(threading.current_thread().name)
+        self.aborted.append(request_id)
+        was_running = self.running.pop(request_id, None) is not None
+        self.waiting = deque(entry for entry in self.waiting if entry[0] != request_id)
+        return was_running
+
+    def step(self):
+        self.threads.add(threading.current_thread().name)
+        self.may_step.wait(5)
+        if self.error is not None:
+            raise self.error
+        self.num_steps += 1
+        while self.waiting and len(self.running) < self.batch_size:
+            request_id, params = self.waiting.popleft()
+            self.running[request_id] = [params, 0]
+        deltas = []
+        for request_id, entry in list(self.running.items()):
+            params, count = entry
+            entry[1] += 1
+            reason = FinishReason.LENGTH if count + 1 == params.max_tokens else None
+            deltas += [OutputDelta(request_id, index, "abcdefgh"[count % 8], (count,), finish_reason=reason) for index in range(params.n)]
+            if reason:
+                del self.running[request_id]
+        self.stats.num_waiting = len(self.waiting)
+        return deltas
+
+
+@asynccontextmanager
+async def running(engine):
+    backend = LocalBackend(engine)
+    await backend.start()
+    try:
+        yield backend
+    finally:
+        engine.may_step.set()
+        await asyncio.wait_for(backend.stop(), 5)
+
+
+async def text_of(backend, request_id, max_tokens=5, n=1):
+    texts = [""] * n
+    async for delta in backend.generate(request_id, [1], SamplingParams(max_tokens=max_tokens, n=n)):
+        assert delta.request_id == request_id
+        texts[delta.index] += delta.text
+    return texts
+
+
+async def until(condition):
+    async with asyncio.timeout(5):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+def test_many_requests_each_get_their_own_deltas_from_one_thread():
+    async def run():
+        engine = ScriptedEngine(max_queue_size=100)
+        async with running(engine) as backend:
+            texts = await asyncio.gather(*[text_of(backend, str(number), 1 + number % 8, n=1 + number % 3) for number in range(30)])
+        assert texts == [["abcdefgh"[: 1 + number % 8]] * (1 + number % 3) for number in range(30)]
+        assert engine.threads == {"engine"}
+        assert engine.aborted == []
+
+    asyncio.run(run())
+
+
+def test_a_step_wakes_the_event_loop_once_however_many_tokens_it_made():
+    async def run():
+        engine = ScriptedEngine(max_queue_size=100, batch_size=32)
+        loop = asyncio.get_running_loop()
+        num_wakes = 0
+        call_soon_threadsafe = loop.call_soon_threadsafe
+
+        def counted(callback, *arguments, **keywords):
+            nonlocal num_wakes
+            num_wakes += threading.current_thread().name == "engine"
+            return call_soon_threadsafe(callback, *arguments, **keywords)
+
+        loop.call_soon_threadsafe = counted
+        async with running(engine) as backend:
+            await asyncio.gather(*[text_of(backend, str(number), 8, n=2) for number in range(16)])
+        assert num_wakes == engine.num_steps
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("how", ["aclose", "cancel"])
+def test_leaving_early_aborts_in_the_engine(how):
+    async def run():
+        engine = ScriptedEngine()
+        async with running(engine) as backend:
+            arrived = asyncio.Event()
+
+            async def ask():
+                async with aclosing(backend.generate("x", [1], SamplingParams(max_tokens=None))) as deltas:
+                    async for _ in deltas:
+                        arrived.set()
+                        if how == "aclose":
+                            return
+
+            task = asyncio.create_task(ask())
+            await arrived.wait()
+            if how == "cancel":
+                task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await until(lambda: engine.aborted == ["x"])
+            assert await text_of(backend, "y") == ["abcde"]
+
+    asyncio.run(run())
+
+
+def test_a_bad_request_fails_alone_whenever_it_is_found_out():
+    async def run():
+        async with running(ScriptedEngine()) as backend:
+            for prompt, message in (([], "empty"), ([1] * 60, "found out late")):
+                with pytest.raises(RequestError, match=message):
+                    async for _ in backend.generate("x", prompt, SamplingParams()):
+                        pass
+            assert await text_of(backend, "y") == ["abcde"]
+
+    asyncio.run(run())
+
+
+def test_above_the_queue_bound_requests_are_refused_even_before_the_engine_saw_the_others():
+    async def run():
+        engine = ScriptedEngine(max_queue_size=4)
+        engine.may_step.clear()
+        async with running(engine) as backend:
+            asked = [asyncio.create_task(text_of(backend, str(number))) for number in range(4)]
+            await asyncio.sleep(0.05)  # the engine took them in and stands in its first step
+            with pytest.raises(Overloaded) as error:
+                await text_of(backend, "one too many")
+            assert error.value.retry_after == 1.0
+            engine.may_step.set()
+            assert await asyncio.gather(*asked) == [["abcde"]] * 4
+            assert await text_of(backend, "later") == ["abcde"]
+
+    asyncio.run(run())
+
+
+def test_retry_after_follows_the_queue_and_the_recent_pace():
+    async def run():
+        async with running(ScriptedEngine()) as backend:
+            backend._finished_at.extend(time.monotonic() - 10 + second for second in range(10))  # one a second
+            assert backend._retry_after(20) == pytest.approx(20, rel=0.1)
+            assert backend._retry_after(10_000) == 120.0
+            assert backend._retry_after(0) == 1.0
+
+    asyncio.run(run())
+
+
+def test_when_the_engine_fails_everyone_is_told():
+    async def run():
+        engine = ScriptedEngine()
+        engine.may_step.clear()
+        async with running(engine) as backend:
+            asked = [asyncio.create_task(text_of(backend, str(number))) for number in range(3)]
+            await asyncio.sleep(0.01)
+            engine.error = RuntimeError("out of memory")
+            engine.may_step.set()
+            async with asyncio.timeout(5):
+                results = await asyncio.gather(*asked, return_exceptions=True)
+            assert [type(result) for result in results] == [Unavailable] * 3
+            assert "RuntimeError: out of memory" in str(results[0])
+            assert "out of memory" in backend.failure()
+            assert not backend.is_ready()
+            with pytest.raises(Unavailable, match="out of memory"):
+                await text_of(backend, "later")
+
+    asyncio.run(run())
+
+
+def test_stopping_finishes_what_runs_and_refuses_the_rest():
+    async def run():
+        engine = ScriptedEngine()
+        engine.may_step.clear()
+        backend = LocalBackend(engine)
+        assert not backend.is_ready()
+        await backend.start()
+        assert backend.is_ready()
+        asked = asyncio.create_task(text_of(backend, "x"))
+        await asyncio.sleep(0.01)
+        stopping = asyncio.create_task(backend.stop())
+        await asyncio.sleep(0.01)
+        with pytest.raises(Unavailable, match="shutting down"):
+            await text_of(backend, "y")
+        engine.may_step.set()
+        assert await asked == ["abcde"]
+        await asyncio.wait_for(stopping, 5)
+        assert not any(thread.name == "engine" for thread in threading.enumerate())
+
+    asyncio.run(run())
+
+
+def test_an_idle_engine_is_not_stepped():
+    async def run():
+        engine = ScriptedEngine()
+        async with running(engine) as backend:
+            await text_of(backend, "x")
+            steps = engine.num_steps
+            await asyncio.sleep(0.05)
+            assert engine.num_steps == steps
+
+    asyncio.run(run())
