@@ -18,6 +18,7 @@ from rich.console import Console
 
 from checkpoints.source import CheckpointError
 from jaxinfer.config import ConfigError, EngineConfig, flat_fields
+from jaxinfer.models.config import UnsupportedModelError
 from jaxinfer.request import RequestError, SamplingParams
 from server.config import ServerConfig
 from server.flags import add_flags, given
@@ -40,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     logging.basicConfig(level=getattr(parsed, "log_level", "warning").upper(), format="%(levelname)s: %(message)s", stream=sys.stderr)
     try:
         sys.exit(parsed.run(parsed))
-    except (ConfigError, CheckpointError, RequestError, OSError) as error:
+    except (ConfigError, CheckpointError, UnsupportedModelError, RequestError, OSError) as error:
         print(f"jaxinfer: error: {error}", file=sys.stderr)
         sys.exit(USER_ERROR)
     except KeyboardInterrupt:

@@ -3,73 +3,14 @@
 import asyncio
 import threading
 import time
-from collections import deque
 from contextlib import aclosing, asynccontextmanager
 
 import pytest
 
-from jaxinfer.config import EngineConfig
-from jaxinfer.request import FinishReason, OutputDelta, RequestError, SamplingParams
-from jaxinfer.stats import EngineStats
+from jaxinfer.request import RequestError, SamplingParams
 from server.backend import Overloaded, Unavailable
 from server.local_backend import LocalBackend
-
-
-class ScriptedEngine:
-    """Keeps to the engine's contract and to one thread: each step gives every sequence a letter, until its max_tokens."""
-
-    def __init__(self, max_queue_size=4, batch_size=2):
-        self.config = EngineConfig.of(max_queue_size=max_queue_size)
-        self.stats = EngineStats()
-        self.max_model_len = 100
-        self.batch_size = batch_size
-        self.waiting, self.running = deque(), {}
-        self.aborted, self.threads = [], set()
-        self.may_step = threading.Event()
-        self.may_step.set()
-        self.error = None
-        self.num_steps = 0
-
-    @property
-    def has_work(self):
-        return bool(self.waiting or self.running)
-
-    def validate(self, prompt_token_ids, params):
-        if not prompt_token_ids:
-            raise RequestError("the prompt is empty", "prompt")
-
-    def add_request(self, request_id, prompt_token_ids, params):
-        self.threads.add(threading.current_thread().name)
-        if len(prompt_token_ids) > 50:
-            raise RequestError("found out late", "prompt")
-        self.waiting.append((request_id, params))
-
-    def abort(self, request_id):
-        self.threads.add(threading.current_thread().name)
-        self.aborted.append(request_id)
-        was_running = self.running.pop(request_id, None) is not None
-        self.waiting = deque(entry for entry in self.waiting if entry[0] != request_id)
-        return was_running
-
-    def step(self):
-        self.threads.add(threading.current_thread().name)
-        self.may_step.wait(5)
-        if self.error is not None:
-            raise self.error
-        self.num_steps += 1
-        while self.waiting and len(self.running) < self.batch_size:
-            request_id, params = self.waiting.popleft()
-            self.running[request_id] = [params, 0]
-        deltas = []
-        for request_id, entry in list(self.running.items()):
-            params, count = entry
-            entry[1] += 1
-            reason = FinishReason.LENGTH if count + 1 == params.max_tokens else None
-            deltas += [OutputDelta(request_id, index, "abcdefgh"[count % 8], (count,), finish_reason=reason) for index in range(params.n)]
-            if reason:
-                del self.running[request_id]
-        self.stats.num_waiting = len(self.waiting)
-        return deltas
+from tests.server.scripted_engine import ScriptedEngine
 
 
 @asynccontextmanager
@@ -157,7 +98,7 @@ def test_leaving_early_aborts_in_the_engine(how):
 def test_a_bad_request_fails_alone_whenever_it_is_found_out():
     async def run():
         async with running(ScriptedEngine()) as backend:
-            for prompt, message in (([], "empty"), ([1] * 60, "found out late")):
+            for prompt, message in (([], "empty"), ([1] * 301, "found out late")):
                 with pytest.raises(RequestError, match=message):
                     async for _ in backend.generate("x", prompt, SamplingParams()):
                         pass

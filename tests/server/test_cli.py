@@ -1,0 +1,182 @@
+"""The `jaxinfer` command: its flags, its errors in one line, and what generate and batch write."""
+
+import argparse
+import dataclasses
+import json
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from checkpoints.source import CheckpointError
+from jaxinfer.config import EngineConfig, flat_fields
+from server import cli
+from server.config import ServerConfig
+from server.flags import add_flags, given
+from tests.server.scripted_engine import ScriptedEngine
+
+ROOT = Path(cli.__file__).parent.parent
+
+
+@pytest.fixture
+def engines(monkeypatch):
+    """The engines that the command starts, none of which loads a model."""
+    made = []
+
+    def make(config):
+        made.append(ScriptedEngine(config, batch_size=8))
+        return made[-1]
+
+    monkeypatch.setitem(sys.modules, "jaxinfer.engine", types.SimpleNamespace(Engine=make))
+    return made
+
+
+def run(*arguments):
+    with pytest.raises(SystemExit) as exit:
+        cli.main(arguments)
+    return exit.value.code
+
+
+def test_help_is_quick_because_nothing_heavy_is_imported():
+    script = (
+        "import sys\nfrom server.cli import main\ntry: main(['generate', '--help'])\n"
+        "except SystemExit: print(sorted({'jax', 'flax', 'fastapi', 'tokenizers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.endswith("[]\n")
+    assert "--prefill-devices" in done.stdout
+    assert "--temperature" in done.stdout
+
+
+@pytest.mark.parametrize("command", ["serve", "generate", "batch", "demo"])
+def test_every_setting_is_a_flag_with_its_help_and_default(command, capsys):
+    assert run(command, "--help") == 0
+    help = " ".join(capsys.readouterr().out.split())
+    fields = flat_fields() + (list(dataclasses.fields(ServerConfig)) if command == "serve" else [])
+    for field in fields:
+        assert "--" + field.name.replace("_", "-") in help
+        assert " ".join(field.metadata["help"].split()) in help
+
+
+def parse(*arguments):
+    parser = argparse.ArgumentParser()
+    add_flags(parser, "engine", flat_fields())
+    return given(parser.parse_args(arguments), flat_fields())
+
+
+def test_only_given_flags_are_passed_on_and_each_in_its_own_type():
+    assert parse() == {}
+    flags = parse("--prefill-devices", "0,1", "--decode-devices", "2", "--max-model-len", "64", "--random-weights", "--dtype", "float32")
+    assert flags == {"prefill_devices": (0, 1), "decode_devices": (2,), "max_model_len": 64, "random_weights": True, "dtype": "float32"}
+    assert EngineConfig.of(**flags).devices.decode_devices == (2,)
+
+
+@pytest.mark.parametrize("arguments", [("--dtype", "int7"), ("--page-size", "x"), ("--prefill-devices", "0,a"), ("--pages", "3")])
+def test_flags_that_make_no_sense_are_refused(arguments):
+    with pytest.raises(SystemExit) as exit:
+        parse(*arguments)
+    assert exit.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("generate", "hi", "--page-size", "0"), "page_size is 0: it must be at least 1"),
+        (("generate", "hi", "--temperature", "-1"), "temperature is -1.0"),
+        (("generate", ""), "the prompt is empty"),
+        (("serve", "--port", "99999"), "port is 99999"),
+        (("serve", "--max-body-size", "big"), "max_body_size is 'big'"),
+        (("serve", "--host", "203.0.113.1"), "can't listen on 203.0.113.1 port 8000"),
+        (("batch", "no-such.jsonl", "out.jsonl"), "no-such.jsonl"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(engines, capsys, arguments, says):
+    assert run(*arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("jaxinfer: error: ")
+    assert error.count("\n") == 1
+    assert says in error
+
+
+def test_a_broken_checkpoint_is_told_in_one_line(monkeypatch, capsys):
+    def fail(config):
+        raise CheckpointError("model.gguf: ends after 12 bytes; fetch it again")
+
+    monkeypatch.setitem(sys.modules, "jaxinfer.engine", types.SimpleNamespace(Engine=fail))
+    assert run("generate", "hi") == 2
+    assert capsys.readouterr().err.endswith("jaxinfer: error: model.gguf: ends after 12 bytes; fetch it again\n")
+
+
+def test_generate_streams_the_answer_to_standard_output(engines, capsys):
+    assert run("generate", "Hi", "--max-tokens", "6", "--kv-memory", "1MiB") == 0
+    captured = capsys.readouterr()
+    assert captured.out == "abcdef\n"
+    assert engines[0].config.cache.kv_memory == "1MiB"
+    text = engines[0].tokenizer.decode(engines[0].prompts[0], skip_special_tokens=False)
+    assert text == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_generate_without_chat_continues_the_text_itself(engines, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", types.SimpleNamespace(read=lambda: "from a pipe"))
+    assert run("generate", "-", "--no-chat", "--max-tokens", "1") == 0
+    assert engines[0].tokenizer.decode(engines[0].prompts[0]) == "from a pipe"
+
+
+def test_demo_tells_what_ran_where_and_how_fast(engines, capsys):
+    assert run("demo", "--max-tokens", "4") == 0
+    table = capsys.readouterr().err
+    for row in ("prefill mesh", "decode mesh", "load", "compile", "time to first token", "decode", "KV pages", "compiled after ready"):
+        assert row in table
+
+
+def test_batch_writes_answers_and_resumes(engines, capsys, tmp_path):
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    body = {"model": "default", "prompt": "x", "max_tokens": 3}
+    lines = [json.dumps({"custom_id": str(n), "method": "POST", "url": "/v1/completions", "body": body}) for n in range(20)]
+    source.write_text("\n".join(lines[:12]) + "\n")
+    assert run("batch", str(source), str(target)) == 0
+    assert "12 answered, 0 of them with an error; 0 kept" in capsys.readouterr().err
+    source.write_text("\n".join(lines) + "\n")
+    assert run("batch", str(source), str(target)) == 0
+    assert "8 answered, 0 of them with an error; 12 kept" in capsys.readouterr().err
+    answers = [json.loads(line) for line in target.read_text().splitlines()]
+    assert sorted(int(answer["custom_id"]) for answer in answers) == list(range(20))
+    assert {answer["response"]["body"]["choices"][0]["text"] for answer in answers} == {"abc"}
+
+
+def test_batch_says_what_is_left_when_the_engine_fails(monkeypatch, capsys, tmp_path):
+    def make(config):
+        engine = ScriptedEngine(config)
+        engine.error = RuntimeError("out of memory")
+        return engine
+
+    monkeypatch.setitem(sys.modules, "jaxinfer.engine", types.SimpleNamespace(Engine=make))
+    source = tmp_path / "in.jsonl"
+    source.write_text(
+        json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"model": "default", "prompt": "x"}})
+    )
+    assert run("batch", str(source), str(tmp_path / "out.jsonl")) == 1
+    error = " ".join(capsys.readouterr().err.split())
+    assert "out of memory" in error
+    assert "run the same command again for the rest" in error
+
+
+@pytest.mark.parametrize(
+    ("flags", "names"),
+    [
+        ((), ("SmolLM2-135M-Instruct", "default")),
+        (("--model", "org/Name"), ("Name", "org/Name")),
+        (("--model", "/models/tiny.Q4_1.gguf"), ("tiny.Q4_1", "/models/tiny.Q4_1.gguf")),
+        (("--served-model-name", "a,b"), ("a", "b")),
+    ],
+)
+def test_a_model_is_served_under_its_short_name_and_the_given_one(flags, names):
+    assert cli._server_config(cli._parser().parse_args(["serve", *flags])).model_names == names
+
+
+def test_api_keys_may_come_from_the_environment(monkeypatch):
+    monkeypatch.setenv(cli.KEYS_VARIABLE, "one, two")
+    assert cli._server_config(cli._parser().parse_args(["serve"])).api_keys == ("one", "two")
+    assert cli._server_config(cli._parser().parse_args(["serve", "--api-keys", "three"])).api_keys == ("three",)
