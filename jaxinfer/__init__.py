@@ -6,6 +6,7 @@ The public names load what they need on first use, so that importing the package
 from __future__ import annotations
 
 from importlib import import_module
+from typing import Any
 
 _PUBLIC = {
     "LLM": "jaxinfer.llm",
@@ -15,10 +16,10 @@ _PUBLIC = {
     "RequestOutput": "jaxinfer.request",
 }
 
-__all__ = ["LLM", "Engine", "EngineConfig", "RequestOutput", "SamplingParams"]  # noqa: F822
+__all__ = ["LLM", "Engine", "EngineConfig", "RequestOutput", "SamplingParams"]
 
 
-def __getattr__(name: str) -> object:
+def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module 'jaxinfer' has no attribute {name!r}")
     return getattr(import_module(_PUBLIC[name]), name)

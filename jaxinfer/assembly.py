@@ -67,9 +67,7 @@ def assemble(config: EngineConfig, stats: EngineStats) -> Parts:
     prefill_runner = PrefillRunner(
         plan.template, plan.prefill.mesh, plan.prefill.rules, pools[0], schedule.prefill_buckets, plan.max_model_len
     )
-    decode_runner = DecodeRunner(
-        plan.template, plan.decode.mesh, plan.decode.rules, pools[-1], schedule.decode_buckets, plan.max_model_len
-    )
+    decode_runner = DecodeRunner(plan.template, plan.decode.mesh, plan.decode.rules, pools[-1], schedule.decode_buckets, plan.max_model_len)
     sources = prefill_runner.programs() + decode_runner.programs()
     if not plan.shares_mesh:
         sources += transfer_programs(pools[0], pools[-1])
@@ -109,7 +107,9 @@ def split_cpu(num_devices: int | None) -> None:
     except RuntimeError as error:
         available = len(jax.devices("cpu"))
         if available < num_devices:
-            raise ConfigError(f"cpu_devices is {num_devices}, but JAX has started with {available}: set it before anything uses JAX") from error
+            raise ConfigError(
+                f"cpu_devices is {num_devices}, but JAX has started with {available}: set it before anything uses JAX"
+            ) from error
 
 
 def _pool(plan: Plan, role: RolePlan) -> PagePool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +20,9 @@ def _flag(default: Any, help: str, **extra: Any) -> Any:
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     model: str = _flag("default", "local folder, .gguf file, Hugging Face id, or 'default' (SmolLM2-135M-Instruct)")
-    dtype: str = _flag("auto", "compute type: auto (float32 on CPU, bfloat16 on GPU), float32, bfloat16", choices=("auto", "float32", "bfloat16"))
+    dtype: str = _flag(
+        "auto", "compute type: auto (float32 on CPU, bfloat16 on GPU), float32, bfloat16", choices=("auto", "float32", "bfloat16")
+    )
     max_model_len: int | None = _flag(None, "longest prompt plus output in tokens; the model's own context if not given")
     random_weights: bool = _flag(False, "made-up weights of the model's shapes, to measure without its files' contents")
 
@@ -34,14 +37,18 @@ class DeviceConfig:
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
     page_size: int = _flag(16, "tokens a KV page")
-    kv_memory: str = _flag("auto", "KV page memory of each mesh, such as 512MiB; auto: 1GiB on CPU, 85% of what weights leave free on GPU")
+    kv_memory: str = _flag(
+        "auto", "KV page memory of each mesh, such as 512MiB; auto: 512MiB on CPU, 85% of what weights leave free on GPU"
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduleConfig:
     max_batch_size: int = _flag(32, "most sequences decoded at once")
     decode_buckets: tuple[int, ...] = _flag((1, 8, 32), "batch sizes a decode program is compiled for")
-    prefill_chunk_size: int = _flag(512, "most prompt tokens in one prefill step; longer prompts go in chunks, so that decoding goes on between them")
+    prefill_chunk_size: int = _flag(
+        512, "most prompt tokens in one prefill step; longer prompts go in chunks, so that decoding goes on between them"
+    )
     prefill_buckets: tuple[int, ...] = _flag((32, 128, 512), "token counts a prefill program is compiled for")
     max_queue_size: int = _flag(256, "requests that may wait; above it a server answers 429")
 
@@ -62,7 +69,9 @@ class EngineConfig:
             if not ids or len(set(ids)) != len(ids) or any(i < 0 for i in ids):
                 raise ConfigError(f"{name} is {ids}: give distinct device numbers from 0, such as 0 or 0,1")
         if set(devices.prefill_devices) & set(devices.decode_devices) and devices.prefill_devices != devices.decode_devices:
-            raise ConfigError(f"prefill_devices {devices.prefill_devices} and decode_devices {devices.decode_devices} overlap: make them the same or disjoint")
+            raise ConfigError(
+                f"prefill_devices {devices.prefill_devices} and decode_devices {devices.decode_devices} overlap: make them the same or disjoint"
+            )
         _at_least("page_size", cache.page_size, 1)
         if cache.kv_memory != "auto":
             parse_bytes("kv_memory", cache.kv_memory)
@@ -83,20 +92,37 @@ class EngineConfig:
     @classmethod
     def of(cls, **flat: Any) -> EngineConfig:
         """Build from flat field names. Unknown names raise `ConfigError` with the nearest known one."""
-        parts = {f.name: f.default_factory for f in dataclasses.fields(cls)}
-        known = {f.name: part for part, make in parts.items() for f in dataclasses.fields(make)}  # type: ignore[arg-type]
+        part_of = {f.name: part for part, kind in _PARTS.items() for f in dataclasses.fields(kind)}
         for name in flat:
-            if name not in known:
-                raise ConfigError(f"unknown setting {name!r}: known are {', '.join(sorted(known))}")
-        return cls(**{part: make(**{k: v for k, v in flat.items() if known[k] == part}) for part, make in parts.items()})  # type: ignore[misc]
+            if name not in part_of:
+                nearest = difflib.get_close_matches(name, part_of, 1)
+                raise ConfigError(
+                    f"unknown setting {name!r}: {f'did you mean {nearest[0]}?' if nearest else 'known are ' + ', '.join(part_of)}"
+                )
+        return cls(**{part: kind(**{k: v for k, v in flat.items() if part_of[k] == part}) for part, kind in _PARTS.items()})
+
+
+_PARTS: dict[str, type[Any]] = {"model": ModelConfig, "devices": DeviceConfig, "cache": CacheConfig, "schedule": ScheduleConfig}
 
 
 def flat_fields() -> list[dataclasses.Field[Any]]:
     """Every setting of EngineConfig as a dataclass field (name, type, default, metadata['help']), for building flags."""
-    return [f for part in dataclasses.fields(EngineConfig) for f in dataclasses.fields(part.default_factory)]  # type: ignore[arg-type]
+    return [f for kind in _PARTS.values() for f in dataclasses.fields(kind)]
 
 
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "K": 2**10, "M": 2**20, "G": 2**30}
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "K": 2**10,
+    "M": 2**20,
+    "G": 2**30,
+}
 
 
 def parse_bytes(name: str, text: str) -> int:

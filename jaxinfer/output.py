@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from jaxinfer.request import FinishReason, OutputDelta, TokenLogprob
 from jaxinfer.sequence import Sequence
@@ -56,7 +57,7 @@ class OutputBuilder:
             return ""
         return self._tokenizer.decode(list(sequence.request.prompt_token_ids), skip_special_tokens=False)
 
-    def _first_only(self, sequence: Sequence) -> dict[str, object]:
+    def _first_only(self, sequence: Sequence) -> dict[str, Any]:
         if sequence.is_started:
             return {}
         sequence.is_started = True

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.kv_cache.pages import LayerPages
-from jaxinfer.runtime.compilation import ProgramSource, compile_program
+from jaxinfer.runtime.compilation import Executable, ProgramSource, compile_program
 from jaxinfer.runtime.load import ModelTemplate, Weights
 from sharding.mesh import TENSOR
 from sharding.partition import replicated
@@ -26,7 +26,7 @@ class PlainForward:
         self._template = template
         self._weights = weights
         self._mesh = mesh
-        self._programs: dict[int, jax.stages.Compiled] = {}
+        self._programs: dict[int, Executable] = {}
 
     def logits(self, token_ids: list[int]) -> Float[np.ndarray, "T V"]:
         """float32 scores of what follows each token."""

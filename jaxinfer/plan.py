@@ -15,7 +15,7 @@ from jaxinfer.runtime.load import ModelTemplate, make_template
 from sharding.mesh import make_mesh
 from sharding.rules import RULES, Rules
 
-_CPU_KV_BYTES = 2**30
+_CPU_KV_BYTES = 2**29
 _GPU_KV_SHARE = 0.85  # of what weights leave free; the rest is for temporaries
 
 
@@ -49,7 +49,9 @@ def make_plan(config: EngineConfig, architecture: ArchitectureConfig) -> Plan:
     Raises `ConfigError` for devices that do not exist, axes that do not divide, and memory that holds no page.
     """
     try:
-        meshes = {role: make_mesh(ids) for role, ids in (("prefill", config.devices.prefill_devices), ("decode", config.devices.decode_devices))}
+        meshes = {
+            role: make_mesh(ids) for role, ids in (("prefill", config.devices.prefill_devices), ("decode", config.devices.decode_devices))
+        }
         platform = meshes["decode"].devices.flat[0].platform
         template = make_template(architecture, compute_dtype(config.model.dtype, platform))
         spec = PageSpec(

@@ -125,7 +125,9 @@ class OutputDelta:
     logprobs: tuple[TokenLogprob, ...] = ()  # one for each of token_ids where asked for
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # the stop string or token that ended it
-    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # once, on a sequence's first delta where asked for; the first token has none
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = (
+        None  # once, on a sequence's first delta where asked for; the first token has none
+    )
     cached_tokens: int = 0  # prompt tokens whose KV was found rather than computed; on the first delta
 
 
@@ -178,7 +180,10 @@ class RequestOutput:
 def _number(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
     ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if not ok or value > high or value < low or (open_low and value == low):
-        raise RequestError(f"{name} is {value!r}: it must be a number {'above' if open_low else 'from'} {low:g} {'and at most' if open_low else 'to'} {high:g}", name)
+        raise RequestError(
+            f"{name} is {value!r}: it must be a number {'above' if open_low else 'from'} {low:g} {'and at most' if open_low else 'to'} {high:g}",
+            name,
+        )
 
 
 def _integer(name: str, value: int, low: int, high: int) -> None:

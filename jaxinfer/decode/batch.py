@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Int32
 
 # In `tokens`: take the slot's last sampled token, which is still on the device.
 ON_DEVICE = -1
@@ -13,11 +14,11 @@ ON_DEVICE = -1
 class DecodeBatch(NamedTuple):
     """B rows of one token each. A padded row has the slot past the last, and writes to the null page."""
 
-    slots: np.ndarray  # int32 [B]
-    tokens: np.ndarray  # int32 [B]: the row's newest token, or ON_DEVICE
-    positions: np.ndarray  # int32 [B]: of that token
-    num_generated: np.ndarray  # int32 [B]
-    page_table: np.ndarray  # int32 [B, W]
+    slots: Int32[Any, " B"]
+    tokens: Int32[Any, " B"]  # the row's newest token, or ON_DEVICE
+    positions: Int32[Any, " B"]  # of that token
+    num_generated: Int32[Any, " B"]
+    page_table: Int32[Any, "B W"]
 
 
 def empty_batch(num_rows: int, num_slots: int, table_width: int) -> DecodeBatch:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from sharding.mesh import TENSOR
 class DecodeState(NamedTuple):
     """What stays on the device between steps: a place a slot, and one more for padding."""
 
-    tokens: Int[Array, " S+1"]  # the last sampled
+    tokens: Int[Any, " S+1"]  # the last sampled
     counts: TokenCounts
 
 

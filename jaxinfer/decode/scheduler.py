@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import heapq
+from collections.abc import Callable
 
 from jaxinfer.kv_cache.manager import KVManager
 from jaxinfer.sequence import Sequence, SequenceState

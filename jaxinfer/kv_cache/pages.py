@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,8 @@ from sharding.rules import Rules
 
 
 class LayerPages(NamedTuple):
-    k: Float[Array, "P K G H"]
-    v: Float[Array, "P K G H"]
+    k: Float[Any, "P K G H"]
+    v: Float[Any, "P K G H"]
 
 
 Pages = tuple[LayerPages, ...]  # one for each layer: XLA updates separate arrays in place, and copies slices out of stacked ones

@@ -62,7 +62,9 @@ class CrossMeshTransfer:
     def move(self, sequence: Sequence, keep_free: int) -> bool:
         """See `KVTransfer`. Nothing here waits: both devices run what they are given in order, so the pages given back on the
         prefill mesh are read before any later program writes to them."""
-        if not self._decode_manager.grow(sequence.decode_pages, len(sequence.prefill_pages) * self._prefill_manager.spec.page_size, keep_free):
+        if not self._decode_manager.grow(
+            sequence.decode_pages, len(sequence.prefill_pages) * self._prefill_manager.spec.page_size, keep_free
+        ):
             return False
         most = MOVE_BUCKETS[-1]
         for start in range(0, len(sequence.prefill_pages), most):

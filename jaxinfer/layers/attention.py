@@ -23,10 +23,12 @@ class Attend(Protocol):
 
 
 class Attention(nnx.Module):
-    def __init__(
-        self, size: int, num_heads: int, num_kv_heads: int, head_size: int, dtype: jnp.dtype, *, use_bias: bool
-    ) -> None:
-        embed, heads, kv_heads = {"embed": size}, {"heads": num_heads, "head_size": head_size}, {"kv_heads": num_kv_heads, "head_size": head_size}
+    def __init__(self, size: int, num_heads: int, num_kv_heads: int, head_size: int, dtype: jnp.dtype, *, use_bias: bool) -> None:
+        embed, heads, kv_heads = (
+            {"embed": size},
+            {"heads": num_heads, "head_size": head_size},
+            {"kv_heads": num_kv_heads, "head_size": head_size},
+        )
         self.q = Linear(embed, heads, dtype, use_bias=use_bias)
         self.k = Linear(embed, kv_heads, dtype, use_bias=use_bias)
         self.v = Linear(embed, kv_heads, dtype, use_bias=use_bias)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
 
+import jax
 import jax.numpy as jnp
+from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from checkpoints.weight_map import WeightMap
-from jaxinfer.kv_cache.pages import Pages
+from jaxinfer.kv_cache.pages import LayerPages, Pages
 from jaxinfer.layers.attention import Attend
 from jaxinfer.models.config import ArchitectureConfig
 
@@ -17,6 +21,7 @@ class CausalLM(Protocol):
     """A Flax NNX module; it is built abstractly and split once, and only programs put it together again."""
 
     weight_map: WeightMap
+    config: ArchitectureConfig
 
     def __init__(self, config: ArchitectureConfig, dtype: jnp.dtype) -> None: ...
 
@@ -29,3 +34,20 @@ class CausalLM(Protocol):
     def logits(self, hidden: Float[Array, "X D"]) -> Float[Array, "X V"]:
         """float32 scores over the vocabulary."""
         ...
+
+
+def run_blocks(
+    blocks: Sequence[nnx.Module], x: Float[Array, "T D"], pages: Pages, call: Callable[[Any, Array, LayerPages], tuple[Array, LayerPages]]
+) -> tuple[Float[Array, "T D"], Pages]:
+    """x through every block in turn, as `call(block, x, its pages)`. Blocks of one structure are traced once, not each anew:
+    tracing is what a start with a warm compilation cache spends its time on. XLA inlines them all the same."""
+
+    @partial(jax.jit, static_argnums=0)
+    def run(graph: nnx.GraphDef, state: nnx.State, x: Array, layer_pages: LayerPages) -> tuple[Array, LayerPages]:
+        return call(nnx.merge(graph, state), x, layer_pages)
+
+    written: list[LayerPages] = []
+    for block, layer_pages in zip(blocks, pages, strict=True):
+        x, layer_pages = run(*nnx.split(block), x, layer_pages)
+        written.append(layer_pages)
+    return x, tuple(written)

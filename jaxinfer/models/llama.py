@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -15,6 +13,7 @@ from jaxinfer.layers.embedding import Embedding
 from jaxinfer.layers.mlp import GatedMLP
 from jaxinfer.layers.norm import RMSNorm
 from jaxinfer.layers.rope import angles, inverse_frequencies
+from jaxinfer.models.base import run_blocks
 from jaxinfer.models.config import ArchitectureConfig
 
 
@@ -43,7 +42,9 @@ class Llama(nnx.Module):
             "blocks.{layer}.attention_norm.scale": Weight("model.layers.{layer}.input_layernorm.weight"),
             "blocks.{layer}.mlp_norm.scale": Weight("model.layers.{layer}.post_attention_layernorm.weight"),
             **{
-                f"blocks.{{layer}}.{part}.{ours}.{kind}": Weight(f"model.layers.{{layer}}.{theirs}.{kind_theirs}", transpose=kind == "kernel")
+                f"blocks.{{layer}}.{part}.{ours}.{kind}": Weight(
+                    f"model.layers.{{layer}}.{theirs}.{kind_theirs}", transpose=kind == "kernel"
+                )
                 for part, ours, theirs in (
                     ("attention", "q", "self_attn.q_proj"),
                     ("attention", "k", "self_attn.k_proj"),
@@ -55,7 +56,8 @@ class Llama(nnx.Module):
                 )
                 for kind, kind_theirs in (("kernel", "weight"), ("bias", "bias"))
             },
-        }
+        },
+        ignored=("lm_head.weight",),  # some checkpoints with tied embeddings hold it all the same
     )
 
     def __init__(self, config: ArchitectureConfig, dtype: jnp.dtype) -> None:
@@ -70,12 +72,8 @@ class Llama(nnx.Module):
     ) -> tuple[Float[Array, "T D"], Pages]:
         x = self.embedding(token_ids)
         cos_sin = angles(positions, inverse_frequencies(self.config.head_size, self.config.rope_theta, self.config.rope_scaling))
-        written: list[LayerPages] = []
-        blocks: Sequence[LlamaBlock] = self.blocks
-        for block, layer_pages in zip(blocks, pages, strict=True):
-            x, layer_pages = block(x, cos_sin, layer_pages, attend)
-            written.append(layer_pages)
-        return self.norm(x), tuple(written)
+        x, pages = run_blocks(self.blocks, x, pages, lambda block, x, layer_pages: block(x, cos_sin, layer_pages, attend))
+        return self.norm(x), pages
 
     def logits(self, hidden: Float[Array, "X D"]) -> Float[Array, "X V"]:
         return (self.head or self.embedding).logits(hidden)

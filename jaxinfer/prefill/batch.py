@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Bool, Int32
 
 from jaxinfer.prefill.scheduler import Chunk
 from jaxinfer.runtime.buckets import QUERY_TILE, prefill_rows
@@ -15,14 +16,14 @@ from jaxinfer.sampling.params import SamplingRows, neutral_rows, set_row
 class PrefillBatch(NamedTuple):
     """T packed tokens of at most R sequences, W pages each. Unused rows have query_len 0; their outputs are ignored."""
 
-    token_ids: np.ndarray  # int32 [T]
-    next_token_ids: np.ndarray  # int32 [T]: what follows each token in its prompt, for prompt log-probabilities
-    page_table: np.ndarray  # int32 [R, W]
-    query_start: np.ndarray  # int32 [R]
-    query_len: np.ndarray  # int32 [R]
-    kv_len: np.ndarray  # int32 [R]: tokens of context, this step's included
-    num_generated: np.ndarray  # int32 [R]
-    wants_prompt_logprobs: np.ndarray  # bool []
+    token_ids: Int32[Any, " T"]
+    next_token_ids: Int32[Any, " T"]  # what follows each token in its prompt, for prompt log-probabilities
+    page_table: Int32[Any, "R W"]
+    query_start: Int32[Any, " R"]
+    query_len: Int32[Any, " R"]
+    kv_len: Int32[Any, " R"]  # tokens of context, this step's included
+    num_generated: Int32[Any, " R"]
+    wants_prompt_logprobs: Bool[Any, ""]
     sampling: SamplingRows
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,9 +29,9 @@ _SCORED_AT_ONCE = 32  # prompt tokens whose logits exist at a time when prompt l
 class PromptScores(NamedTuple):
     """Of each token's successor in its prompt; zeros unless asked for."""
 
-    logprobs: Float[Array, " T"]
-    top_tokens: Int[Array, "T 20"]
-    top_logprobs: Float[Array, "T 20"]
+    logprobs: Float[Any, " T"]
+    top_tokens: Int[Any, "T 20"]
+    top_logprobs: Float[Any, "T 20"]
 
 
 PrefillStep = Callable[[Weights, Pages, TokenCounts, PrefillBatch], tuple[Pages, Sampled, PromptScores]]

@@ -27,7 +27,9 @@ class PrefillResult(NamedTuple):
 
 
 class PrefillRunner:
-    def __init__(self, template: ModelTemplate, mesh: Mesh, rules: Rules, pool: PagePool, buckets: tuple[int, ...], max_model_len: int) -> None:
+    def __init__(
+        self, template: ModelTemplate, mesh: Mesh, rules: Rules, pool: PagePool, buckets: tuple[int, ...], max_model_len: int
+    ) -> None:
         self._pool = pool
         self._mesh = mesh
         self._max_model_len = max_model_len

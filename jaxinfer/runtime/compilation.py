@@ -30,7 +30,7 @@ class _Counter:
         jax.monitoring.register_event_duration_secs_listener(self._on_compile)
         jax.monitoring.register_event_listener(self._on_event)
 
-    def _on_compile(self, event: str, seconds: float, **_: Any) -> None:
+    def _on_compile(self, event: str, duration_secs: float, **_: Any) -> None:
         if event == _COMPILE_EVENT:
             with self._lock:
                 if getattr(self._wanted_here, "depth", 0):
@@ -88,7 +88,7 @@ def compile_programs(sources: Sequence[ProgramSource]) -> dict[str, Executable]:
 
 def use_persistent_cache() -> Path:
     """Keep compiled programs under the user's cache directory, unless JAX was told of another. Returns the folder."""
-    folder = jax.config.jax_compilation_cache_dir
+    folder = jax.config.values.get("jax_compilation_cache_dir")
     if folder is None:
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         folder = str(base / "jaxinfer" / "xla")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,8 @@ from sharding.partition import replicated
 class TokenCounts(NamedTuple):
     """Per slot: which tokens the prompt holds, and how often each was generated. Kept only for slots that use penalties."""
 
-    prompt: Bool[Array, "S V"]
-    output: Int[Array, "S V"]
+    prompt: Bool[Any, "S V"]
+    output: Int[Any, "S V"]
 
 
 def reset(

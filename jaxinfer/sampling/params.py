@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Bool, Float32, Int32, UInt32
 
 from jaxinfer.request import MAX_LOGIT_BIAS, MAX_STOP_TOKENS, SamplingParams
 
@@ -18,18 +19,18 @@ _NOWHERE = np.iinfo(np.int32).max  # a token id that no vocabulary holds: droppe
 class SamplingRows(NamedTuple):
     """One row a sequence. They change only when a sequence joins or leaves, so runners keep them on the device between."""
 
-    temperature: np.ndarray  # float32 [B], 0: greedy
-    top_k: np.ndarray  # int32 [B], 0: off
-    top_p: np.ndarray  # float32 [B]
-    min_p: np.ndarray  # float32 [B]
-    seed: np.ndarray  # uint32 [B, 2]
-    repetition_penalty: np.ndarray  # float32 [B]
-    presence_penalty: np.ndarray  # float32 [B]
-    frequency_penalty: np.ndarray  # float32 [B]
-    bias_tokens: np.ndarray  # int32 [B, MAX_BIASES]
-    bias_values: np.ndarray  # float32 [B, MAX_BIASES]
-    bias_until: np.ndarray  # int32 [B, MAX_BIASES]: the bias holds while fewer tokens than this were generated
-    wants_logprobs: np.ndarray  # bool [B]
+    temperature: Float32[Any, " B"]  # 0: greedy
+    top_k: Int32[Any, " B"]  # 0: off
+    top_p: Float32[Any, " B"]
+    min_p: Float32[Any, " B"]
+    seed: UInt32[Any, "B 2"]
+    repetition_penalty: Float32[Any, " B"]
+    presence_penalty: Float32[Any, " B"]
+    frequency_penalty: Float32[Any, " B"]
+    bias_tokens: Int32[Any, "B MAX_BIASES"]
+    bias_values: Float32[Any, "B MAX_BIASES"]
+    bias_until: Int32[Any, "B MAX_BIASES"]  # the bias holds while fewer tokens than this were generated
+    wants_logprobs: Bool[Any, " B"]
 
 
 def neutral_rows(num_rows: int) -> SamplingRows:

@@ -6,7 +6,7 @@ exactly, and one uniform number a row picks from the cumulative sum. What no row
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +23,10 @@ _LANES = 128  # the vocabulary is summed in runs of this many
 class Sampled(NamedTuple):
     """A step's result. Log-probabilities are the model's own; they are zeros when no row wants them."""
 
-    tokens: Int[Array, " B"]
-    logprobs: Float[Array, " B"]
-    top_tokens: Int[Array, "B 20"]
-    top_logprobs: Float[Array, "B 20"]
+    tokens: Int[Any, " B"]
+    logprobs: Float[Any, " B"]
+    top_tokens: Int[Any, "B 20"]
+    top_logprobs: Float[Any, "B 20"]
 
 
 def sample(logits: Float[Array, "B V"], rows: SamplingRows, num_generated: Int[Array, " B"], counts: TokenCounts) -> Sampled:
