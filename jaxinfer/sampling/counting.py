@@ -29,7 +29,8 @@ def reset(
     vocab_size = counts.prompt.shape[1]
     place = jnp.arange(tokens.shape[0])
     prompt = jnp.zeros(vocab_size, bool).at[tokens].max(place < num_prompt, mode="drop")
-    output = jnp.zeros(vocab_size, jnp.int32).at[tokens].add((place >= num_prompt) & (place < num_tokens), mode="drop")
+    was_generated = (place >= num_prompt) & (place < num_tokens)
+    output = jnp.zeros(vocab_size, jnp.int32).at[tokens].add(was_generated.astype(jnp.int32), mode="drop")
     return TokenCounts(counts.prompt.at[slot].set(prompt), counts.output.at[slot].set(output))
 
 

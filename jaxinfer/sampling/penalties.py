@@ -16,7 +16,8 @@ def penalize(logits: Float[Array, "B V"], counts: TokenCounts, rows: SamplingRow
     repetition = rows.repetition_penalty[:, None]
     repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
     logits = jnp.where(counts.prompt | generated, repeated, logits)
-    return logits - rows.frequency_penalty[:, None] * counts.output - rows.presence_penalty[:, None] * generated
+    times, once = counts.output.astype(logits.dtype), generated.astype(logits.dtype)
+    return logits - rows.frequency_penalty[:, None] * times - rows.presence_penalty[:, None] * once
 
 
 def any_penalty(rows: SamplingRows) -> Bool[Array, ""]:
