@@ -168,9 +168,13 @@ def _server_config(arguments: argparse.Namespace) -> ServerConfig:
 
 
 def _model_names(arguments: argparse.Namespace) -> tuple[str, ...]:
-    """A model's short name, and --model as it was given."""
+    """A model's short name and, unless it is a path, which is nobody else's business, --model as it was given."""
     model = EngineConfig.of(**given(arguments, flat_fields())).model.model
-    return DEFAULT_NAMES if model == DEFAULT_NAMES[1] else tuple(dict.fromkeys((Path(model).name.removesuffix(".gguf"), model)))
+    if model == DEFAULT_NAMES[1]:
+        return DEFAULT_NAMES
+    path = Path(model)
+    name = path.resolve().name.removesuffix(".gguf")
+    return (name,) if path.is_absolute() or path.exists() else tuple(dict.fromkeys((name, model)))
 
 
 def _listening_socket(config: ServerConfig) -> socket.socket:

@@ -168,7 +168,8 @@ def test_batch_says_what_is_left_when_the_engine_fails(monkeypatch, capsys, tmp_
     [
         ((), ("SmolLM2-135M-Instruct", "default")),
         (("--model", "org/Name"), ("Name", "org/Name")),
-        (("--model", "/models/tiny.Q4_1.gguf"), ("tiny.Q4_1", "/models/tiny.Q4_1.gguf")),
+        (("--model", "/models/tiny.Q4_1.gguf"), ("tiny.Q4_1",)),
+        (("--model", str(ROOT)), (ROOT.name,)),
         (("--served-model-name", "a,b"), ("a", "b")),
     ],
 )
