@@ -78,12 +78,13 @@ def assemble(config: EngineConfig, stats: EngineStats) -> Parts:
         stats.compile_seconds = time.monotonic() - started
         prefill_weights, decode_weights = loading.result()
     transfer: KVTransfer = SameMeshTransfer()
-    if not plan.shares_mesh:
-        transfer = CrossMeshTransfer(programs, (pools[0], managers[0]), (pools[-1], managers[-1]))
-    with COUNTER.compiling():  # what allocating compiles is wanted
+    with COUNTER.compiling():  # what allocating and moving compile is wanted
         prefill_runner.start(programs, prefill_weights)
         decode_runner.start(programs, decode_weights)
         _warm_up(prefill_runner, decode_runner)
+        if not plan.shares_mesh:
+            transfer = CrossMeshTransfer(programs, (pools[0], managers[0]), (pools[-1], managers[-1]))
+            transfer.warm_up()
     _report(stats, config, plan, programs, pools)
     return Parts(
         config,

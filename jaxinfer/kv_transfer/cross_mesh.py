@@ -69,13 +69,20 @@ class CrossMeshTransfer:
         most = MOVE_BUCKETS[-1]
         for start in range(0, len(sequence.prefill_pages), most):
             source, target = sequence.prefill_pages[start : start + most], sequence.decode_pages[start : start + most]
-            size = bucket_for(len(source), MOVE_BUCKETS)
-            moved = self._programs[f"gather pages/{size}"](self._prefill_pool.arrays, _padded(source, size))
-            moved = self._put[size](moved)
-            self._decode_pool.arrays = self._programs[f"scatter pages/{size}"](self._decode_pool.arrays, moved, _padded(target, size))
+            self._move(source, target, bucket_for(len(source), MOVE_BUCKETS))
             self.num_pages_moved += len(source)
         self._prefill_manager.free(sequence.prefill_pages)
         return True
+
+    def warm_up(self) -> None:
+        """Move the null page in every size: between meshes of different shapes `device_put` compiles programs of its own."""
+        for size in MOVE_BUCKETS:
+            self._move([NULL_PAGE], [NULL_PAGE], size)
+
+    def _move(self, source: list[int], target: list[int], size: int) -> None:
+        moved = self._programs[f"gather pages/{size}"](self._prefill_pool.arrays, _padded(source, size))
+        moved = self._put[size](moved)
+        self._decode_pool.arrays = self._programs[f"scatter pages/{size}"](self._decode_pool.arrays, moved, _padded(target, size))
 
 
 def _padded(pages: list[int], size: int) -> np.ndarray:
