@@ -52,11 +52,12 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--decode", type=int, nargs="*", default=[1, 8, 32], help="batch sizes")
     parser.add_argument("--prefill", type=int, nargs="*", default=[128, 512, 2048], help="prompt lengths in tokens")
     parser.add_argument("--new-tokens", type=int, default=64, help="timed tokens of each sequence of a decode case")
-    parser.add_argument("--quick", action="store_true", help="two rounds of 16 tokens: a look, not a measurement")
+    parser.add_argument("--quick", action="store_true", help="two rounds of 16 tokens, no long prompts: a look, not a measurement")
     parser.add_argument("--output", type=Path, help="JSON file; benchmarks/results/<cpu or gpu>-<date>.json if not given")
     options = parser.parse_args(arguments)
     if options.quick:
         options.rounds, options.new_tokens = 2, 16
+        options.prefill = [n for n in options.prefill if n <= 512]
     return options
 
 
@@ -120,7 +121,7 @@ def host_microseconds(answers: Answers, work: Sequence[Case]) -> dict[str, float
 
 def table(rows: Sequence[dict[str, Any]], engines: Sequence[str]) -> Table:
     out = Table(title="tokens per second, medians; ratio = this engine / the faster transformers, median (lowest-highest round)")
-    out.add_column("")
+    out.add_column("", no_wrap=True)
     for name in engines:
         out.add_column(name, justify="right")
     out.add_column("ratio", justify="right")

@@ -9,7 +9,7 @@ import urllib.request
 from openai import OpenAI
 
 PORT = 8017
-server = subprocess.Popen([sys.executable, "-m", "server.cli", "serve", "--port", str(PORT), "--max-batch-size", "8"])
+server = subprocess.Popen([sys.executable, "-m", "server.cli", "serve", "--port", str(PORT)])
 try:
     for _ in range(600):
         try:
