@@ -76,8 +76,9 @@ def _add_biases(scores: Float[Array, "B V"], rows: SamplingRows, num_generated: 
 
 
 def _draw(scores: Float[Array, "B V"], rows: SamplingRows, num_generated: Int[Array, " B"]) -> Int[Array, " B"]:
-    scaled = scores / jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
-    scaled = scaled - jnp.max(scaled, axis=1, keepdims=True)
+    # The best becomes 0 before the division, so that no temperature, however low, makes it infinite.
+    temperature = jnp.maximum(jnp.where(rows.temperature > 0, rows.temperature, 1.0), jnp.finfo(jnp.float32).tiny)
+    scaled = (scores - jnp.max(scores, axis=1, keepdims=True)) / temperature[:, None]
     weights = jnp.where(scaled >= jnp.log(rows.min_p)[:, None], jnp.exp(scaled), 0.0)
     order = _ordered_bits(scaled)
 
@@ -92,7 +93,7 @@ def _draw(scores: Float[Array, "B V"], rows: SamplingRows, num_generated: Int[Ar
         return jnp.where((rows.top_p[:, None] >= 1) | (order >= least[:, None]), weights, 0.0)
 
     weights = jax.lax.cond(jnp.any(rows.top_p < 1), with_top_p, lambda: weights)
-    return _pick(weights, _uniform(rows.seed, num_generated))
+    return pick(weights, _uniform(rows.seed, num_generated))
 
 
 def _ordered_bits(x: Float[Array, "B V"]) -> UInt[Array, "B V"]:
@@ -121,18 +122,24 @@ def _uniform(seed: UInt[Array, "B 2"], num_generated: Int[Array, " B"]) -> Float
     return jax.vmap(of_row)(seed, num_generated)
 
 
-def _pick(weights: Float[Array, "B V"], uniform: Float[Array, " B"]) -> Int[Array, " B"]:
-    """The place at which each row's cumulative weight passes uniform * total: first the run of lanes, then the lane."""
+def pick(weights: Float[Array, "B V"], uniform: Float[Array, " B"]) -> Int[Array, " B"]:
+    """The place at which each row's cumulative weight passes uniform * total, one whose weight is not 0: first the run of lanes,
+    then the lane."""
     batch, vocab_size = weights.shape
-    runs = jnp.pad(weights, ((0, 0), (0, -vocab_size % _LANES))).reshape(batch, -1, _LANES)
-    up_to = jnp.cumsum(runs.sum(axis=2), axis=1)
+    lanes = jnp.pad(weights, ((0, 0), (0, -vocab_size % _LANES))).reshape(batch, -1, _LANES)
+    runs = lanes.sum(axis=2)
+    up_to = jnp.cumsum(runs, axis=1)
     target = uniform * up_to[:, -1]
-    run = _first_above(up_to, target)
+    run = _first_above(runs, up_to, target)
     before = jnp.where(run > 0, jnp.take_along_axis(up_to, jnp.maximum(run - 1, 0)[:, None], axis=1)[:, 0], 0.0)
-    lanes = jnp.take_along_axis(runs, run[:, None, None], axis=1)[:, 0]
-    return run * _LANES + _first_above(jnp.cumsum(lanes, axis=1), target - before)
+    lanes = jnp.take_along_axis(lanes, run[:, None, None], axis=1)[:, 0]
+    return run * _LANES + _first_above(lanes, jnp.cumsum(lanes, axis=1), target - before)
 
 
-def _first_above(up_to: Float[Array, "B X"], target: Float[Array, " B"]) -> Int[Array, " B"]:
-    """The first place whose cumulative sum is over the target; if rounding left none, the last that added anything."""
-    return argmax((up_to > jnp.minimum(target, jnp.nextafter(up_to[:, -1], 0.0))[:, None]).astype(jnp.float32))
+def _first_above(parts: Float[Array, "B X"], up_to: Float[Array, "B X"], target: Float[Array, " B"]) -> Int[Array, " B"]:
+    """The first place that adds something and brings the sum over the target; if rounding left none, where it is highest.
+
+    A sum in parallel is not quite monotone, so a place that adds nothing could seem to bring it over the target."""
+    reached = jnp.where(parts > 0, up_to, 0.0)
+    most = jnp.nextafter(jnp.max(reached, axis=1), 0.0)
+    return argmax((reached > jnp.minimum(target, most)[:, None]).astype(jnp.float32))
