@@ -1,0 +1,62 @@
+"""What the tests share: eight CPU devices, and engines that are built once.
+
+An engine costs seconds, so tests take theirs from `llms`, which keeps one for each configuration of a session.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from jaxinfer.llm import LLM
+from jaxinfer.runtime.compilation import use_persistent_cache
+from tests import tiny_model
+
+# Before anything makes an array. Eight devices stand in for two meshes of several each.
+jax.config.update("jax_num_cpu_devices", 8)
+# No sum of an int and a float whose type nobody chose. (Rank promotion stays allowed: a norm's scale is [D] by design.)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+use_persistent_cache()
+
+# Small, so that pages run out when a test wants them to; few programs, and shared by as many tests as can be.
+TINY = {"kv_memory": "1MiB", "max_batch_size": 32, "decode_buckets": (1, 8, 32), "prefill_buckets": (32, 128), "prefill_chunk_size": 128}
+
+MakeLLM = Callable[..., LLM]
+
+
+@pytest.fixture(scope="session")
+def tiny_model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the tiny model."""
+    return tiny_model.write(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def llms(tiny_model_path: Path) -> MakeLLM:
+    """Gives the LLM over the tiny model with these settings changed, made on first use."""
+    made: dict[tuple[tuple[str, Any], ...], LLM] = {}
+
+    def make(**settings: Any) -> LLM:
+        key = tuple(sorted(settings.items()))
+        if key not in made:
+            made[key] = LLM(str(tiny_model_path), **(TINY | settings))
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def llm(llms: MakeLLM) -> LLM:
+    """The tiny model on one device."""
+    return llms()
+
+
+@pytest.fixture(scope="session")
+def default_llm() -> LLM:
+    """The embedded default model, SmolLM2-135M-Instruct, on one device."""
+    return LLM(
+        kv_memory="256MiB", max_model_len=1024, max_batch_size=8, decode_buckets=(1, 8), prefill_buckets=(32, 128), prefill_chunk_size=128
+    )

@@ -1,0 +1,123 @@
+"""ragged_prefill_attention: every way to run it against the reference, and the reference against plain NumPy."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.ragged_prefill_attention.cases import CASES, Case
+from pallas_kernels.ragged_prefill_attention.op import ragged_prefill_attention
+from tests.kernels.poisoned_pool import poisoned_pool
+
+run = functools.partial(jax.jit, static_argnames=("scale", "query_tile", "backend"))(ragged_prefill_attention)
+
+
+def arguments(case: Case, seed: int, dtype: jnp.dtype = jnp.float32, num_rows: int | None = None):
+    """Rows one after another, each at the next whole tile; queries that belong to none are NaN."""
+    random = np.random.default_rng(seed)
+    cached, new = zip(*case.rows, strict=True)
+    k, v, table = poisoned_pool(random, [c + n for c, n in case.rows], case.num_kv_heads, case.page_size, case.head_size)
+    q = np.full((case.num_tokens, case.num_heads, case.head_size), np.nan, np.float32)
+    starts, at = [], 0
+    for length in new:
+        starts.append(at)
+        q[at : at + length] = random.standard_normal((length, case.num_heads, case.head_size))
+        at += -(-length // case.query_tile) * case.query_tile
+    unused = (num_rows or len(new) + 1) - len(new)
+    table = np.pad(table, ((0, unused), (0, 0)))
+    rows = [np.pad(a, (0, unused)).astype(np.int32) for a in (starts, new, np.add(cached, new))]
+    return [jnp.asarray(a, dtype) for a in (q, k, v)] + [jnp.asarray(a) for a in (table, *rows)]
+
+
+def both(case: Case, inputs):
+    options = {"scale": case.head_size**-0.5, "query_tile": case.query_tile}
+    return (np.asarray(run(*inputs, **options, backend=backend)) for backend in ("xla", "reference"))
+
+
+def plain(q, k, v, table, query_start, query_len, kv_len, scale):
+    """One token and one head at a time, in float64."""
+    out = np.zeros(q.shape)
+    num_kv_heads, page_size = k.shape[1:3]
+    for row, length in enumerate(query_len):
+        for i in range(length):
+            context = kv_len[row] - length + i + 1
+            places = [(table[row, p // page_size], p % page_size) for p in range(context)]
+            for head in range(q.shape[1]):
+                kv_head = head // (q.shape[1] // num_kv_heads)
+                keys, values = (np.array([pool[page, kv_head, place] for page, place in places], np.float64) for pool in (k, v))
+                scores = keys @ q[query_start[row] + i, head].astype(np.float64) * scale
+                weights = np.exp(scores - scores.max())
+                out[query_start[row] + i, head] = weights / weights.sum() @ values
+    return out
+
+
+def test_the_reference_is_causal_attention_over_cache_and_chunk():
+    case = Case("small", 4, 2, 8, 4, 24, 8, ((0, 5), (9, 3), (2, 8)))
+    inputs = arguments(case, 0)
+    out = run(*inputs, scale=0.3, query_tile=8, backend="reference")
+    np.testing.assert_allclose(out, plain(*map(np.asarray, inputs), 0.3), atol=1e-5)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_xla_is_the_reference_on_the_shapes_of_real_models(case):
+    xla, reference = both(case, arguments(case, 1))
+    np.testing.assert_allclose(xla, reference, atol=2e-5)
+    assert np.any(reference)
+
+
+def test_xla_is_the_reference_whatever_the_lengths():
+    random = np.random.default_rng(2)
+    for seed in range(12):
+        rows = [(247, int(random.integers(1, 10)))]  # at most 256 tokens of context for all seeds: one program
+        rows[0] = (256 - rows[0][1], rows[0][1])
+        left = 96 - 16
+        while left > 0:
+            length = int(random.integers(1, left + 1))
+            rows.append((int(random.choice([0, random.integers(0, 256 - length + 1)])), length))
+            left -= -(-length // 16) * 16
+        order = random.permutation(len(rows))
+        case = Case("ragged", 6, 2, 16, 8, 96, 16, tuple(rows[i] for i in order))
+        q, k, v, *others = arguments(case, seed, num_rows=7)
+        k, v = (jnp.pad(pool, ((0, -len(pool) % 200), (0, 0), (0, 0), (0, 0)), constant_values=jnp.nan) for pool in (k, v))
+        xla, reference = both(case, (q, k, v, *others))
+        np.testing.assert_allclose(xla, reference, atol=2e-5)
+
+
+def test_bfloat16_pools_are_summed_in_float32():
+    case = CASES[0]
+    inputs = arguments(case, 3, jnp.bfloat16)
+    narrow = run(*inputs, scale=0.125, query_tile=case.query_tile, backend="xla")
+    assert narrow.dtype == jnp.bfloat16
+    wide = [a.astype(jnp.float32) for a in inputs[:3]]
+    exact = run(*wide, *inputs[3:], scale=0.125, query_tile=case.query_tile, backend="reference")
+    np.testing.assert_allclose(narrow.astype(jnp.float32), exact, rtol=2**-8, atol=2**-12)  # rounded once, at the end
+
+
+@pytest.mark.parametrize("backend", ["xla", "reference"])
+def test_tokens_of_no_row_come_out_as_zeros(backend):
+    case = CASES[0]
+    *inputs, query_start, query_len, kv_len = arguments(case, 4)
+    out = np.asarray(run(*inputs, query_start, query_len, kv_len, scale=0.1, query_tile=32, backend=backend))
+    in_use = np.zeros(case.num_tokens, bool)
+    for start, length in zip(query_start, query_len, strict=True):
+        in_use[start : start + length] = True
+    assert not in_use.all()
+    np.testing.assert_array_equal(out[~in_use], 0)
+    assert np.isfinite(out).all()
+    nothing = jnp.zeros_like(query_len)
+    np.testing.assert_array_equal(run(*inputs, query_start, nothing, nothing, scale=0.1, query_tile=32, backend=backend), 0)
+
+
+def test_shapes_that_do_not_fit_are_refused_by_name():
+    q, k, v, table, *rows = arguments(CASES[2], 5)
+    options = {"scale": 1.0, "query_tile": 32}
+    with pytest.raises(ValueError, match=r"k_pages .* and v_pages .* differ"):
+        ragged_prefill_attention(q, k, v[:-1], table, *rows, **options)
+    with pytest.raises(ValueError, match="N a multiple of K"):
+        ragged_prefill_attention(q[:, :3], k, v, table, *rows, **options)
+    with pytest.raises(ValueError, match="32 tokens are not a multiple of query_tile 24"):
+        ragged_prefill_attention(q, k, v, table, *rows, scale=1.0, query_tile=24)
+    with pytest.raises(ValueError, match="must each have page_table's 2 rows"):
+        ragged_prefill_attention(q, k, v, table, rows[0][:1], *rows[1:], **options)
