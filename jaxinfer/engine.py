@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 
-from jaxinfer.assembly import assemble
+from jaxinfer.assembly import Parts, assemble
 from jaxinfer.config import EngineConfig
 from jaxinfer.detokenizer import IncrementalDetokenizer
 from jaxinfer.output import OutputBuilder
@@ -24,7 +25,7 @@ class Engine:
     `UnsupportedModelError`, all of them `ValueError`s that say what to change.
     """
 
-    def __init__(self, config: EngineConfig | None = None) -> None:
+    def __init__(self, config: EngineConfig | None = None, *, assemble: Callable[[EngineConfig, EngineStats], Parts] = assemble) -> None:
         self.config = config or EngineConfig()
         self.stats = EngineStats()
         self._parts = assemble(self.config, self.stats)

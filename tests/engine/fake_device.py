@@ -1,0 +1,171 @@
+"""The engine's host half over a make-believe device: pages hold token ids, and the next token is a checksum of all tokens that the
+page table leads to. A page given to two owners, lost, moved wrongly or written late changes the tokens.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import numpy as np
+
+from jaxinfer.assembly import Parts
+from jaxinfer.config import EngineConfig
+from jaxinfer.decode.batch import ON_DEVICE, DecodeBatch
+from jaxinfer.decode.scheduler import DecodeScheduler
+from jaxinfer.decode.worker import DecodeWorker
+from jaxinfer.engine import Engine
+from jaxinfer.kv_cache.manager import KVManager
+from jaxinfer.kv_cache.spec import PageSpec
+from jaxinfer.kv_transfer.cross_mesh import CrossMeshTransfer
+from jaxinfer.kv_transfer.same_mesh import SameMeshTransfer
+from jaxinfer.prefill.batch import PrefillBatch
+from jaxinfer.prefill.runner import PrefillResult
+from jaxinfer.prefill.scheduler import PrefillScheduler
+from jaxinfer.prefill.worker import PrefillWorker
+from jaxinfer.request import SamplingParams
+from jaxinfer.sampling.params import SamplingRows
+from jaxinfer.sampling.sampler import Sampled
+from jaxinfer.sequence import Sequence as EngineSequence
+from jaxinfer.stats import EngineStats
+from tests.server.fakes import byte_tokenizer
+
+TOKENIZER = byte_tokenizer()
+VOCAB = TOKENIZER.vocab_size
+
+
+def next_token(context: Sequence[int], seed: int) -> int:
+    """What the make-believe model says after these tokens."""
+    return zlib.crc32(np.asarray([seed, *context], np.uint64).tobytes()) % VOCAB
+
+
+def expected_tokens(prompt: Sequence[int], params: SamplingParams, index: int, max_model_len: int) -> list[int]:
+    """The tokens of a request's sequence, worked out without an engine."""
+    assert params.seed is not None
+    tokens = list(prompt)
+    most = max_model_len - len(prompt) if params.max_tokens is None else params.max_tokens
+    while len(tokens) - len(prompt) < most:
+        tokens.append(next_token(tokens, params.seed + index))
+        if tokens[-1] in params.stop_token_ids or (tokens[-1] in TOKENIZER.eos_token_ids and not params.ignore_eos):
+            break
+    return tokens[len(prompt) :]
+
+
+class LateArray:
+    """An array that the device takes a while to fill."""
+
+    def __init__(self, values: np.ndarray, num_polls: int) -> None:
+        self._values = values
+        self._num_polls = num_polls
+
+    def is_ready(self) -> bool:
+        self._num_polls -= 1
+        return self._num_polls < 0
+
+    def __array__(self, dtype: object = None, copy: object = None) -> np.ndarray:
+        return self._values
+
+
+class FakeRunner:
+    """What the two runners have in common."""
+
+    def __init__(self, pool: np.ndarray, config: EngineConfig, max_model_len: int, random: np.random.Generator) -> None:
+        self.pool = pool
+        self.table_width = -(-max_model_len // pool.shape[1])
+        self.buckets = config.schedule.decode_buckets
+        self.num_slots = self.buckets[-1]
+        self._random = random
+        self._last = np.zeros(self.num_slots, np.int64)
+        self._counted: dict[int, list[int]] = {}
+
+    def count_tokens(self, row: int, token_ids: Sequence[int], num_prompt: int) -> None:
+        assert 0 < num_prompt <= len(token_ids)
+        self._counted[row] = list(token_ids)
+
+    def extend(self, table: np.ndarray, start: int, tokens: Sequence[int], rows: SamplingRows, row: int, counted_at: int) -> int:
+        """Write tokens from position `start` on, then choose the next from the whole context."""
+        size = self.pool.shape[1]
+        for position, token in enumerate(tokens, start):
+            self.pool[table[position // size], position % size] = token
+        context = [int(self.pool[table[position // size], position % size]) for position in range(start + len(tokens))]
+        if rows.repetition_penalty[row] != 1.0:
+            assert sorted(self._counted[counted_at]) == sorted(context)
+        return next_token(context, int(rows.seed[row, 0]) << 32 | int(rows.seed[row, 1]))
+
+    def result(self, tokens: np.ndarray) -> Sampled:
+        nothing = np.zeros(len(tokens))
+        return Sampled(LateArray(tokens, int(self._random.choice([0, 1, 3, 20]))), nothing, nothing, nothing)  # type: ignore[arg-type]
+
+
+class FakePrefill(FakeRunner):
+    def run(self, batch: PrefillBatch) -> PrefillResult:
+        tokens = np.zeros(len(batch.query_len), np.int64)
+        for row, length in enumerate(batch.query_len):
+            if length:
+                at, end = batch.query_start[row], batch.kv_len[row]
+                tokens[row] = self._next(batch, row, batch.token_ids[at : at + length].tolist(), int(end - length))
+        return PrefillResult(self.result(tokens), None)
+
+    def _next(self, batch: PrefillBatch, row: int, tokens: list[int], start: int) -> int:
+        return self.extend(batch.page_table[row], start, tokens, batch.sampling, row, row)
+
+
+class FakeDecode(FakeRunner):
+    def put(self, rows: SamplingRows) -> SamplingRows:
+        return rows
+
+    def run(self, batch: DecodeBatch, rows: SamplingRows, wants_logprobs: bool) -> Sampled:
+        tokens = np.zeros(len(batch.slots), np.int64)
+        for row, slot in enumerate(batch.slots):
+            if slot < self.num_slots:
+                fed = int(self._last[slot]) if batch.tokens[row] == ON_DEVICE else int(batch.tokens[row])
+                tokens[row] = self.extend(batch.page_table[row], int(batch.positions[row]), [fed], rows, row, int(slot))
+                self._last[slot] = tokens[row]
+                self._counted.setdefault(int(slot), []).append(int(tokens[row]))
+        return self.result(tokens)
+
+
+class FakeCrossMesh(CrossMeshTransfer):
+    """The real hand-off between two meshes, over pools of token ids."""
+
+    def __init__(self, pools: list[np.ndarray], managers: list[KVManager]) -> None:
+        self._source, self._target = pools
+        self._prefill_manager, self._decode_manager = managers
+        self.num_pages_moved = 0
+
+    def _move(self, source: list[int], target: list[int], size: int) -> None:
+        assert len(source) == len(target) <= size
+        self._target[target] = self._source[source]
+
+
+def fake_engine(config: EngineConfig, num_pages: int, *, seed: int = 0) -> Engine:
+    """An engine over pools of `num_pages` pages, that can hold one whole context at least; `seed` decides what comes late."""
+    random = np.random.default_rng(seed)
+    size, most = config.cache.page_size, num_pages * config.cache.page_size
+    max_model_len = min(config.model.max_model_len or most, most)
+    shares_mesh = config.devices.prefill_devices == config.devices.decode_devices
+
+    def assemble(config: EngineConfig, stats: EngineStats) -> Parts:
+        pools = [np.full((num_pages + 1, size), -1, np.int64) for _ in range(1 if shares_mesh else 2)]
+        managers = [KVManager(PageSpec(1, 1, 1, size, 8), num_pages + 1) for _ in pools]
+        prefill, decode = FakePrefill(pools[0], config, max_model_len, random), FakeDecode(pools[-1], config, max_model_len, random)
+        schedule = config.schedule
+        return Parts(
+            config,
+            SimpleNamespace(max_model_len=max_model_len, shares_mesh=shares_mesh),  # type: ignore[arg-type]
+            TOKENIZER,
+            PrefillWorker(PrefillScheduler(managers[0], schedule.prefill_chunk_size, schedule.prefill_buckets), prefill),  # type: ignore[arg-type]
+            DecodeWorker(DecodeScheduler(managers[-1], decode.num_slots), decode),  # type: ignore[arg-type]
+            SameMeshTransfer() if shares_mesh else FakeCrossMesh(pools, managers),
+            managers[0],
+            managers[-1],
+            (),
+        )
+
+    return Engine(config, assemble=assemble)
+
+
+def sequences_of(engine: Engine) -> list[EngineSequence]:
+    """Every unfinished sequence."""
+    return [sequence for of_request in engine._requests.values() for sequence in of_request]

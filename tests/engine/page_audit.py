@@ -1,0 +1,56 @@
+"""Who owns which page: to be checked after every step of an engine."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from jaxinfer.engine import Engine
+from jaxinfer.kv_cache.spec import NULL_PAGE
+from jaxinfer.sequence import SequenceState
+
+
+def audit(engine: Engine) -> None:
+    """Assert that every page has just the owners that its reference count says, and every sequence what its state says."""
+    parts = engine._parts
+    sequences = [sequence for of_request in engine._requests.values() for sequence in of_request]
+    prefixes = {id(s.prefix): s.prefix for s in sequences if s.prefix is not None}.values()
+    owners = {id(m): Counter[int]() for m in (parts.prefill_manager, parts.decode_manager)}
+    for sequence in sequences:
+        owners[id(parts.prefill_manager)].update(sequence.prefill_pages)
+        owners[id(parts.decode_manager)].update(sequence.decode_pages)
+    for prefix in prefixes:
+        owners[id(parts.prefill_manager)].update(prefix.pages)
+    for manager in (parts.prefill_manager, parts.decode_manager):
+        owned = owners[id(manager)]
+        references = {page: manager._allocator.references(page) for page in range(manager.num_pages + 1)}
+        assert {page: count for page, count in references.items() if count} == dict(owned)
+        assert manager.num_used == len(owned)
+        assert NULL_PAGE not in owned
+
+    prefill, decode = parts.prefill.scheduler, parts.decode.scheduler
+    in_state = {state: [s for s in sequences if s.state is state] for state in SequenceState}
+    assert set(prefill.waiting) == set(in_state[SequenceState.WAITING])
+    assert set(prefill.prefilling) == set(in_state[SequenceState.PREFILLING])
+    assert set(engine._prefilled) == set(in_state[SequenceState.PREFILLED])
+    assert set(decode.running) == set(in_state[SequenceState.RUNNING])
+    assert not in_state[SequenceState.FINISHED]
+    assert len(prefill.waiting) + len(prefill.prefilling) + len(engine._prefilled) + len(decode.running) == len(sequences)
+    assert [s.order for s in prefill.waiting] == sorted(s.order for s in prefill.waiting)
+    for sequence in in_state[SequenceState.WAITING]:
+        assert not sequence.prefill_pages
+        assert not sequence.decode_pages
+    for sequence in in_state[SequenceState.RUNNING]:
+        assert not sequence.prefill_pages
+        assert len(sequence.decode_pages) >= parts.decode_manager.spec.pages_for(len(sequence.token_ids) - 1)
+    assert len({s.slot for s in decode.running}) == len(decode.running)
+    assert sum(len(s) for s in (decode.running, prefill.prefilling, engine._prefilled)) <= engine.config.schedule.max_batch_size
+
+
+def assert_all_free(engine: Engine) -> None:
+    """Nothing is left of any request."""
+    audit(engine)
+    assert not engine.has_work
+    assert not engine._requests
+    assert engine.stats.prefill_pages_used == engine.stats.decode_pages_used == 0
+    assert engine._parts.prefill_manager.num_used == engine._parts.decode_manager.num_used == 0
+    assert engine.stats.num_waiting == engine.stats.num_prefilling == engine.stats.num_running == 0

@@ -1,0 +1,127 @@
+"""No page is lost: random sequences of add, abort, preempt and finish, on the host half alone."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from jaxinfer.config import EngineConfig
+from jaxinfer.engine import Engine
+from jaxinfer.request import FinishReason, RequestError, SamplingParams
+from tests.engine.fake_device import TOKENIZER, VOCAB, expected_tokens, fake_engine
+from tests.engine.page_audit import assert_all_free, audit
+
+STEPS = 600  # of each of the runs below
+
+
+@dataclass
+class Followed:
+    """What came of one request."""
+
+    prompt: list[int]
+    params: SamplingParams
+    is_aborted: bool = False
+    tokens: defaultdict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    reasons: dict[int, FinishReason] = field(default_factory=dict)
+
+
+def take_step(engine: Engine, followed: dict[str, Followed]) -> None:
+    for delta in engine.step():
+        request = followed[delta.request_id]
+        assert not request.is_aborted, "a delta of an aborted request"
+        assert delta.index not in request.reasons, "a delta after the last one"
+        request.tokens[delta.index] += delta.token_ids
+        if delta.finish_reason is not None:
+            request.reasons[delta.index] = delta.finish_reason
+    audit(engine)
+
+
+def random_params(random: np.random.Generator) -> SamplingParams:
+    return SamplingParams(
+        seed=int(random.integers(0, 2**62)),
+        max_tokens=int(random.choice([0, 1, 2, 9, 30, 60])),
+        n=int(random.choice([1, 1, 1, 2, 5])),
+        ignore_eos=bool(random.integers(2)),
+        stop_token_ids=tuple(random.integers(0, VOCAB, int(random.choice([0, 3]))).tolist()),
+        repetition_penalty=float(random.choice([1.0, 1.5])),
+    )
+
+
+def run(engine: Engine, random: np.random.Generator) -> dict[str, Followed]:
+    """Requests come in bursts, some go away, and at last all that is left is served."""
+    followed: dict[str, Followed] = {}
+    for _ in range(STEPS):
+        if random.random() < 0.12:
+            for _ in range(int(random.integers(1, 4))):
+                prompt = random.integers(0, VOCAB, int(random.integers(1, engine.max_model_len - 8))).tolist()
+                request_id, params = f"r{len(followed)}", random_params(random)
+                try:
+                    engine.add_request(request_id, prompt, params)
+                except RequestError as error:
+                    assert error.code == "context_length_exceeded"
+                    continue
+                followed[request_id] = Followed(prompt, params)
+        if random.random() < 0.04 and (open_requests := [i for i, r in followed.items() if len(r.reasons) < r.params.n]):
+            request_id = str(random.choice(open_requests))
+            assert engine.abort(request_id) == (not followed[request_id].is_aborted)
+            followed[request_id].is_aborted = True
+            audit(engine)
+        take_step(engine, followed)
+    for _ in range(20_000):
+        if not engine.has_work:
+            return followed
+        take_step(engine, followed)
+    raise AssertionError("the engine never came to an end")
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("meshes", "num_pages", "page_size", "max_batch_size", "chunk_size"),
+    [
+        ("shared", 12, 8, 8, 64),
+        ("shared", 30, 4, 16, 48),
+        ("shared", 100, 1, 4, 32),
+        ("shared", 400, 16, 32, 512),
+        ("two", 12, 8, 8, 64),
+        ("two", 30, 4, 16, 48),
+        ("two", 40, 4, 3, 100),
+        ("two", 400, 16, 32, 512),
+    ],
+)
+def test_every_request_ends_once_with_its_tokens_and_no_page_is_lost(meshes, num_pages, page_size, max_batch_size, chunk_size, seed):
+    config = EngineConfig.of(
+        max_model_len=min(120, num_pages * page_size),
+        decode_devices=(0,) if meshes == "shared" else (1,),
+        page_size=page_size,
+        max_batch_size=max_batch_size,
+        decode_buckets=(1, 4, 8),
+        prefill_buckets=(32, 64),
+        prefill_chunk_size=chunk_size,
+    )
+    engine = fake_engine(config, num_pages, seed=seed)
+    followed = run(engine, np.random.default_rng(seed))
+
+    assert_all_free(engine)
+    assert len(followed) > 50
+    num_finished = 0
+    for request in followed.values():
+        for index in range(request.params.n):
+            expected = expected_tokens(request.prompt, request.params, index, engine.max_model_len)
+            if request.is_aborted:
+                assert request.tokens[index] == expected[: len(request.tokens[index])]
+                continue
+            num_finished += 1
+            assert request.tokens[index] == expected
+            ended = expected and expected[-1] in {
+                *request.params.stop_token_ids,
+                *(() if request.params.ignore_eos else TOKENIZER.eos_token_ids),
+            }
+            assert request.reasons[index] is (FinishReason.STOP if ended else FinishReason.LENGTH)
+    assert engine.stats.finished[FinishReason.STOP] + engine.stats.finished[FinishReason.LENGTH] >= num_finished
+    if num_pages <= 30:
+        assert engine.stats.num_preemptions > 10
+    if meshes == "two":
+        assert engine.stats.num_pages_moved > 100
