@@ -1,0 +1,38 @@
+"""The decode program's forward pass, a token a row over pages, against the plain one."""
+
+import numpy as np
+import pytest
+
+from jaxinfer.decode.batch import empty_batch
+from jaxinfer.decode.program import forward
+from tests import tiny_on_mesh
+from tests.tiny_model import VOCAB
+
+NUM_SLOTS = 8
+
+
+@pytest.mark.parametrize("devices", [(0,), (4, 5)])
+def test_every_step_of_every_row_has_the_plain_passes_logits(tiny_model_path, devices):
+    model = tiny_on_mesh.put(tiny_model_path, devices)
+    random = np.random.default_rng(0)
+    texts = [random.integers(0, VOCAB, length).tolist() for length in (40, 17, 1, 29)]
+    pages = np.split(random.permutation(np.arange(1, 64))[: 4 * 5].astype(np.int32), 4)
+    slots = [6, 0, 3, 2]
+
+    @model.jit
+    def step(module, pages, batch):
+        hidden, pages = forward(module, model.mesh, pages, batch.tokens, batch, NUM_SLOTS)
+        return module.logits(hidden), pages
+
+    found = [[] for _ in texts]
+    for position in range(max(map(len, texts))):
+        batch = empty_batch(5, NUM_SLOTS, 5)  # one row of padding at least, more as texts end
+        running = [i for i, text in enumerate(texts) if position < len(text)]
+        for row, i in enumerate(running):
+            batch.slots[row], batch.tokens[row], batch.positions[row] = slots[i], texts[i][position], position
+            batch.page_table[row] = pages[i]
+        logits, model.pool.arrays = step(model.pool.arrays, batch)
+        for row, i in enumerate(running):
+            found[i].append(np.asarray(logits[row]))
+    for text, parts in zip(texts, found, strict=True):
+        np.testing.assert_allclose(np.stack(parts), model.plain_logits(text), atol=2e-4)

@@ -1,0 +1,53 @@
+"""The tiny model's weights and an empty page pool on a mesh, without an engine around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from checkpoints.hub import open_source
+from jaxinfer.kv_cache.pages import PagePool
+from jaxinfer.kv_cache.spec import PageSpec
+from jaxinfer.models.config import ArchitectureConfig
+from jaxinfer.plain_forward import PlainForward
+from jaxinfer.runtime.load import ModelTemplate, Weights, load_weights, make_template
+from sharding.mesh import make_mesh
+from sharding.rules import TENSOR_PARALLEL
+
+
+@dataclass(frozen=True)
+class OnMesh:
+    template: ModelTemplate
+    mesh: Mesh
+    weights: Weights
+    pool: PagePool
+
+    def plain_logits(self, token_ids: list[int]) -> np.ndarray:
+        return PlainForward(self.template, self.weights, self.mesh).logits(token_ids)
+
+    def jit(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function(model, *arguments)` as a compiled function of the arguments, on the mesh."""
+        compiled = jax.jit(lambda weights, *arguments: function(self.template.merge(weights), *arguments))
+
+        def run(*arguments: Any) -> Any:
+            with jax.set_mesh(self.mesh):
+                return compiled(self.weights, *arguments)
+
+        return run
+
+
+def put(folder: Path, device_ids: tuple[int, ...], *, num_pages: int = 64, page_size: int = 8, dtype: Any = jnp.float32) -> OnMesh:
+    source = open_source(folder)
+    config = ArchitectureConfig.from_hf(source.config)
+    template, mesh = make_template(config, jnp.dtype(dtype)), make_mesh(device_ids)
+    spec = PageSpec(config.num_layers, config.num_kv_heads, config.head_size, page_size, jnp.dtype(dtype).itemsize)
+    pool = PagePool(spec, num_pages, template.dtype, mesh, TENSOR_PARALLEL)
+    pool.allocate()
+    return OnMesh(template, mesh, load_weights(template, source, mesh, TENSOR_PARALLEL), pool)
