@@ -42,8 +42,8 @@ def decode_step(template: ModelTemplate, mesh: Mesh) -> DecodeStep:
         model = template.merge(weights)
         tokens = jnp.where(batch.tokens == ON_DEVICE, state.tokens[batch.slots], batch.tokens)
         hidden, pages = forward(model, mesh, pages, tokens, batch, num_slots=state.tokens.shape[0] - 1)
-        sampled = sample(model.logits(hidden), sampling, batch.num_generated, jax.tree.map(lambda c: c[batch.slots], state.counts))
-        counts = add_sampled(state.counts, batch.slots, sampled.tokens, sampling)
+        sampled = sample(model.logits(hidden), sampling, batch.num_generated, state.counts, batch.slots)
+        counts = add_sampled(state.counts, batch.slots, sampled.tokens)
         return pages, DecodeState(state.tokens.at[batch.slots].set(sampled.tokens), counts), sampled
 
     return step

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from jaxinfer.kv_cache.pages import LayerPages
 from jaxinfer.layers.linear import Linear
-from jaxinfer.layers.rope import rotate
+from jaxinfer.layers.rope import CosSin, rotate
 
 
 class Attend(Protocol):
@@ -35,7 +35,7 @@ class Attention(nnx.Module):
         self.out = Linear(heads, embed, dtype, use_bias=use_bias)
 
     def __call__(
-        self, x: Float[Array, "T D"], cos_sin: tuple[Array, Array], pages: LayerPages, attend: Attend
+        self, x: Float[Array, "T D"], cos_sin: CosSin, pages: LayerPages, attend: Attend
     ) -> tuple[Float[Array, "T D"], LayerPages]:
         attended, pages = attend(rotate(self.q(x), cos_sin), rotate(self.k(x), cos_sin), self.v(x), pages)
         return self.out(attended), pages

@@ -22,14 +22,19 @@ def inverse_frequencies(head_size: int, theta: float, scaling: RopeScaling | Non
     return frequencies.astype(np.float32)
 
 
-def angles(positions: Int[Array, " T"], frequencies: np.ndarray) -> tuple[Float[Array, "T 1 H/2"], Float[Array, "T 1 H/2"]]:
-    """Cosine and sine of every pair's angle, float32, to be computed once a step and shared by all layers."""
-    turned = positions[:, None, None].astype(jnp.float32) * frequencies
-    return jnp.cos(turned), jnp.sin(turned)
+CosSin = tuple[Float[Array, "T 1 2 H/2"], Float[Array, "T 1 2 H/2"]]
 
 
-def rotate(x: Float[Array, "T N H"], cos_sin: tuple[Float[Array, "T 1 H/2"], Float[Array, "T 1 H/2"]]) -> Float[Array, "T N H"]:
+def angles(positions: Int[Array, " T"], frequencies: np.ndarray) -> CosSin:
+    """Cosine and signed sine of every pair's angle, float32, to be computed once a step and shared by all layers."""
+    turned = positions[:, None].astype(jnp.float32) * frequencies
+    cos, sin = jnp.cos(turned), jnp.sin(turned)
+    return jnp.stack([cos, cos], axis=1)[:, None], jnp.stack([-sin, sin], axis=1)[:, None]
+
+
+def rotate(x: Float[Array, "T N H"], cos_sin: CosSin) -> Float[Array, "T N H"]:
     """Each head's pairs (i, i + H/2) turned by their angle."""
     cos, sin = cos_sin
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    halves = x.astype(jnp.float32).reshape(*x.shape[:2], 2, -1)
+    # Halves swapped by a reversal, which XLA vectorises on a CPU; joining them by a concatenation took eight times as long.
+    return (halves * cos + jnp.flip(halves, axis=2) * sin).reshape(x.shape).astype(x.dtype)

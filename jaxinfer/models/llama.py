@@ -12,7 +12,7 @@ from jaxinfer.layers.attention import Attend, Attention
 from jaxinfer.layers.embedding import Embedding
 from jaxinfer.layers.mlp import GatedMLP
 from jaxinfer.layers.norm import RMSNorm
-from jaxinfer.layers.rope import angles, inverse_frequencies
+from jaxinfer.layers.rope import CosSin, angles, inverse_frequencies
 from jaxinfer.models.base import run_blocks
 from jaxinfer.models.config import ArchitectureConfig
 
@@ -26,7 +26,7 @@ class LlamaBlock(nnx.Module):
         self.mlp = GatedMLP(size, config.mlp_size, dtype, use_bias=config.mlp_bias)
 
     def __call__(
-        self, x: Float[Array, "T D"], cos_sin: tuple[Array, Array], pages: LayerPages, attend: Attend
+        self, x: Float[Array, "T D"], cos_sin: CosSin, pages: LayerPages, attend: Attend
     ) -> tuple[Float[Array, "T D"], LayerPages]:
         attended, pages = self.attention(self.attention_norm(x), cos_sin, pages, attend)
         x = x + attended

@@ -45,7 +45,7 @@ def prefill_step(template: ModelTemplate, mesh: Mesh) -> PrefillStep:
         hidden, pages = forward(model, mesh, pages, batch)
         last = jnp.maximum(batch.query_start + batch.query_len - 1, 0)
         logits = model.logits(hidden[last])
-        sampled = sample(logits, batch.sampling, batch.num_generated, jax.tree.map(lambda c: c[: last.shape[0]], counts))
+        sampled = sample(logits, batch.sampling, batch.num_generated, counts, jnp.arange(len(last)))
         return pages, sampled, _score_prompt(model, hidden, batch.next_token_ids, batch.wants_prompt_logprobs)
 
     return step

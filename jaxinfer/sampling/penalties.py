@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -10,13 +9,15 @@ from jaxinfer.sampling.counting import TokenCounts
 from jaxinfer.sampling.params import SamplingRows
 
 
-def penalize(logits: Float[Array, "B V"], counts: TokenCounts, rows: SamplingRows) -> Float[Array, "B V"]:
-    """Logits with the penalties of each row; `counts` are these rows' own."""
-    generated = counts.output > 0
+def penalize(logits: Float[Array, "B V"], counts: TokenCounts, slots: Int[Array, " B"], rows: SamplingRows) -> Float[Array, "B V"]:
+    """Logits with the penalties of each row, by the counts of its slot."""
+    # Read here, inside the branch that is skipped when no row has a penalty: B rows of the vocabulary cost 2 ms a step on a CPU.
+    prompt, output = counts.prompt[slots], counts.output[slots]
+    generated = output > 0
     repetition = rows.repetition_penalty[:, None]
     repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
-    logits = jnp.where(counts.prompt | generated, repeated, logits)
-    times, once = counts.output.astype(logits.dtype), generated.astype(logits.dtype)
+    logits = jnp.where(prompt | generated, repeated, logits)
+    times, once = output.astype(logits.dtype), generated.astype(logits.dtype)
     return logits - rows.frequency_penalty[:, None] * times - rows.presence_penalty[:, None] * once
 
 
@@ -25,10 +26,6 @@ def any_penalty(rows: SamplingRows) -> Bool[Array, ""]:
     return jnp.any((rows.repetition_penalty != 1.0) | (rows.presence_penalty != 0.0) | (rows.frequency_penalty != 0.0))
 
 
-def add_sampled(counts: TokenCounts, slots: Int[Array, " B"], tokens: Int[Array, " B"], rows: SamplingRows) -> TokenCounts:
-    """Count the step's tokens, if any row uses penalties."""
-
-    def added(output: Int[Array, "S V"]) -> Int[Array, "S V"]:
-        return output.at[slots, tokens].add(1, mode="drop")
-
-    return counts._replace(output=jax.lax.cond(any_penalty(rows), added, lambda output: output, counts.output))
+def add_sampled(counts: TokenCounts, slots: Int[Array, " B"], tokens: Int[Array, " B"]) -> TokenCounts:
+    """Count the step's tokens: of all rows, since a few additions in place cost less than to ask which rows need them."""
+    return counts._replace(output=counts.output.at[slots, tokens].add(1, mode="drop"))

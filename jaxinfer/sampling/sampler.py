@@ -29,19 +29,30 @@ class Sampled(NamedTuple):
     top_logprobs: Float[Any, "B 20"]
 
 
-def sample(logits: Float[Array, "B V"], rows: SamplingRows, num_generated: Int[Array, " B"], counts: TokenCounts) -> Sampled:
+def sample(
+    logits: Float[Array, "B V"], rows: SamplingRows, num_generated: Int[Array, " B"], counts: TokenCounts, slots: Int[Array, " B"]
+) -> Sampled:
     """One token a row. `num_generated` tokens came before it: with the seed it alone decides the random draw, so a sequence's
-    tokens do not depend on what else is in the batch, nor on having been preempted. `counts` are these rows' own."""
-    scores = jax.lax.cond(any_penalty(rows), lambda: penalize(logits, counts, rows), lambda: logits)
+    tokens do not depend on what else is in the batch, nor on having been preempted. Penalties are by the counts of each row's slot."""
+    changes_scores = any_penalty(rows) | jnp.any(rows.bias_until > num_generated[:, None])
+    is_plain = ~(changes_scores | jnp.any(rows.temperature > 0))
+    # A batch of plain greedy rows takes one pass over the logits and no buffer of their size.
+    tokens = jax.lax.cond(is_plain, lambda: argmax(logits), lambda: _sample(logits, rows, num_generated, counts, slots))
+    return Sampled(tokens, *token_logprobs(logits, tokens, jnp.any(rows.wants_logprobs)))
+
+
+def _sample(
+    logits: Float[Array, "B V"], rows: SamplingRows, num_generated: Int[Array, " B"], counts: TokenCounts, slots: Int[Array, " B"]
+) -> Int[Array, " B"]:
+    scores = jax.lax.cond(any_penalty(rows), lambda: penalize(logits, counts, slots, rows), lambda: logits)
     has_bias = jnp.any(rows.bias_until > num_generated[:, None])
     scores = jax.lax.cond(has_bias, lambda: _add_biases(scores, rows, num_generated), lambda: scores)
     greedy = argmax(scores)
-    tokens = jax.lax.cond(
+    return jax.lax.cond(
         jnp.any(rows.temperature > 0),
         lambda: jnp.where(rows.temperature > 0, _draw(scores, rows, num_generated), greedy),
         lambda: greedy,
     )
-    return Sampled(tokens, *token_logprobs(logits, tokens, jnp.any(rows.wants_logprobs)))
 
 
 def token_logprobs(
@@ -63,10 +74,20 @@ def token_logprobs(
     return jax.lax.cond(wanted, computed, skipped)
 
 
-def argmax(x: Float[Array, "B V"]) -> Int[Array, " B"]:
-    """The first place of each row's largest value: two plain reductions, since XLA on CPU does not vectorise its own argmax."""
-    vocab_size = x.shape[1]
-    place = jnp.where(x == jnp.max(x, axis=1, keepdims=True), jnp.arange(vocab_size, dtype=jnp.int32), vocab_size - 1)
+def argmax(x: Float[Array, "B X"]) -> Int[Array, " B"]:
+    """The first place of each row's largest value, by plain reductions: XLA on CPU does not vectorise its own argmax. Over runs of
+    lanes first, so that one pass reads all of x."""
+    batch, size = x.shape
+    if size % _LANES:
+        return _first_of_largest(x)
+    runs = x.reshape(batch, size // _LANES, _LANES)
+    run = _first_of_largest(runs.max(axis=2))
+    return run * _LANES + _first_of_largest(jnp.take_along_axis(runs, run[:, None, None], axis=1)[:, 0])
+
+
+def _first_of_largest(x: Float[Array, "B X"]) -> Int[Array, " B"]:
+    size = x.shape[1]
+    place = jnp.where(x == jnp.max(x, axis=1, keepdims=True), jnp.arange(size, dtype=jnp.int32), size - 1)
     return jnp.min(place, axis=1)
 
 

@@ -10,7 +10,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-RUN_TOKENS = 128  # context tokens gathered at once: small enough to stay in a core's cache, large enough to hide the loop
+# Context tokens gathered at once over all rows: small enough to stay in a core's cache, large enough to hide the loop. A row gathers up to
+# a whole run too many, so the more rows, the shorter the run.
+_BATCH_RUN_TOKENS, _SHORTEST_RUN, _LONGEST_RUN = 512, 64, 256
 
 
 def paged_attention(
@@ -26,7 +28,8 @@ def paged_attention(
     num_pages, num_kv_heads, page_size, head_size = k_pages.shape
     batch, num_heads, _ = q.shape
     group = num_heads // num_kv_heads
-    run_pages = min(max(RUN_TOKENS // page_size, 1), page_table.shape[1])
+    wanted_run = min(max(_BATCH_RUN_TOKENS // batch, _SHORTEST_RUN), _LONGEST_RUN)
+    run_pages = min(max(wanted_run // page_size, 1), page_table.shape[1])
     padding = -page_table.shape[1] % run_pages
     table = jnp.pad(page_table, ((0, 0), (0, padding)))
     grouped = (q.astype(jnp.float32) * scale).reshape(batch, num_kv_heads, group, head_size)
