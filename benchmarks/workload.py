@@ -37,23 +37,26 @@ def prompts(count: int, length: int, seed: int) -> Prompts:
 
 
 def measure(case: Case, seed: int, generate: Generate) -> float:
-    """Tokens per second. Decode: what came after every sequence had its first token, over the time it took. Prefill: the
-    prompt's tokens over the time to the first token."""
+    """Tokens per second. Prefill: the prompt's tokens over the time to the first token. Decode: the tokens that came while the
+    whole batch was running, from when the last sequence had its first token to when the first sequence had its last."""
     if case.kind == "prefill":
         start = time.perf_counter()
         ends = [time.perf_counter() for step in generate(prompts(1, case.size, seed), 1) if step]  # chunks before the last give no token
         assert len(ends) == 1, f"{len(ends)} tokens came"
         return case.size / (ends[0] - start)
-    started: set[int] = set()
-    start, num_tokens, num_before = 0.0, 0, 0
-    for step in generate(prompts(case.size, DECODE_PROMPT_TOKENS, seed), case.new_tokens + 1):
-        num_tokens += len(step)
-        if len(started) < case.size:
-            started.update(step)
-            start, num_before = time.perf_counter(), num_tokens
-    end = time.perf_counter()
-    assert num_tokens == case.size * (case.new_tokens + 1), f"{num_tokens} tokens came"
-    return (num_tokens - num_before) / (end - start)
+    wanted = case.new_tokens + 1
+    counts = [0] * case.size
+    marks = []  # time and tokens so far, at each step of the full batch
+    for step in generate(prompts(case.size, DECODE_PROMPT_TOKENS, seed), wanted):
+        is_full = max(counts) < wanted
+        for number in step:
+            counts[number] += 1
+        if is_full and min(counts) > 0:
+            marks.append((time.perf_counter(), sum(counts)))
+    assert counts == [wanted] * case.size, f"{counts} tokens came: {wanted} of each sequence were asked for"
+    assert len(marks) > 1, f"{case.label}: the first sequence ended before the last began; measure more than {case.new_tokens} new tokens"
+    (start, before), (end, after) = marks[0], marks[-1]
+    return (after - before) / (end - start)
 
 
 def cases(decode: Sequence[int], prefill: Sequence[int], new_tokens: int) -> list[Case]:
