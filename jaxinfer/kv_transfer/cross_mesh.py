@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.kv_cache.manager import KVManager
-from jaxinfer.kv_cache.pages import LayerPages, PagePool, Pages
+from jaxinfer.kv_cache.pages import PagePool, Pages
 from jaxinfer.kv_cache.spec import NULL_PAGE
 from jaxinfer.runtime.buckets import bucket_for
 from jaxinfer.runtime.compilation import Executable, ProgramSource
@@ -24,12 +24,12 @@ MOVE_BUCKETS = (4, 32)  # pages moved at once; longer hand-offs go in several mo
 
 def gather(pages: Pages, page_ids: Int[Array, " X"]) -> Gathered:
     """Copies of these pages of every layer, as one array, so that one transfer moves them."""
-    return jnp.stack([jnp.stack([pool[page_ids] for pool in layer]) for layer in pages])
+    return jnp.stack([pool[:, page_ids] for pool in pages])
 
 
 def scatter(pages: Pages, moved: Gathered, page_ids: Int[Array, " X"]) -> Pages:
     """Put moved pages into the pool at these places; padding goes to the null page."""
-    return tuple(LayerPages(*(pool.at[page_ids].set(moved[i, j]) for j, pool in enumerate(layer))) for i, layer in enumerate(pages))
+    return tuple(pool.at[:, page_ids].set(moved[layer]) for layer, pool in enumerate(pages))
 
 
 def transfer_programs(prefill_pool: PagePool, decode_pool: PagePool) -> list[ProgramSource]:

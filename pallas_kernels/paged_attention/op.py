@@ -12,8 +12,7 @@ _IMPLEMENTATIONS = {"xla": xla.paged_attention, "reference": reference.paged_att
 
 def paged_attention(
     q: Float[Array, "B N H"],
-    k_pages: Float[Array, "P K G H"],
-    v_pages: Float[Array, "P K G H"],
+    kv_pages: Float[Array, "2 P K G H"],
     page_table: Int[Array, "B W"],
     kv_len: Int[Array, " B"],
     *,
@@ -24,7 +23,7 @@ def paged_attention(
 
     Args:
       q: queries, B requests of N heads of size H; query head n reads KV head n // (N / K).
-      k_pages, v_pages: the page pool, P pages of G tokens; what lies outside a request's context may be anything, NaN too.
+      kv_pages: the page pool, P pages of G tokens, keys first, then values; what lies outside a request's context may be anything, NaN too.
       page_table: the pages of each request in order, W of them; entries past the context are ignored but must lie in [0, P).
       kv_len: tokens of context of each request, the new one included; 0 for a padded row, whose output is 0.
       scale: multiplies the scores, usually H ** -0.5.
@@ -32,12 +31,10 @@ def paged_attention(
 
     Returns the attention output in q's type; scores and sums are float32. Raises `ValueError` for shapes that do not fit together.
     """
-    if k_pages.shape != v_pages.shape:
-        raise ValueError(f"paged_attention: k_pages {k_pages.shape} and v_pages {v_pages.shape} differ in shape")
-    if q.ndim != 3 or k_pages.ndim != 4 or q.shape[2] != k_pages.shape[3] or q.shape[1] % k_pages.shape[1]:
+    if q.ndim != 3 or kv_pages.ndim != 5 or kv_pages.shape[0] != 2 or q.shape[2] != kv_pages.shape[4] or q.shape[1] % kv_pages.shape[2]:
         raise ValueError(
-            f"paged_attention: q {q.shape} must be [B, N, H] and k_pages {k_pages.shape} [P, K, G, H], with the same H and N a multiple of K"
+            f"paged_attention: q {q.shape} must be [B, N, H] and kv_pages {kv_pages.shape} [2, P, K, G, H], with the same H and N a multiple of K"
         )
     if page_table.shape[0] != q.shape[0] or kv_len.shape != (q.shape[0],):
         raise ValueError(f"paged_attention: page_table {page_table.shape} and kv_len {kv_len.shape} must have q's {q.shape[0]} rows")
-    return _IMPLEMENTATIONS[backend](q, k_pages, v_pages, page_table, kv_len, scale=scale)
+    return _IMPLEMENTATIONS[backend](q, kv_pages, page_table, kv_len, scale=scale)

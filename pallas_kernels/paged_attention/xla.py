@@ -17,15 +17,14 @@ _BATCH_RUN_TOKENS, _SHORTEST_RUN, _LONGEST_RUN = 512, 64, 256
 
 def paged_attention(
     q: Float[Array, "B N H"],
-    k_pages: Float[Array, "P K G H"],
-    v_pages: Float[Array, "P K G H"],
+    kv_pages: Float[Array, "2 P K G H"],
     page_table: Int[Array, "B W"],
     kv_len: Int[Array, " B"],
     *,
     scale: float,
 ) -> Float[Array, "B N H"]:
     """See op.py."""
-    num_pages, num_kv_heads, page_size, head_size = k_pages.shape
+    _, num_pages, num_kv_heads, page_size, head_size = kv_pages.shape
     batch, num_heads, _ = q.shape
     group = num_heads // num_kv_heads
     wanted_run = min(max(_BATCH_RUN_TOKENS // batch, _SHORTEST_RUN), _LONGEST_RUN)
@@ -34,8 +33,8 @@ def paged_attention(
     table = jnp.pad(page_table, ((0, 0), (0, padding)))
     grouped = (q.astype(jnp.float32) * scale).reshape(batch, num_kv_heads, group, head_size)
     # One row a (page, KV head): the gather then writes [B, K, S, H] directly, and no transpose follows it.
-    k_rows = k_pages.reshape(num_pages * num_kv_heads, page_size * head_size)
-    v_rows = v_pages.reshape(num_pages * num_kv_heads, page_size * head_size)
+    pool = kv_pages.reshape(2 * num_pages * num_kv_heads, page_size * head_size)
+    first_value_row = num_pages * num_kv_heads
     run_tokens = run_pages * page_size
 
     def one_run(i: Int[Array, ""], carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -43,17 +42,17 @@ def paged_attention(
         pages = jax.lax.dynamic_slice_in_dim(table, i * run_pages, run_pages, axis=1)
         rows = pages[:, None, :] * num_kv_heads + jnp.arange(num_kv_heads)[None, :, None]
 
-        def gathered(pool: Float[Array, "PK GH"]) -> Float[Array, "B K S H"]:
+        def gathered(rows: Int[Array, "R K C"]) -> Float[Array, "B K S H"]:
             # "clip": page numbers are the allocator's, always in range, and the default mode would mask every element.
             return jnp.take(pool, rows, axis=0, mode="clip").reshape(batch, num_kv_heads, run_tokens, head_size).astype(jnp.float32)
 
         valid = (i * run_tokens + jnp.arange(run_tokens)) < kv_len[:, None]
         # Multiply and reduce rather than a batched matmul of a few rows: XLA on CPU runs B*K tiny matmuls one after another.
-        scores = (grouped[:, :, :, None] * gathered(k_rows)[:, :, None]).sum(-1)
+        scores = (grouped[:, :, :, None] * gathered(rows)[:, :, None]).sum(-1)
         scores = jnp.where(valid[:, None, None], scores, -1e30)
         new_top = jnp.maximum(top, scores.max(-1))
         weights = jnp.exp(scores - new_top[..., None])
-        values = jnp.where(valid[:, None, :, None], gathered(v_rows), 0.0)  # 0 * NaN would be NaN
+        values = jnp.where(valid[:, None, :, None], gathered(rows + first_value_row), 0.0)  # 0 * NaN would be NaN
         shrink = jnp.exp(top - new_top)
         out = out * shrink[..., None] + (weights[..., None] * values[:, :, None]).sum(3)
         return new_top, total * shrink + weights.sum(-1), out

@@ -14,8 +14,7 @@ RUN_TOKENS = 128  # context tokens gathered at once
 
 def ragged_prefill_attention(
     q: Float[Array, "T N H"],
-    k_pages: Float[Array, "P K G H"],
-    v_pages: Float[Array, "P K G H"],
+    kv_pages: Float[Array, "2 P K G H"],
     page_table: Int[Array, "R W"],
     query_start: Int[Array, " R"],
     query_len: Int[Array, " R"],
@@ -25,7 +24,7 @@ def ragged_prefill_attention(
     query_tile: int,
 ) -> Float[Array, "T N H"]:
     """See op.py."""
-    num_pages, num_kv_heads, page_size, head_size = k_pages.shape
+    _, num_pages, num_kv_heads, page_size, head_size = kv_pages.shape
     num_tokens, num_heads, _ = q.shape
     group = num_heads // num_kv_heads
     num_tiles = num_tokens // query_tile
@@ -44,25 +43,25 @@ def ragged_prefill_attention(
     grouped = (q.astype(jnp.float32) * scale).reshape(num_tiles, query_tile, num_kv_heads, group, head_size)
     grouped = grouped.transpose(0, 2, 3, 1, 4).reshape(num_tiles, num_kv_heads, group * query_tile, head_size)
     limit = jnp.tile(position, (1, group))  # [tiles, group * tile]
-    k_rows = k_pages.reshape(num_pages * num_kv_heads, page_size * head_size)
-    v_rows = v_pages.reshape(num_pages * num_kv_heads, page_size * head_size)
+    pool = kv_pages.reshape(2 * num_pages * num_kv_heads, page_size * head_size)
+    first_value_row = num_pages * num_kv_heads
 
     def one_run(i: Int[Array, ""], carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         top, total, out = carry
         pages = jax.lax.dynamic_slice_in_dim(table, i * run_pages, run_pages, axis=1)
         rows = pages[:, None, :] * num_kv_heads + jnp.arange(num_kv_heads)[None, :, None]
 
-        def gathered(pool: Float[Array, "PK GH"]) -> Float[Array, "X K S H"]:
+        def gathered(rows: Int[Array, "R K C"]) -> Float[Array, "X K S H"]:
             return jnp.take(pool, rows, axis=0, mode="clip").reshape(num_tiles, num_kv_heads, run_tokens, head_size).astype(jnp.float32)
 
         context = i * run_tokens + jnp.arange(run_tokens)
         valid = context <= limit[:, :, None]
-        scores = jnp.einsum("xkqh,xksh->xkqs", grouped, gathered(k_rows))
+        scores = jnp.einsum("xkqh,xksh->xkqs", grouped, gathered(rows))
         scores = jnp.where(valid[:, None], scores, -1e30)
         new_top = jnp.maximum(top, scores.max(-1))
         weights = jnp.where(valid[:, None], jnp.exp(scores - new_top[..., None]), 0.0)
         cached = context <= position.max(axis=1)[:, None]
-        values = jnp.where(cached[:, None, :, None], gathered(v_rows), 0.0)  # 0 * NaN would be NaN
+        values = jnp.where(cached[:, None, :, None], gathered(rows + first_value_row), 0.0)  # 0 * NaN would be NaN
         shrink = jnp.exp(top - new_top)
         out = out * shrink[..., None] + jnp.einsum("xkqs,xksh->xkqh", weights, values)
         return new_top, total * shrink + weights.sum(-1), out

@@ -9,8 +9,8 @@ import numpy as np
 
 def poisoned_pool(
     random: np.random.Generator, contexts: Sequence[int], num_kv_heads: int, page_size: int, head_size: int, spare: int = 2
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Key pages, value pages and a page table that hold `contexts` tokens for each request, float32.
+) -> tuple[np.ndarray, np.ndarray]:
+    """Pages of keys and values, and a page table that hold `contexts` tokens for each request, float32.
 
     Pages are handed out in a shuffled order; table entries past a context, the rest of its last page, page 0 and all other pages
     lead to NaN.
@@ -19,12 +19,11 @@ def poisoned_pool(
     num_pages = sum(needed) + 3
     pages = random.permutation(np.arange(1, num_pages))
     poisoned = pages[sum(needed) :]
-    k, v = (np.full((num_pages, num_kv_heads, page_size, head_size), np.nan, np.float32) for _ in "kv")
+    pool = np.full((2, num_pages, num_kv_heads, page_size, head_size), np.nan, np.float32)
     table = random.choice(np.append(poisoned, 0), (len(contexts), max(needed) + spare)).astype(np.int32)
     for row, (length, count) in enumerate(zip(contexts, needed, strict=True)):
         table[row, :count], pages = pages[:count], pages[count:]
         for position in range(length):
             page, place = table[row, position // page_size], position % page_size
-            for pool in (k, v):
-                pool[page, :, place] = random.standard_normal((num_kv_heads, head_size))
-    return k, v, table
+            pool[:, page, :, place] = random.standard_normal((2, num_kv_heads, head_size))
+    return pool, table

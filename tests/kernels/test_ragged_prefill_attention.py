@@ -18,7 +18,7 @@ def arguments(case: Case, seed: int, dtype: jnp.dtype = jnp.float32, num_rows: i
     """Rows one after another, each at the next whole tile; queries that belong to none are NaN."""
     random = np.random.default_rng(seed)
     cached, new = zip(*case.rows, strict=True)
-    k, v, table = poisoned_pool(random, [c + n for c, n in case.rows], case.num_kv_heads, case.page_size, case.head_size)
+    kv, table = poisoned_pool(random, [c + n for c, n in case.rows], case.num_kv_heads, case.page_size, case.head_size)
     q = np.full((case.num_tokens, case.num_heads, case.head_size), np.nan, np.float32)
     starts, at = [], 0
     for length in new:
@@ -28,7 +28,7 @@ def arguments(case: Case, seed: int, dtype: jnp.dtype = jnp.float32, num_rows: i
     unused = (num_rows or len(new) + 1) - len(new)
     table = np.pad(table, ((0, unused), (0, 0)))
     rows = [np.pad(a, (0, unused)).astype(np.int32) for a in (starts, new, np.add(cached, new))]
-    return [jnp.asarray(a, dtype) for a in (q, k, v)] + [jnp.asarray(a) for a in (table, *rows)]
+    return [jnp.asarray(a, dtype) for a in (q, kv)] + [jnp.asarray(a) for a in (table, *rows)]
 
 
 def both(case: Case, inputs):
@@ -36,17 +36,17 @@ def both(case: Case, inputs):
     return (np.asarray(run(*inputs, **options, backend=backend)) for backend in ("xla", "reference"))
 
 
-def plain(q, k, v, table, query_start, query_len, kv_len, scale):
+def plain(q, kv, table, query_start, query_len, kv_len, scale):
     """One token and one head at a time, in float64."""
     out = np.zeros(q.shape)
-    num_kv_heads, page_size = k.shape[1:3]
+    num_kv_heads, page_size = kv.shape[2:4]
     for row, length in enumerate(query_len):
         for i in range(length):
             context = kv_len[row] - length + i + 1
             places = [(table[row, p // page_size], p % page_size) for p in range(context)]
             for head in range(q.shape[1]):
                 kv_head = head // (q.shape[1] // num_kv_heads)
-                keys, values = (np.array([pool[page, kv_head, place] for page, place in places], np.float64) for pool in (k, v))
+                keys, values = (np.array([pool[page, kv_head, place] for page, place in places], np.float64) for pool in kv)
                 scores = keys @ q[query_start[row] + i, head].astype(np.float64) * scale
                 weights = np.exp(scores - scores.max())
                 out[query_start[row] + i, head] = weights / weights.sum() @ values
@@ -79,9 +79,9 @@ def test_xla_is_the_reference_whatever_the_lengths():
             left -= -(-length // 16) * 16
         order = random.permutation(len(rows))
         case = Case("ragged", 6, 2, 16, 8, 96, 16, tuple(rows[i] for i in order))
-        q, k, v, *others = arguments(case, seed, num_rows=7)
-        k, v = (jnp.pad(pool, ((0, -len(pool) % 200), (0, 0), (0, 0), (0, 0)), constant_values=jnp.nan) for pool in (k, v))
-        xla, reference = both(case, (q, k, v, *others))
+        q, kv, *others = arguments(case, seed, num_rows=7)
+        kv = jnp.pad(kv, ((0, 0), (0, -kv.shape[1] % 200), (0, 0), (0, 0), (0, 0)), constant_values=jnp.nan)
+        xla, reference = both(case, (q, kv, *others))
         np.testing.assert_allclose(xla, reference, atol=2e-5)
 
 
@@ -90,8 +90,8 @@ def test_bfloat16_pools_are_summed_in_float32():
     inputs = arguments(case, 3, jnp.bfloat16)
     narrow = run(*inputs, scale=0.125, query_tile=case.query_tile, backend="xla")
     assert narrow.dtype == jnp.bfloat16
-    wide = [a.astype(jnp.float32) for a in inputs[:3]]
-    exact = run(*wide, *inputs[3:], scale=0.125, query_tile=case.query_tile, backend="reference")
+    wide = [a.astype(jnp.float32) for a in inputs[:2]]
+    exact = run(*wide, *inputs[2:], scale=0.125, query_tile=case.query_tile, backend="reference")
     np.testing.assert_allclose(narrow.astype(jnp.float32), exact, rtol=2**-8, atol=2**-12)  # rounded once, at the end
 
 
@@ -111,13 +111,13 @@ def test_tokens_of_no_row_come_out_as_zeros(backend):
 
 
 def test_shapes_that_do_not_fit_are_refused_by_name():
-    q, k, v, table, *rows = arguments(CASES[2], 5)
+    q, kv, table, *rows = arguments(CASES[2], 5)
     options = {"scale": 1.0, "query_tile": 32}
-    with pytest.raises(ValueError, match=r"k_pages .* and v_pages .* differ"):
-        ragged_prefill_attention(q, k, v[:-1], table, *rows, **options)
+    with pytest.raises(ValueError, match=r"kv_pages .* \[2, P, K, G, H\]"):
+        ragged_prefill_attention(q, kv[:1], table, *rows, **options)
     with pytest.raises(ValueError, match="N a multiple of K"):
-        ragged_prefill_attention(q[:, :3], k, v, table, *rows, **options)
+        ragged_prefill_attention(q[:, :3], kv, table, *rows, **options)
     with pytest.raises(ValueError, match="32 tokens are not a multiple of query_tile 24"):
-        ragged_prefill_attention(q, k, v, table, *rows, scale=1.0, query_tile=24)
+        ragged_prefill_attention(q, kv, table, *rows, scale=1.0, query_tile=24)
     with pytest.raises(ValueError, match="must each have page_table's 2 rows"):
-        ragged_prefill_attention(q, k, v, table, rows[0][:1], *rows[1:], **options)
+        ragged_prefill_attention(q, kv, table, rows[0][:1], *rows[1:], **options)
