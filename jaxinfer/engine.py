@@ -109,26 +109,24 @@ class Engine:
 
     def step(self) -> list[OutputDelta]:
         """One turn: start a prefill chunk, hand over what is prefilled, start a decode step, read the decode step before it."""
-        started = time.perf_counter()
+        started = time.thread_time()  # this thread's own: waiting for the device, or for a core the device keeps, is not the host's work
         prefill, decode = self._parts.prefill, self._parts.decode
         self._launch_prefill()
         self._hand_over()
         launched = decode.launch(self._preempt_youngest)
         self.stats.num_decode_steps += launched
-        before_waiting = time.perf_counter()
         deltas: list[OutputDelta] = []
         # One decode step stays under way; the last one of a batch is read as soon as nothing follows it.
         decoded = decode.collect() if decode.num_in_flight > (1 if launched else 0) else []
         waits = not launched and not decoded and prefill.num_in_flight > 0
         prefilled = prefill.collect(wait=waits)
-        after_waiting = time.perf_counter()
         for token in decoded:
             deltas += self._take_token(token.sequence, token.token_id, token.logprob)
         for first in prefilled:
             deltas += self._take_first(first.sequence, first.token_id, first.logprob)
         self._update_gauges()
         if launched:
-            self.stats.host_seconds += (before_waiting - started) + (time.perf_counter() - after_waiting)
+            self.stats.host_seconds += time.thread_time() - started
         return deltas
 
     def _launch_prefill(self) -> None:
@@ -195,6 +193,7 @@ class Engine:
         """A sequence's prompt is in the cache: let its siblings start from it, and take the token sampled at its end."""
         if sequence.prefix is not None and sequence.index == 0:
             self._parts.prefill_manager.share(sequence.prefix, sequence.prefill_pages, sequence.num_prompt)
+            sequence.prefix.prompt_logprobs = sequence.prompt_logprobs
             sequence.prefix = None
         if sequence.max_tokens == 0:
             delta = self._output.nothing(sequence)

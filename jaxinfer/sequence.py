@@ -24,6 +24,7 @@ class SharedPrefix:
     pages: list[int] = field(default_factory=list)
     is_ready: bool = False  # the first sequence has filled them
     num_sharers: int = 0  # sequences that have yet to take them
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)  # of the first sequence, which scored the whole prompt
 
 
 @dataclass(slots=True, eq=False)

@@ -48,8 +48,9 @@ def build_batch(chunks: Sequence[Chunk], num_tokens: int, table_width: int) -> P
 
 
 def wants_prompt_logprobs(chunk: Chunk) -> bool:
-    """Whether this chunk's prompt tokens are to be scored: not again after a preemption."""
-    return chunk.sequence.params.prompt_logprobs is not None and not chunk.sequence.is_started and chunk.start < chunk.sequence.num_prompt
+    """Whether this chunk's prompt tokens are to be scored: not again after a preemption, nor where a sibling has scored them."""
+    sequence = chunk.sequence
+    return sequence.params.prompt_logprobs is not None and len(sequence.prompt_logprobs) < sequence.num_prompt
 
 
 def empty_batch(num_tokens: int, num_rows: int, table_width: int) -> PrefillBatch:

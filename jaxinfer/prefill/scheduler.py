@@ -88,6 +88,7 @@ class PrefillScheduler:
             return False
         if prefix is not None and sequence.index > 0:
             sequence.num_cached = sequence.num_computed = self._manager.take_shared(prefix, sequence.prefill_pages)
+            sequence.prompt_logprobs = prefix.prompt_logprobs
             sequence.prefix = None
         grown = self._manager.grow(sequence.prefill_pages, len(sequence.token_ids))
         assert grown
