@@ -175,7 +175,7 @@ class Engine:
         victim = max(holders, key=lambda s: s.order)
         self._release(victim)
         victim.epoch += 1
-        victim.num_computed = victim.num_in_flight = 0
+        victim.num_computed = victim.num_cached = victim.num_in_flight = 0
         victim.state = SequenceState.WAITING
         self._parts.prefill.scheduler.add_back(victim)
         self.stats.num_preemptions += 1
