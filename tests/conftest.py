@@ -23,7 +23,7 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 use_persistent_cache()
 
 # Small, so that pages run out when a test wants them to; few programs, and shared by as many tests as can be.
-TINY = {"kv_memory": "1MiB", "max_batch_size": 32, "decode_buckets": (1, 8, 32), "prefill_buckets": (32, 128), "prefill_chunk_size": 128}
+TINY = {"kv_memory": "512KiB", "max_batch_size": 32, "decode_buckets": (1, 8, 32), "prefill_buckets": (32, 128), "prefill_chunk_size": 128}
 
 MakeLLM = Callable[..., LLM]
 

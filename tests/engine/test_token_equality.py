@@ -1,0 +1,115 @@
+"""The same tokens, greedy and sampled, however the engine is laid out and whatever happens on the way."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from jaxinfer.request import RequestOutput, SamplingParams
+from tests.engine.page_audit import assert_all_free
+from tests.engine.workload import NUM_TOKENS, alone, tokens_of, workload
+
+PROMPTS, PARAMS = workload()
+SMALL = {"max_batch_size": 8, "decode_buckets": (8,), "prefill_buckets": (128,)}  # fewer programs to compile
+LAYOUTS = {
+    "two devices": {"prefill_devices": (1,), "decode_devices": (0,)},
+    "two meshes of two": {"prefill_devices": (0, 1), "decode_devices": (2, 3), **SMALL},
+    "one mesh of two": {"prefill_devices": (0, 1), "decode_devices": (0, 1), **SMALL},
+    "one device to two": {"prefill_devices": (4,), "decode_devices": (2, 3), **SMALL},
+    "two devices to one": {"prefill_devices": (0, 1), "decode_devices": (4,), **SMALL},
+    "chunks of 16": {"prefill_chunk_size": 16, "prefill_buckets": (16,)},
+    "chunks of 32": {"prefill_chunk_size": 32, "prefill_buckets": (32,)},
+    "chunks of 64": {"prefill_chunk_size": 64, "prefill_buckets": (64,)},
+    "chunks of 50": {"prefill_chunk_size": 50, "prefill_buckets": (32, 50)},
+    "pages of 4": {"page_size": 4, **SMALL},
+    "pages of 32": {"page_size": 32, **SMALL},
+}
+
+
+def test_greedy_tokens_are_the_plain_passes_and_no_close_calls(llm, expected):
+    for prompt, params, [tokens] in zip(PROMPTS, PARAMS, expected, strict=True):
+        if params.temperature or params != replace(PARAMS[0], logprobs=params.logprobs, max_tokens=params.max_tokens):
+            continue
+        scores = llm.logits(prompt + tokens)[len(prompt) - 1 : -1]
+        assert scores.argmax(-1).tolist() == tokens
+        second, first = np.sort(scores, -1)[:, -2:].T
+        assert (first - second).min() > 2e-4  # well over what rounding can do, so all tests of equality are fair
+        assert len(set(tokens)) > NUM_TOKENS // 3  # nor does it say the same over and over
+
+
+def test_a_batch_of_32_gives_each_request_what_it_gets_alone(llm):
+    random = np.random.default_rng(1)
+    prompts = [random.integers(0, 400, int(random.integers(1, 16))).tolist() for _ in range(32)]
+    params = [replace(p, max_tokens=15) for p in PARAMS]
+    expected = alone(llm, prompts, params)
+    engine, most = llm.engine, 0
+    outputs = {str(i): RequestOutput.empty(str(i), None, prompt, params[i]) for i, prompt in enumerate(prompts)}
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), prompt, params[i])
+    while engine.has_work:
+        for delta in engine.step():
+            outputs[delta.request_id].add(delta)
+        most = max(most, engine.stats.num_running)
+    assert tokens_of(outputs.values()) == expected
+    assert most == 32
+
+
+@pytest.mark.parametrize("layout", ["one device", "two devices"])
+def test_preemption_changes_nothing(llms, llm, layout):
+    of_layout = llms(**LAYOUTS.get(layout, {}))
+    # Short prompts, so that many are let in, and long answers, for which there is no room.
+    prompts, params = [prompt[:15] for prompt in PROMPTS], [replace(p, max_tokens=90) for p in PARAMS]
+    preempted = of_layout.engine.stats.num_preemptions
+    assert tokens_of(of_layout.generate(prompts, params)) == alone(llm, prompts, params)
+    assert of_layout.engine.stats.num_preemptions - preempted > 10
+    assert_all_free(of_layout.engine)
+
+
+def test_the_order_of_arrival_does_not_matter(llm, expected):
+    backwards = tokens_of(llm.generate(PROMPTS[::-1], PARAMS[::-1]))
+    assert backwards[::-1] == expected
+
+
+def test_joining_a_running_batch_changes_nothing(llm, expected):
+    engine, outputs = llm.engine, {}
+    for number, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
+        outputs[f"join-{number}"] = RequestOutput.empty(f"join-{number}", None, prompt, params)
+        engine.add_request(f"join-{number}", prompt, params)
+        for delta in [delta for _ in range(3) for delta in engine.step()]:
+            outputs[delta.request_id].add(delta)
+    while engine.has_work:
+        for delta in engine.step():
+            outputs[delta.request_id].add(delta)
+    assert tokens_of(outputs.values()) == expected
+    assert_all_free(engine)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_gives_the_same_tokens(llms, expected, layout):
+    llm = llms(**LAYOUTS[layout])
+    assert tokens_of(llm.generate(PROMPTS, PARAMS)) == expected
+    assert llm.engine.stats.num_compilations_after_ready == 0
+    if LAYOUTS[layout].get("prefill_devices") != LAYOUTS[layout].get("decode_devices"):
+        assert llm.engine.stats.num_pages_moved >= sum(map(len, PROMPTS)) // 16
+    assert_all_free(llm.engine)
+
+
+@pytest.mark.parametrize("layout", ["one device", "two devices"])
+def test_sequences_of_one_request_share_its_prompt_and_draw_by_seeds_in_a_row(llms, llm, layout):
+    of_layout = llms(**LAYOUTS.get(layout, {}))
+    prompts = [PROMPTS[i] for i in (0, 4, 11, 14)]
+    params = SamplingParams(temperature=1.0, max_tokens=20, seed=40, n=5, ignore_eos=True)
+    singles = [alone(llm, [prompt] * 5, [replace(params, n=1, seed=40 + i) for i in range(5)]) for prompt in prompts]
+    outputs = of_layout.generate(prompts, params)
+    assert tokens_of(outputs) == [[tokens for [tokens] in of_prompt] for of_prompt in singles]
+    # All whole pages before the last prompt token are found, not computed.
+    assert [output.cached_tokens for output in outputs] == [(len(prompt) - 1) // 16 * 16 for prompt in prompts]
+    assert_all_free(of_layout.engine)
+
+
+def test_requests_without_a_seed_differ(llm):
+    params = SamplingParams(temperature=1.5, max_tokens=20, ignore_eos=True)
+    outputs = llm.generate([PROMPTS[3]] * 3, params)
+    assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 3
