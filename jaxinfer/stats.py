@@ -64,7 +64,7 @@ class EngineStats:
     num_prefill_steps: int = 0
     num_decode_steps: int = 0
     num_pages_moved: int = 0  # handed over between distinct meshes
-    host_seconds: float = 0.0  # of decode steps, outside waiting for the device
+    host_seconds: float = 0.0  # of the engine's thread at work in decode steps: scheduling, dispatch, reading, text
     # Latencies
     time_to_first_token: Histogram = field(default_factory=Histogram)
     inter_token_latency: Histogram = field(default_factory=Histogram)

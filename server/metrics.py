@@ -25,7 +25,7 @@ _COUNTERS = {
     "num_pages_moved": ("kv_pages_moved", "KV pages handed over between distinct meshes"),
     "num_compilations": ("compilations", "XLA compilations of this process"),
     "num_compilations_after_ready": ("compilations_after_ready", "XLA compilations while serving; 0 if all is well"),
-    "host_seconds": ("decode_host_seconds", "Seconds of decode steps spent outside waiting for the device"),
+    "host_seconds": ("decode_host_seconds", "Seconds that decode steps kept the engine's thread at work, outside the device programs"),
 }
 _GAUGES = {
     "num_waiting": ("requests_waiting", "Requests queued, no prefill yet"),
