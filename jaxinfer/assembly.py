@@ -130,7 +130,7 @@ def _load(config: EngineConfig, plan: Plan, source: TensorSource, pools: list[Pa
         prefill = decode if plan.shares_mesh else of(plan.prefill)
         for pool in pools:
             pool.allocate()
-        jax.block_until_ready((decode, prefill, [pool.arrays for pool in pools]))
+        jax.block_until_ready((decode, prefill, [pool.array for pool in pools]))
     stats.load_seconds = time.monotonic() - started
     return prefill, decode
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Any
 
 
@@ -64,6 +67,9 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         devices, cache, schedule = self.devices, self.cache, self.schedule
+        for part in (self.model, devices, cache, schedule):
+            for setting in dataclasses.fields(part):
+                object.__setattr__(part, setting.name, _checked(setting, getattr(part, setting.name)))
         for name in ("prefill_devices", "decode_devices"):
             ids = getattr(devices, name)
             if not ids or len(set(ids)) != len(ids) or any(i < 0 for i in ids):
@@ -130,7 +136,7 @@ def parse_bytes(name: str, text: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     if not match or match.group(2).upper() not in _UNITS:
         raise ConfigError(f"{name} is {text!r}: give a size such as 512MiB or 2GB")
-    return int(float(match.group(1)) * _UNITS[match.group(2).upper()])
+    return int(Decimal(match.group(1)) * _UNITS[match.group(2).upper()])
 
 
 def format_bytes(count: float) -> str:
@@ -140,6 +146,35 @@ def format_bytes(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     raise AssertionError
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+# By a field's annotation: what its value must be, in words and as a test.
+_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "str": ("text", lambda value: isinstance(value, str)),
+    "bool": ("True or False", lambda value: isinstance(value, bool)),
+    "int": ("an integer", _is_int),
+    "int | None": ("an integer or None", lambda value: value is None or _is_int(value)),
+    "tuple[int, ...]": ("integers, such as (0, 1)", lambda value: isinstance(value, tuple) and all(map(_is_int, value))),
+}
+
+
+def _checked(setting: dataclasses.Field[Any], value: Any) -> Any:
+    """The value in the form of its field's type. Raises `ConfigError` for one of another type, or not among the field's choices."""
+    if isinstance(value, list):
+        value = tuple(value)
+    elif isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    words, fits = _KINDS[str(setting.type)]
+    if not fits(value):
+        raise ConfigError(f"{setting.name} is {value!r}: it must be {words}")
+    choices = setting.metadata.get("choices")
+    if choices and value not in choices:
+        raise ConfigError(f"{setting.name} is {value!r}: it must be one of {', '.join(choices)}")
+    return value
 
 
 def _at_least(name: str, value: int, low: int) -> None:

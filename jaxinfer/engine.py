@@ -31,6 +31,8 @@ class Engine:
         self._parts = assemble(self.config, self.stats)
         self.tokenizer = self._parts.tokenizer
         self.max_model_len = self._parts.plan.max_model_len
+        # Some checkpoints' tokenizers know more tokens than the model has embeddings for, some models have spare ones.
+        self._vocab_size = min(self.tokenizer.vocab_size, self._parts.plan.template.config.vocab_size)
         self._requests: dict[str, list[Sequence]] = {}  # the unfinished sequences of each request
         self._prefilled: list[Sequence] = []  # hand-offs that wait for decode pages, oldest first
         self._num_arrived = 0
@@ -49,7 +51,7 @@ class Engine:
 
     def validate(self, prompt_token_ids: Tokens[int], params: SamplingParams) -> None:
         """Raise `RequestError` for a request that could never be served."""
-        vocab_size, length = self.tokenizer.vocab_size, len(prompt_token_ids)
+        vocab_size, length = self._vocab_size, len(prompt_token_ids)
         if not length:
             raise RequestError("the prompt is empty: give at least one token", "prompt")
         for name, ids in (("prompt", prompt_token_ids), ("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):

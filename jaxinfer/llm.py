@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Float
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from jaxinfer.config import EngineConfig
+from jaxinfer.config import ConfigError, EngineConfig
 from jaxinfer.engine import Engine
 from jaxinfer.plain_forward import PlainForward
 from jaxinfer.request import RequestError, RequestOutput, SamplingParams
@@ -29,6 +29,8 @@ class LLM:
     """
 
     def __init__(self, model: str = "default", *, config: EngineConfig | None = None, **settings: Any) -> None:
+        if config is not None and (settings or model != "default"):
+            raise ConfigError("config is a whole configuration: give it alone, or settings by their names instead")
         self.engine = Engine(config or EngineConfig.of(model=model, **settings))
         self.tokenizer = self.engine.tokenizer
         self._num_calls = 0

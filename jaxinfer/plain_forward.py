@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jaxinfer.kv_cache.pages import LayerPages
+from jaxinfer.kv_cache.pages import Pages
 from jaxinfer.runtime.compilation import Executable, ProgramSource, compile_program
 from jaxinfer.runtime.load import ModelTemplate, Weights
 from sharding.mesh import TENSOR
@@ -43,13 +43,13 @@ class PlainForward:
 
     def _forward(self, weights: Weights, token_ids: Int[Array, " T"]) -> Float[Array, "T V"]:
         model = self._template.merge(weights)
-        no_pages = (None,) * self._template.config.num_layers
-        hidden, _ = model(token_ids, jnp.arange(len(token_ids)), no_pages, self._attend)  # type: ignore[arg-type]
+        hidden, _ = model(token_ids, jnp.arange(len(token_ids)), jnp.zeros(0), self._attend)
         return model.logits(hidden)
 
     def _attend(
-        self, q: Float[Array, "T N H"], k: Float[Array, "T K H"], v: Float[Array, "T K H"], pages: LayerPages
-    ) -> tuple[Float[Array, "T N H"], LayerPages]:
+        self, layer: Int[Array, ""], q: Float[Array, "T N H"], k: Float[Array, "T K H"], v: Float[Array, "T K H"], pages: Pages
+    ) -> tuple[Float[Array, "T N H"], Pages]:
+        del layer  # nothing is kept
         heads = PartitionSpec(None, TENSOR)
         over_heads = jax.shard_map(causal_attention, mesh=self._mesh, in_specs=(heads, heads, heads), out_specs=heads, check_vma=False)
         return over_heads(q, k, v), pages

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 
 import jax
@@ -48,22 +49,18 @@ def make_plan(config: EngineConfig, architecture: ArchitectureConfig) -> Plan:
 
     Raises `ConfigError` for devices that do not exist, axes that do not divide, and memory that holds no page.
     """
-    try:
-        meshes = {
-            role: make_mesh(ids) for role, ids in (("prefill", config.devices.prefill_devices), ("decode", config.devices.decode_devices))
-        }
-        platform = meshes["decode"].devices.flat[0].platform
-        template = make_template(architecture, compute_dtype(config.model.dtype, platform))
-        spec = PageSpec(
-            architecture.num_layers,
-            architecture.num_kv_heads,
-            architecture.head_size,
-            config.cache.page_size,
-            template.dtype.itemsize,
-        )
-        roles = {role: _plan_role(role, mesh, template, spec, config.cache.kv_memory) for role, mesh in meshes.items()}
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    devices = {"prefill": config.devices.prefill_devices, "decode": config.devices.decode_devices}
+    meshes = {role: _mesh(role, ids) for role, ids in devices.items()}
+    platform = meshes["decode"].devices.flat[0].platform
+    template = make_template(architecture, compute_dtype(config.model.dtype, platform))
+    spec = PageSpec(
+        architecture.num_layers,
+        architecture.num_kv_heads,
+        architecture.head_size,
+        config.cache.page_size,
+        template.dtype.itemsize,
+    )
+    roles = {role: _plan_role(role, mesh, template, spec, config) for role, mesh in meshes.items()}
     # A request must fit alone in either pool, or it could wait for ever.
     capacity = min(role.num_pages - 1 for role in roles.values()) * spec.page_size
     wanted = config.model.max_model_len or architecture.max_position_embeddings
@@ -85,19 +82,43 @@ def compute_dtype(name: str, platform: str) -> jnp.dtype:
     return jnp.dtype(name)
 
 
-def _plan_role(role: str, mesh: jax.sharding.Mesh, template: ModelTemplate, spec: PageSpec, kv_memory: str) -> RolePlan:
+def _mesh(role: str, device_ids: tuple[int, ...]) -> jax.sharding.Mesh:
+    try:
+        return make_mesh(device_ids)
+    except ValueError as error:
+        raise ConfigError(f"{role}_devices is {device_ids}: {error}") from error
+
+
+def _plan_role(role: str, mesh: jax.sharding.Mesh, template: ModelTemplate, spec: PageSpec, config: EngineConfig) -> RolePlan:
     rules = RULES[role]
-    weights = sum(math.prod(w.sharding.shard_shape(w.shape)) * w.dtype.itemsize for w in template.abstract(mesh, rules))
+    try:
+        on_mesh = template.abstract(mesh, rules)
+    except ValueError as error:
+        raise ConfigError(f"{role}_devices is {getattr(config.devices, f'{role}_devices')}: {error}") from error
+    weights = sum(math.prod(w.sharding.shard_shape(w.shape)) * w.dtype.itemsize for w in on_mesh)
     # The pool is split over the mesh by KV heads, so each device holds a part of every page.
     per_device = PageSpec(spec.num_layers, -(-spec.num_kv_heads // mesh.size), spec.head_size, spec.page_size, spec.bytes_per_value)
-    return RolePlan(role, mesh, rules, weights, per_device.num_pages(_kv_budget(kv_memory, mesh, weights)))
+    try:
+        num_pages = per_device.num_pages(_kv_budget(config.cache.kv_memory, mesh, weights))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return RolePlan(role, mesh, rules, weights, num_pages)
 
 
 def _kv_budget(kv_memory: str, mesh: jax.sharding.Mesh, weights: int) -> int:
-    if kv_memory != "auto":
-        return parse_bytes("kv_memory", kv_memory)
     device = mesh.devices.flat[0]
     stats = device.memory_stats() if device.platform != "cpu" else None
+    if kv_memory != "auto":
+        budget = parse_bytes("kv_memory", kv_memory)
+        memory = stats["bytes_limit"] if stats else _machine_bytes()
+        if budget > memory:
+            raise ConfigError(f"kv_memory is {kv_memory}, but {device} has {format_bytes(memory)}: give less, or auto")
+        return budget
     if not stats:
         return _CPU_KV_BYTES
     return max(int((stats["bytes_limit"] - stats["bytes_in_use"] - weights) * _GPU_KV_SHARE), 0)
+
+
+def _machine_bytes() -> int:
+    """What a CPU device has: the machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

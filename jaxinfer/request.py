@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 MAX_TOP_LOGPROBS = 20  # alternatives a step can report; the compiled programs return this many, OpenAI's limit too
@@ -58,8 +58,13 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for name in ("stop", "stop_token_ids"):
+            value = getattr(self, name)
+            if not isinstance(value, Iterable):
+                raise RequestError(f"{name} is {value!r}: it must be a list", name)
+            object.__setattr__(self, name, tuple(value))
+        if not isinstance(self.logit_bias, Mapping):
+            raise RequestError(f"logit_bias is {self.logit_bias!r}: it must map token ids to numbers", "logit_bias")
         _number("temperature", self.temperature, 0.0, 100.0)
         _integer("top_k", self.top_k, 0, 2**31 - 1)
         _number("top_p", self.top_p, 0.0, 1.0, open_low=True)

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.decode.batch import ON_DEVICE, DecodeBatch
-from jaxinfer.kv_cache.pages import LayerPages, Pages, write
+from jaxinfer.kv_cache.pages import Pages, write
 from jaxinfer.models.base import CausalLM
 from jaxinfer.runtime.load import ModelTemplate, Weights
 from jaxinfer.sampling.counting import TokenCounts
@@ -53,7 +53,7 @@ def forward(
     model: CausalLM, mesh: Mesh, pages: Pages, tokens: Int[Array, " B"], batch: DecodeBatch, num_slots: int
 ) -> tuple[Float[Array, "B D"], Pages]:
     """Hidden states of the rows' tokens, and the pages with their keys and values written."""
-    page_size = pages[0].shape[3]
+    page_size = pages.shape[4]
     page_ids = jnp.take_along_axis(batch.page_table, (batch.positions // page_size)[:, None], axis=1)[:, 0]
     kv_len = jnp.where(batch.slots < num_slots, batch.positions + 1, 0)
     attend = partial(_attend, mesh, page_ids, batch.positions % page_size, batch.page_table, kv_len)
@@ -66,22 +66,27 @@ def _attend(
     offsets: Int[Array, " B"],
     page_table: Int[Array, "B W"],
     kv_len: Int[Array, " B"],
+    layer: Int[Array, ""],
     q: Float[Array, "B N H"],
     k: Float[Array, "B K H"],
     v: Float[Array, "B K H"],
-    pages: LayerPages,
-) -> tuple[Float[Array, "B N H"], LayerPages]:
+    pages: Pages,
+) -> tuple[Float[Array, "B N H"], Pages]:
     def local(
-        q: Array, k: Array, v: Array, pages: LayerPages, page_ids: Array, offsets: Array, page_table: Array, kv_len: Array
-    ) -> tuple[Array, LayerPages]:
-        pages = write(pages, k, v, page_ids, offsets)
-        return paged_attention(q, pages, page_table, kv_len, scale=q.shape[-1] ** -0.5), pages
+        q: Array, k: Array, v: Array, pages: Pages, layer: Array, page_ids: Array, offsets: Array, page_table: Array, kv_len: Array
+    ) -> tuple[Array, Pages]:
+        pages = write(pages, layer, k, v, page_ids, offsets)
+        return paged_attention(q, pages, layer, page_table, kv_len, scale=q.shape[-1] ** -0.5), pages
 
     # Heads are independent: each device attends with its own, over its own part of every page.
     heads, whole = PartitionSpec(None, TENSOR), PartitionSpec()
-    kv_heads = PartitionSpec(None, None, TENSOR)
+    kv_heads = PartitionSpec(None, None, None, TENSOR)
     over_heads = jax.shard_map(
-        local, mesh=mesh, in_specs=(heads, heads, heads, kv_heads, whole, whole, whole, whole), out_specs=(heads, kv_heads), check_vma=False
+        local,
+        mesh=mesh,
+        in_specs=(heads, heads, heads, kv_heads, whole, whole, whole, whole, whole),
+        out_specs=(heads, kv_heads),
+        check_vma=False,
     )
-    attended, written = over_heads(q, k, v, pages, page_ids, offsets, page_table, kv_len)
+    attended, written = over_heads(q, k, v, pages, layer, page_ids, offsets, page_table, kv_len)
     return attended, written

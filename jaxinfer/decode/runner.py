@@ -82,7 +82,7 @@ class DecodeRunner:
     def run(self, batch: DecodeBatch, rows: SamplingRows, wants_logprobs: bool) -> Sampled:
         """Start one step; returns arrays that the device is yet to fill."""
         program = self._programs[f"decode/{len(batch.slots)}"]
-        self._pool.arrays, self._state, sampled = program(self._weights, self._pool.arrays, self._state, batch, rows)
+        self._pool.array, self._state, sampled = program(self._weights, self._pool.array, self._state, batch, rows)
         for array in sampled if wants_logprobs else (sampled.tokens,):
             array.copy_to_host_async()
         return sampled

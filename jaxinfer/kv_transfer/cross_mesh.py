@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
@@ -24,12 +23,12 @@ MOVE_BUCKETS = (4, 32)  # pages moved at once; longer hand-offs go in several mo
 
 def gather(pages: Pages, page_ids: Int[Array, " X"]) -> Gathered:
     """Copies of these pages of every layer, as one array, so that one transfer moves them."""
-    return jnp.stack([pool[:, page_ids] for pool in pages])
+    return pages[:, :, page_ids]
 
 
 def scatter(pages: Pages, moved: Gathered, page_ids: Int[Array, " X"]) -> Pages:
     """Put moved pages into the pool at these places; padding goes to the null page."""
-    return tuple(pool.at[:, page_ids].set(moved[layer]) for layer, pool in enumerate(pages))
+    return pages.at[:, :, page_ids].set(moved)
 
 
 def transfer_programs(prefill_pool: PagePool, decode_pool: PagePool) -> list[ProgramSource]:
@@ -80,9 +79,9 @@ class CrossMeshTransfer:
             self._move([NULL_PAGE], [NULL_PAGE], size)
 
     def _move(self, source: list[int], target: list[int], size: int) -> None:
-        moved = self._programs[f"gather pages/{size}"](self._prefill_pool.arrays, _padded(source, size))
+        moved = self._programs[f"gather pages/{size}"](self._prefill_pool.array, _padded(source, size))
         moved = self._put[size](moved)
-        self._decode_pool.arrays = self._programs[f"scatter pages/{size}"](self._decode_pool.arrays, moved, _padded(target, size))
+        self._decode_pool.array = self._programs[f"scatter pages/{size}"](self._decode_pool.array, moved, _padded(target, size))
 
 
 def _padded(pages: list[int], size: int) -> np.ndarray:

@@ -6,20 +6,28 @@ from typing import Protocol
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from jaxinfer.kv_cache.pages import LayerPages
+from jaxinfer.kv_cache.pages import Pages
 from jaxinfer.layers.linear import Linear
 from jaxinfer.layers.rope import CosSin, rotate
 
 
 class Attend(Protocol):
     """Attention proper, as the program that runs the model does it: prefill over packed chunks, decode over one token a row,
-    the plain forward pass over nothing but its own tokens. Takes one layer's pages and returns them with k and v written."""
+    the plain forward pass over nothing but its own tokens. Takes the pages and returns them with the layer's k and v written."""
 
     def __call__(
-        self, q: Float[Array, "T N H"], k: Float[Array, "T K H"], v: Float[Array, "T K H"], pages: LayerPages
-    ) -> tuple[Float[Array, "T N H"], LayerPages]: ...
+        self, q: Float[Array, "T N H"], k: Float[Array, "T K H"], v: Float[Array, "T K H"], pages: Pages
+    ) -> tuple[Float[Array, "T N H"], Pages]: ...
+
+
+class AttendInLayer(Protocol):
+    """`Attend` before it knows its layer's number."""
+
+    def __call__(
+        self, layer: Int[Array, ""], q: Float[Array, "T N H"], k: Float[Array, "T K H"], v: Float[Array, "T K H"], pages: Pages
+    ) -> tuple[Float[Array, "T N H"], Pages]: ...
 
 
 class Attention(nnx.Module):
@@ -34,8 +42,6 @@ class Attention(nnx.Module):
         self.v = Linear(embed, kv_heads, dtype, use_bias=use_bias)
         self.out = Linear(heads, embed, dtype, use_bias=use_bias)
 
-    def __call__(
-        self, x: Float[Array, "T D"], cos_sin: CosSin, pages: LayerPages, attend: Attend
-    ) -> tuple[Float[Array, "T D"], LayerPages]:
+    def __call__(self, x: Float[Array, "T D"], cos_sin: CosSin, pages: Pages, attend: Attend) -> tuple[Float[Array, "T D"], Pages]:
         attended, pages = attend(rotate(self.q(x), cos_sin), rotate(self.k(x), cos_sin), self.v(x), pages)
         return self.out(attended), pages

@@ -12,8 +12,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from checkpoints.weight_map import WeightMap
-from jaxinfer.kv_cache.pages import LayerPages, Pages
-from jaxinfer.layers.attention import Attend
+from jaxinfer.kv_cache.pages import Pages
+from jaxinfer.layers.attention import Attend, AttendInLayer
 from jaxinfer.models.config import ArchitectureConfig
 
 
@@ -26,7 +26,7 @@ class CausalLM(Protocol):
     def __init__(self, config: ArchitectureConfig, dtype: jnp.dtype) -> None: ...
 
     def __call__(
-        self, token_ids: Int[Array, " T"], positions: Int[Array, " T"], pages: Pages, attend: Attend
+        self, token_ids: Int[Array, " T"], positions: Int[Array, " T"], pages: Pages, attend: AttendInLayer
     ) -> tuple[Float[Array, "T D"], Pages]:
         """Final hidden states of packed tokens, and the pages with these tokens' keys and values in them."""
         ...
@@ -37,17 +37,19 @@ class CausalLM(Protocol):
 
 
 def run_blocks(
-    blocks: Sequence[nnx.Module], x: Float[Array, "T D"], pages: Pages, call: Callable[[Any, Array, LayerPages], tuple[Array, LayerPages]]
+    blocks: Sequence[nnx.Module],
+    x: Float[Array, "T D"],
+    pages: Pages,
+    attend: AttendInLayer,
+    call: Callable[[Any, Array, Pages, Attend], tuple[Array, Pages]],
 ) -> tuple[Float[Array, "T D"], Pages]:
-    """x through every block in turn, as `call(block, x, its pages)`. Blocks of one structure are traced once, not each anew:
+    """x through every block in turn, as `call(block, x, pages, its attend)`. Blocks of one structure are traced once, not each anew:
     tracing is what a start with a warm compilation cache spends its time on. XLA inlines them all the same."""
 
     @partial(jax.jit, static_argnums=0)
-    def run(graph: nnx.GraphDef, state: nnx.State, x: Array, layer_pages: LayerPages) -> tuple[Array, LayerPages]:
-        return call(nnx.merge(graph, state), x, layer_pages)
+    def run(graph: nnx.GraphDef, state: nnx.State, x: Array, pages: Pages, layer: Int[Array, ""]) -> tuple[Array, Pages]:
+        return call(nnx.merge(graph, state), x, pages, partial(attend, layer))
 
-    written: list[LayerPages] = []
-    for block, layer_pages in zip(blocks, pages, strict=True):
-        x, layer_pages = run(*nnx.split(block), x, layer_pages)
-        written.append(layer_pages)
-    return x, tuple(written)
+    for layer, block in enumerate(blocks):
+        x, pages = run(*nnx.split(block), x, pages, jnp.int32(layer))
+    return x, pages

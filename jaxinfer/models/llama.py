@@ -7,8 +7,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from checkpoints.weight_map import Weight, WeightMap
-from jaxinfer.kv_cache.pages import LayerPages, Pages
-from jaxinfer.layers.attention import Attend, Attention
+from jaxinfer.kv_cache.pages import Pages
+from jaxinfer.layers.attention import Attend, AttendInLayer, Attention
 from jaxinfer.layers.embedding import Embedding
 from jaxinfer.layers.mlp import GatedMLP
 from jaxinfer.layers.norm import RMSNorm
@@ -25,9 +25,7 @@ class LlamaBlock(nnx.Module):
         self.mlp_norm = RMSNorm(size, config.rms_norm_eps, dtype)
         self.mlp = GatedMLP(size, config.mlp_size, dtype, use_bias=config.mlp_bias)
 
-    def __call__(
-        self, x: Float[Array, "T D"], cos_sin: CosSin, pages: LayerPages, attend: Attend
-    ) -> tuple[Float[Array, "T D"], LayerPages]:
+    def __call__(self, x: Float[Array, "T D"], cos_sin: CosSin, pages: Pages, attend: Attend) -> tuple[Float[Array, "T D"], Pages]:
         attended, pages = self.attention(self.attention_norm(x), cos_sin, pages, attend)
         x = x + attended
         return x + self.mlp(self.mlp_norm(x)), pages
@@ -68,11 +66,11 @@ class Llama(nnx.Module):
         self.head = None if config.tie_word_embeddings else Embedding(config.vocab_size, config.hidden_size, dtype)
 
     def __call__(
-        self, token_ids: Int[Array, " T"], positions: Int[Array, " T"], pages: Pages, attend: Attend
+        self, token_ids: Int[Array, " T"], positions: Int[Array, " T"], pages: Pages, attend: AttendInLayer
     ) -> tuple[Float[Array, "T D"], Pages]:
         x = self.embedding(token_ids)
         cos_sin = angles(positions, inverse_frequencies(self.config.head_size, self.config.rope_theta, self.config.rope_scaling))
-        x, pages = run_blocks(self.blocks, x, pages, lambda block, x, layer_pages: block(x, cos_sin, layer_pages, attend))
+        x, pages = run_blocks(self.blocks, x, pages, attend, lambda block, x, pages, attend: block(x, cos_sin, pages, attend))
         return self.norm(x), pages
 
     def logits(self, hidden: Float[Array, "X D"]) -> Float[Array, "X V"]:

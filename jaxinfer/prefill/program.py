@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxinfer.kv_cache.pages import LayerPages, Pages, write
+from jaxinfer.kv_cache.pages import Pages, write
 from jaxinfer.kv_cache.spec import NULL_PAGE
 from jaxinfer.models.base import CausalLM
 from jaxinfer.prefill.batch import PrefillBatch
@@ -56,7 +56,7 @@ def forward(model: CausalLM, mesh: Mesh, pages: Pages, batch: PrefillBatch) -> t
     num_tokens = batch.token_ids.shape[0]
     row, place, in_use = _rows_of_tokens(batch, num_tokens)
     positions = jnp.where(in_use, (batch.kv_len - batch.query_len)[row] + place, 0)
-    page_size = pages[0].shape[3]
+    page_size = pages.shape[4]
     page_ids = jnp.where(in_use, batch.page_table[row, positions // page_size], NULL_PAGE)
     rows = (batch.page_table, batch.query_start, batch.query_len, batch.kv_len)
     attend = partial(_attend, mesh, page_ids, positions % page_size, rows)
@@ -76,25 +76,26 @@ def _attend(
     page_ids: Int[Array, " T"],
     offsets: Int[Array, " T"],
     rows: tuple[Array, Array, Array, Array],
+    layer: Int[Array, ""],
     q: Float[Array, "T N H"],
     k: Float[Array, "T K H"],
     v: Float[Array, "T K H"],
-    pages: LayerPages,
-) -> tuple[Float[Array, "T N H"], LayerPages]:
+    pages: Pages,
+) -> tuple[Float[Array, "T N H"], Pages]:
     def local(
-        q: Array, k: Array, v: Array, pages: LayerPages, page_ids: Array, offsets: Array, rows: tuple[Array, Array, Array, Array]
-    ) -> tuple[Array, LayerPages]:
-        pages = write(pages, k, v, page_ids, offsets)
+        q: Array, k: Array, v: Array, pages: Pages, layer: Array, page_ids: Array, offsets: Array, rows: tuple[Array, Array, Array, Array]
+    ) -> tuple[Array, Pages]:
+        pages = write(pages, layer, k, v, page_ids, offsets)
         scale, tile = q.shape[-1] ** -0.5, query_tile(q.shape[0])
-        return ragged_prefill_attention(q, pages, *rows, scale=scale, query_tile=tile), pages
+        return ragged_prefill_attention(q, pages, layer, *rows, scale=scale, query_tile=tile), pages
 
     # Heads are independent: each device attends with its own, over its own part of every page.
     heads, whole = PartitionSpec(None, TENSOR), PartitionSpec()
-    kv_heads = PartitionSpec(None, None, TENSOR)
+    kv_heads = PartitionSpec(None, None, None, TENSOR)
     over_heads = jax.shard_map(
-        local, mesh=mesh, in_specs=(heads, heads, heads, kv_heads, whole, whole, whole), out_specs=(heads, kv_heads), check_vma=False
+        local, mesh=mesh, in_specs=(heads, heads, heads, kv_heads, whole, whole, whole, whole), out_specs=(heads, kv_heads), check_vma=False
     )
-    attended, written = over_heads(q, k, v, pages, page_ids, offsets, rows)
+    attended, written = over_heads(q, k, v, pages, layer, page_ids, offsets, rows)
     return attended, written
 
 

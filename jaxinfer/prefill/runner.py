@@ -69,7 +69,7 @@ class PrefillRunner:
     def run(self, batch: PrefillBatch) -> PrefillResult:
         """Start one step; returns arrays that the device is yet to fill."""
         program = self._programs[f"prefill/{len(batch.token_ids)}"]
-        self._pool.arrays, sampled, scores = program(self._weights, self._pool.arrays, self._counts, batch)
+        self._pool.array, sampled, scores = program(self._weights, self._pool.array, self._counts, batch)
         result = PrefillResult(sampled, scores if batch.wants_prompt_logprobs else None)
         for array in jax.tree.leaves(result):
             array.copy_to_host_async()

@@ -12,7 +12,8 @@ _IMPLEMENTATIONS = {"xla": xla.paged_attention, "reference": reference.paged_att
 
 def paged_attention(
     q: Float[Array, "B N H"],
-    kv_pages: Float[Array, "2 P K G H"],
+    kv_pages: Float[Array, "L 2 P K G H"],
+    layer: Int[Array, ""],
     page_table: Int[Array, "B W"],
     kv_len: Int[Array, " B"],
     *,
@@ -23,7 +24,8 @@ def paged_attention(
 
     Args:
       q: queries, B requests of N heads of size H; query head n reads KV head n // (N / K).
-      kv_pages: the page pool, P pages of G tokens, keys first, then values; what lies outside a request's context may be anything, NaN too.
+      kv_pages: the page pool of L layers, P pages of G tokens, keys first, then values; what lies outside a request's context may be anything, NaN too.
+      layer: which of the L layers.
       page_table: the pages of each request in order, W of them; entries past the context are ignored but must lie in [0, P).
       kv_len: tokens of context of each request, the new one included; 0 for a padded row, whose output is 0.
       scale: multiplies the scores, usually H ** -0.5.
@@ -31,10 +33,10 @@ def paged_attention(
 
     Returns the attention output in q's type; scores and sums are float32. Raises `ValueError` for shapes that do not fit together.
     """
-    if q.ndim != 3 or kv_pages.ndim != 5 or kv_pages.shape[0] != 2 or q.shape[2] != kv_pages.shape[4] or q.shape[1] % kv_pages.shape[2]:
+    if q.ndim != 3 or kv_pages.ndim != 6 or kv_pages.shape[1] != 2 or q.shape[2] != kv_pages.shape[5] or q.shape[1] % kv_pages.shape[3]:
         raise ValueError(
-            f"paged_attention: q {q.shape} must be [B, N, H] and kv_pages {kv_pages.shape} [2, P, K, G, H], with the same H and N a multiple of K"
+            f"paged_attention: q {q.shape} must be [B, N, H] and kv_pages {kv_pages.shape} [L, 2, P, K, G, H], with the same H and N a multiple of K"
         )
     if page_table.shape[0] != q.shape[0] or kv_len.shape != (q.shape[0],):
         raise ValueError(f"paged_attention: page_table {page_table.shape} and kv_len {kv_len.shape} must have q's {q.shape[0]} rows")
-    return _IMPLEMENTATIONS[backend](q, kv_pages, page_table, kv_len, scale=scale)
+    return _IMPLEMENTATIONS[backend](q, kv_pages, layer, page_table, kv_len, scale=scale)

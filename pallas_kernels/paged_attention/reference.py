@@ -9,14 +9,15 @@ from jaxtyping import Array, Float, Int
 
 def paged_attention(
     q: Float[Array, "B N H"],
-    kv_pages: Float[Array, "2 P K G H"],
+    kv_pages: Float[Array, "L 2 P K G H"],
+    layer: Int[Array, ""],
     page_table: Int[Array, "B W"],
     kv_len: Int[Array, " B"],
     *,
     scale: float,
 ) -> Float[Array, "B N H"]:
     """See op.py."""
-    num_kv_heads, page_size = kv_pages.shape[2:4]
+    num_kv_heads, page_size = kv_pages.shape[3:5]
     batch, num_heads, head_size = q.shape
 
     def gathered(pages: Float[Array, "P K G H"]) -> Float[Array, "B K S H"]:
@@ -24,9 +25,9 @@ def paged_attention(
 
     grouped = q.reshape(batch, num_kv_heads, num_heads // num_kv_heads, head_size).astype(jnp.float32)
     valid = jnp.arange(page_table.shape[1] * page_size) < kv_len[:, None]
-    scores = jnp.einsum("bknh,bksh->bkns", grouped, gathered(kv_pages[0]), precision="highest") * scale
+    scores = jnp.einsum("bknh,bksh->bkns", grouped, gathered(kv_pages[layer, 0]), precision="highest") * scale
     weights = jax.nn.softmax(jnp.where(valid[:, None, None], scores, -jnp.inf), axis=-1)
     # A masked weight is 0, but 0 * NaN is NaN: what lies in unused places must not matter.
-    values = jnp.where(valid[:, None, :, None], gathered(kv_pages[1]), 0.0)
+    values = jnp.where(valid[:, None, :, None], gathered(kv_pages[layer, 1]), 0.0)
     out = jnp.einsum("bkns,bksh->bknh", weights, values, precision="highest")
     return jnp.where(kv_len[:, None, None] > 0, out.reshape(q.shape), 0.0).astype(q.dtype)

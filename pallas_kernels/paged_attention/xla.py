@@ -17,14 +17,15 @@ _BATCH_RUN_TOKENS, _SHORTEST_RUN, _LONGEST_RUN = 512, 64, 256
 
 def paged_attention(
     q: Float[Array, "B N H"],
-    kv_pages: Float[Array, "2 P K G H"],
+    kv_pages: Float[Array, "L 2 P K G H"],
+    layer: Int[Array, ""],
     page_table: Int[Array, "B W"],
     kv_len: Int[Array, " B"],
     *,
     scale: float,
 ) -> Float[Array, "B N H"]:
     """See op.py."""
-    _, num_pages, num_kv_heads, page_size, head_size = kv_pages.shape
+    num_layers, _, num_pages, num_kv_heads, page_size, head_size = kv_pages.shape
     batch, num_heads, _ = q.shape
     group = num_heads // num_kv_heads
     wanted_run = min(max(_BATCH_RUN_TOKENS // batch, _SHORTEST_RUN), _LONGEST_RUN)
@@ -33,8 +34,9 @@ def paged_attention(
     table = jnp.pad(page_table, ((0, 0), (0, padding)))
     grouped = (q.astype(jnp.float32) * scale).reshape(batch, num_kv_heads, group, head_size)
     # One row a (page, KV head): the gather then writes [B, K, S, H] directly, and no transpose follows it.
-    pool = kv_pages.reshape(2 * num_pages * num_kv_heads, page_size * head_size)
-    first_value_row = num_pages * num_kv_heads
+    pool = kv_pages.reshape(num_layers * 2 * num_pages * num_kv_heads, page_size * head_size)
+    first_key_row = layer * 2 * num_pages * num_kv_heads
+    first_value_row = first_key_row + num_pages * num_kv_heads
     run_tokens = run_pages * page_size
 
     def one_run(i: Int[Array, ""], carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -48,7 +50,7 @@ def paged_attention(
 
         valid = (i * run_tokens + jnp.arange(run_tokens)) < kv_len[:, None]
         # Multiply and reduce rather than a batched matmul of a few rows: XLA on CPU runs B*K tiny matmuls one after another.
-        scores = (grouped[:, :, :, None] * gathered(rows)[:, :, None]).sum(-1)
+        scores = (grouped[:, :, :, None] * gathered(rows + first_key_row)[:, :, None]).sum(-1)
         scores = jnp.where(valid[:, None, None], scores, -1e30)
         new_top = jnp.maximum(top, scores.max(-1))
         weights = jnp.exp(scores - new_top[..., None])

@@ -12,7 +12,8 @@ _IMPLEMENTATIONS = {"xla": xla.ragged_prefill_attention, "reference": reference.
 
 def ragged_prefill_attention(
     q: Float[Array, "T N H"],
-    kv_pages: Float[Array, "2 P K G H"],
+    kv_pages: Float[Array, "L 2 P K G H"],
+    layer: Int[Array, ""],
     page_table: Int[Array, "R W"],
     query_start: Int[Array, " R"],
     query_len: Int[Array, " R"],
@@ -26,7 +27,8 @@ def ragged_prefill_attention(
 
     Args:
       q: queries of N heads of size H; query head n reads KV head n // (N / K).
-      kv_pages: the page pool, P pages of G tokens, keys first, then values; what lies outside a request's context may be anything, NaN too.
+      kv_pages: the page pool of L layers, P pages of G tokens, keys first, then values; what lies outside a request's context may be anything, NaN too.
+      layer: which of the L layers.
       page_table: the pages of each request in order; entries past its context are ignored but must lie in [0, P).
       query_start: where a request's tokens begin in q: a multiple of query_tile.
       query_len: how many there are; 0 for an unused row.
@@ -38,9 +40,9 @@ def ragged_prefill_attention(
     Returns the attention output in q's type; rows of q that belong to no request come out as 0. Scores and sums are float32.
     Raises `ValueError` for shapes that do not fit together.
     """
-    if q.ndim != 3 or kv_pages.ndim != 5 or kv_pages.shape[0] != 2 or q.shape[2] != kv_pages.shape[4] or q.shape[1] % kv_pages.shape[2]:
+    if q.ndim != 3 or kv_pages.ndim != 6 or kv_pages.shape[1] != 2 or q.shape[2] != kv_pages.shape[5] or q.shape[1] % kv_pages.shape[3]:
         raise ValueError(
-            f"ragged_prefill_attention: q {q.shape} must be [T, N, H] and kv_pages {kv_pages.shape} [2, P, K, G, H], "
+            f"ragged_prefill_attention: q {q.shape} must be [T, N, H] and kv_pages {kv_pages.shape} [L, 2, P, K, G, H], "
             "with the same H and N a multiple of K"
         )
     if q.shape[0] % query_tile:
@@ -48,4 +50,4 @@ def ragged_prefill_attention(
     rows = page_table.shape[0]
     if any(a.shape != (rows,) for a in (query_start, query_len, kv_len)):
         raise ValueError(f"ragged_prefill_attention: query_start, query_len and kv_len must each have page_table's {rows} rows")
-    return _IMPLEMENTATIONS[backend](q, kv_pages, page_table, query_start, query_len, kv_len, scale=scale, query_tile=query_tile)
+    return _IMPLEMENTATIONS[backend](q, kv_pages, layer, page_table, query_start, query_len, kv_len, scale=scale, query_tile=query_tile)

@@ -9,7 +9,8 @@ from jaxtyping import Array, Float, Int
 
 def ragged_prefill_attention(
     q: Float[Array, "T N H"],
-    kv_pages: Float[Array, "2 P K G H"],
+    kv_pages: Float[Array, "L 2 P K G H"],
+    layer: Int[Array, ""],
     page_table: Int[Array, "R W"],
     query_start: Int[Array, " R"],
     query_len: Int[Array, " R"],
@@ -20,7 +21,7 @@ def ragged_prefill_attention(
 ) -> Float[Array, "T N H"]:
     """See op.py."""
     del query_tile
-    num_kv_heads, page_size = kv_pages.shape[2:4]
+    num_kv_heads, page_size = kv_pages.shape[3:5]
     num_tokens, num_heads, head_size = q.shape
     place = jnp.arange(num_tokens)[:, None] - query_start
     is_of_row = (place >= 0) & (place < query_len)  # [T, R]
@@ -34,8 +35,8 @@ def ragged_prefill_attention(
 
     grouped = q.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_size).astype(jnp.float32)
     valid = jnp.arange(page_table.shape[1] * page_size) <= position[:, None]
-    scores = jnp.einsum("tknh,tksh->tkns", grouped, gathered(kv_pages[0]), precision="highest") * scale
+    scores = jnp.einsum("tknh,tksh->tkns", grouped, gathered(kv_pages[layer, 0]), precision="highest") * scale
     weights = jax.nn.softmax(jnp.where(valid[:, None, None], scores, -jnp.inf), axis=-1)
-    values = jnp.where(valid[:, None, :, None], gathered(kv_pages[1]), 0.0)
+    values = jnp.where(valid[:, None, :, None], gathered(kv_pages[layer, 1]), 0.0)
     out = jnp.einsum("tkns,tksh->tknh", weights, values, precision="highest").reshape(q.shape)
     return jnp.where((position >= 0)[:, None, None], out, 0.0).astype(q.dtype)

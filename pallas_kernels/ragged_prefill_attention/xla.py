@@ -14,7 +14,8 @@ RUN_TOKENS = 128  # context tokens gathered at once
 
 def ragged_prefill_attention(
     q: Float[Array, "T N H"],
-    kv_pages: Float[Array, "2 P K G H"],
+    kv_pages: Float[Array, "L 2 P K G H"],
+    layer: Int[Array, ""],
     page_table: Int[Array, "R W"],
     query_start: Int[Array, " R"],
     query_len: Int[Array, " R"],
@@ -24,7 +25,7 @@ def ragged_prefill_attention(
     query_tile: int,
 ) -> Float[Array, "T N H"]:
     """See op.py."""
-    _, num_pages, num_kv_heads, page_size, head_size = kv_pages.shape
+    num_layers, _, num_pages, num_kv_heads, page_size, head_size = kv_pages.shape
     num_tokens, num_heads, _ = q.shape
     group = num_heads // num_kv_heads
     num_tiles = num_tokens // query_tile
@@ -43,8 +44,9 @@ def ragged_prefill_attention(
     grouped = (q.astype(jnp.float32) * scale).reshape(num_tiles, query_tile, num_kv_heads, group, head_size)
     grouped = grouped.transpose(0, 2, 3, 1, 4).reshape(num_tiles, num_kv_heads, group * query_tile, head_size)
     limit = jnp.tile(position, (1, group))  # [tiles, group * tile]
-    pool = kv_pages.reshape(2 * num_pages * num_kv_heads, page_size * head_size)
-    first_value_row = num_pages * num_kv_heads
+    pool = kv_pages.reshape(num_layers * 2 * num_pages * num_kv_heads, page_size * head_size)
+    first_key_row = layer * 2 * num_pages * num_kv_heads
+    first_value_row = first_key_row + num_pages * num_kv_heads
 
     def one_run(i: Int[Array, ""], carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         top, total, out = carry
@@ -56,7 +58,7 @@ def ragged_prefill_attention(
 
         context = i * run_tokens + jnp.arange(run_tokens)
         valid = context <= limit[:, :, None]
-        scores = jnp.einsum("xkqh,xksh->xkqs", grouped, gathered(rows))
+        scores = jnp.einsum("xkqh,xksh->xkqs", grouped, gathered(rows + first_key_row))
         scores = jnp.where(valid[:, None], scores, -1e30)
         new_top = jnp.maximum(top, scores.max(-1))
         weights = jnp.where(valid[:, None], jnp.exp(scores - new_top[..., None]), 0.0)

@@ -9,9 +9,12 @@ import pytest
 
 from pallas_kernels.paged_attention.cases import CASES, Case
 from pallas_kernels.paged_attention.op import paged_attention
-from tests.kernels.poisoned_pool import poisoned_pool
+from tests.kernels.poisoned_pool import LAYER, poisoned_pool
 
-run = functools.partial(jax.jit, static_argnames=("scale", "backend"))(paged_attention)
+
+@functools.partial(jax.jit, static_argnames=("scale", "backend"))
+def run(q, kv, *others, **options):
+    return paged_attention(q, kv, LAYER, *others, **options)
 
 
 def arguments(case: Case, context: tuple[int, ...], seed: int, dtype: jnp.dtype = jnp.float32):
@@ -24,12 +27,12 @@ def arguments(case: Case, context: tuple[int, ...], seed: int, dtype: jnp.dtype 
 def plain(q, kv, table, kv_len, scale):
     """One request and one head at a time, in float64."""
     out = np.zeros(q.shape)
-    num_kv_heads, page_size = kv.shape[2:4]
+    num_kv_heads, page_size = kv.shape[3:5]
     for row, length in enumerate(kv_len):
         places = [(table[row, p // page_size], p % page_size) for p in range(length)]
         for head in range(q.shape[1]):
             kv_head = head // (q.shape[1] // num_kv_heads)
-            keys, values = (np.array([pool[page, kv_head, place] for page, place in places], np.float64) for pool in kv)
+            keys, values = (np.array([pool[page, kv_head, place] for page, place in places], np.float64) for pool in kv[LAYER])
             scores = keys @ q[row, head].astype(np.float64) * scale
             weights = np.exp(scores - scores.max())
             out[row, head] = weights / weights.sum() @ values
@@ -56,8 +59,8 @@ def test_xla_is_the_reference_whatever_the_lengths():
         # The longest is always there, so that all seeds share one program.
         context = (*random.integers(1, 300, 6).tolist(), 300)
         q, kv, table, kv_len = arguments(case, tuple(random.permutation(context).tolist()), seed)
-        pages = -kv.shape[1] % 300  # nor does the pool's size differ
-        kv = jnp.pad(kv, ((0, 0), (0, pages), (0, 0), (0, 0), (0, 0)), constant_values=jnp.nan)
+        pages = -kv.shape[2] % 300  # nor does the pool's size differ
+        kv = jnp.pad(kv, ((0, 0), (0, 0), (0, pages), (0, 0), (0, 0), (0, 0)), constant_values=jnp.nan)
         out = {backend: run(q, kv, table, kv_len, scale=0.25, backend=backend) for backend in ("xla", "reference")}
         np.testing.assert_allclose(out["xla"], out["reference"], atol=2e-5)
 
@@ -83,11 +86,11 @@ def test_rows_without_context_come_out_as_zeros(backend):
 
 def test_shapes_that_do_not_fit_are_refused_by_name():
     q, kv, table, kv_len = arguments(CASES[2], (5, 64), 5)
-    with pytest.raises(ValueError, match=r"kv_pages .* \[2, P, K, G, H\]"):
-        paged_attention(q, kv[:1], table, kv_len, scale=1.0)
+    with pytest.raises(ValueError, match=r"kv_pages .* \[L, 2, P, K, G, H\]"):
+        paged_attention(q, kv[:, :1], LAYER, table, kv_len, scale=1.0)
     with pytest.raises(ValueError, match="N a multiple of K"):
-        paged_attention(q[:, :3], kv, table, kv_len, scale=1.0)
+        paged_attention(q[:, :3], kv, LAYER, table, kv_len, scale=1.0)
     with pytest.raises(ValueError, match="with the same H"):
-        paged_attention(q[:, :, :32], kv, table, kv_len, scale=1.0)
+        paged_attention(q[:, :, :32], kv, LAYER, table, kv_len, scale=1.0)
     with pytest.raises(ValueError, match="must have q's 2 rows"):
-        paged_attention(q, kv, table, kv_len[:1], scale=1.0)
+        paged_attention(q, kv, LAYER, table, kv_len[:1], scale=1.0)

@@ -9,9 +9,12 @@ import pytest
 
 from pallas_kernels.ragged_prefill_attention.cases import CASES, Case
 from pallas_kernels.ragged_prefill_attention.op import ragged_prefill_attention
-from tests.kernels.poisoned_pool import poisoned_pool
+from tests.kernels.poisoned_pool import LAYER, poisoned_pool
 
-run = functools.partial(jax.jit, static_argnames=("scale", "query_tile", "backend"))(ragged_prefill_attention)
+
+@functools.partial(jax.jit, static_argnames=("scale", "query_tile", "backend"))
+def run(q, kv, *others, **options):
+    return ragged_prefill_attention(q, kv, LAYER, *others, **options)
 
 
 def arguments(case: Case, seed: int, dtype: jnp.dtype = jnp.float32, num_rows: int | None = None):
@@ -39,14 +42,14 @@ def both(case: Case, inputs):
 def plain(q, kv, table, query_start, query_len, kv_len, scale):
     """One token and one head at a time, in float64."""
     out = np.zeros(q.shape)
-    num_kv_heads, page_size = kv.shape[2:4]
+    num_kv_heads, page_size = kv.shape[3:5]
     for row, length in enumerate(query_len):
         for i in range(length):
             context = kv_len[row] - length + i + 1
             places = [(table[row, p // page_size], p % page_size) for p in range(context)]
             for head in range(q.shape[1]):
                 kv_head = head // (q.shape[1] // num_kv_heads)
-                keys, values = (np.array([pool[page, kv_head, place] for page, place in places], np.float64) for pool in kv)
+                keys, values = (np.array([pool[page, kv_head, place] for page, place in places], np.float64) for pool in kv[LAYER])
                 scores = keys @ q[query_start[row] + i, head].astype(np.float64) * scale
                 weights = np.exp(scores - scores.max())
                 out[query_start[row] + i, head] = weights / weights.sum() @ values
@@ -80,7 +83,7 @@ def test_xla_is_the_reference_whatever_the_lengths():
         order = random.permutation(len(rows))
         case = Case("ragged", 6, 2, 16, 8, 96, 16, tuple(rows[i] for i in order))
         q, kv, *others = arguments(case, seed, num_rows=7)
-        kv = jnp.pad(kv, ((0, 0), (0, -kv.shape[1] % 200), (0, 0), (0, 0), (0, 0)), constant_values=jnp.nan)
+        kv = jnp.pad(kv, ((0, 0), (0, 0), (0, -kv.shape[2] % 200), (0, 0), (0, 0), (0, 0)), constant_values=jnp.nan)
         xla, reference = both(case, (q, kv, *others))
         np.testing.assert_allclose(xla, reference, atol=2e-5)
 
@@ -113,11 +116,11 @@ def test_tokens_of_no_row_come_out_as_zeros(backend):
 def test_shapes_that_do_not_fit_are_refused_by_name():
     q, kv, table, *rows = arguments(CASES[2], 5)
     options = {"scale": 1.0, "query_tile": 32}
-    with pytest.raises(ValueError, match=r"kv_pages .* \[2, P, K, G, H\]"):
-        ragged_prefill_attention(q, kv[:1], table, *rows, **options)
+    with pytest.raises(ValueError, match=r"kv_pages .* \[L, 2, P, K, G, H\]"):
+        ragged_prefill_attention(q, kv[:, :1], LAYER, table, *rows, **options)
     with pytest.raises(ValueError, match="N a multiple of K"):
-        ragged_prefill_attention(q[:, :3], kv, table, *rows, **options)
+        ragged_prefill_attention(q[:, :3], kv, LAYER, table, *rows, **options)
     with pytest.raises(ValueError, match="32 tokens are not a multiple of query_tile 24"):
-        ragged_prefill_attention(q, kv, table, *rows, scale=1.0, query_tile=24)
+        ragged_prefill_attention(q, kv, LAYER, table, *rows, scale=1.0, query_tile=24)
     with pytest.raises(ValueError, match="must each have page_table's 2 rows"):
-        ragged_prefill_attention(q, kv, table, rows[0][:1], *rows[1:], **options)
+        ragged_prefill_attention(q, kv, LAYER, table, rows[0][:1], *rows[1:], **options)
