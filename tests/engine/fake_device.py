@@ -153,7 +153,9 @@ def fake_engine(config: EngineConfig, num_pages: int, *, seed: int = 0) -> Engin
         schedule = config.schedule
         return Parts(
             config,
-            SimpleNamespace(max_model_len=max_model_len, shares_mesh=shares_mesh),  # type: ignore[arg-type]
+            SimpleNamespace(
+                max_model_len=max_model_len, shares_mesh=shares_mesh, template=SimpleNamespace(config=SimpleNamespace(vocab_size=VOCAB))
+            ),  # type: ignore[arg-type]
             TOKENIZER,
             PrefillWorker(PrefillScheduler(managers[0], schedule.prefill_chunk_size, schedule.prefill_buckets), prefill),  # type: ignore[arg-type]
             DecodeWorker(DecodeScheduler(managers[-1], decode.num_slots), decode),  # type: ignore[arg-type]

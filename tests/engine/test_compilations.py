@@ -1,0 +1,59 @@
+"""Nothing compiles once the engine is ready, whatever it is asked for; and what does compile is counted."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxinfer.llm import LLM
+from jaxinfer.request import SamplingParams
+from tests.engine.test_token_equality import LAYOUTS
+from tests.engine.workload import workload
+
+PROMPTS, KINDS = workload()
+
+
+def use_every_feature(llm: LLM) -> None:
+    engine = llm.engine
+    extra = SamplingParams(max_tokens=30, n=3, echo=True, logprobs=20, prompt_logprobs=20, stop=("zz",), stop_token_ids=(5,), min_tokens=4)
+    everything = [*KINDS[:8], extra, SamplingParams(max_tokens=0, prompt_logprobs=1), SamplingParams(max_tokens=None, seed=4)]
+    for number, prompt in enumerate(PROMPTS):  # of every length
+        engine.add_request(f"{number}", prompt, everything[number % len(everything)])
+        engine.step()
+    for number in range(0, len(PROMPTS), 4):
+        engine.abort(f"{number}")
+        engine.step()
+    while engine.has_work:
+        engine.step()
+    to_the_end = SamplingParams(max_tokens=None, ignore_eos=True, presence_penalty=1.0, logprobs=1)
+    llm.generate([prompt[:9] for prompt in PROMPTS[:8]], to_the_end)  # far more than the pages hold: some are preempted
+    llm.generate(PROMPTS[0], SamplingParams(max_tokens=3))  # the smallest buckets
+    llm.chat([{"role": "user", "content": "hello"}], SamplingParams(max_tokens=3))
+    llm.logprobs(PROMPTS[12])  # a length of its own: compiles, but not by surprise
+
+
+@pytest.mark.parametrize("layout", ["one device", "two devices", "two meshes of two", "one device to two", "chunks of 50"])
+def test_nothing_compiles_after_ready(llms, layout):
+    llm = llms(**LAYOUTS.get(layout, {}))
+    stats = llm.engine.stats
+    llm.engine.step()
+    before, preempted = stats.num_compilations_after_ready, stats.num_preemptions
+    use_every_feature(llm)
+    assert stats.num_compilations_after_ready == before
+    assert stats.num_preemptions > preempted
+
+
+def test_an_engine_starts_with_the_counter_at_zero(llms):
+    assert llms(**LAYOUTS["two devices"]).engine.stats.num_programs == 11
+    assert LLM(config=llms().engine.config).engine.stats.num_compilations_after_ready == 0
+
+
+def test_a_compilation_by_surprise_is_counted(llm):
+    engine = llm.engine
+    engine.step()
+    before, wanted = engine.stats.num_compilations_after_ready, engine.stats.num_compilations
+    jax.jit(lambda x: x * 3 + 1)(jnp.arange(17)).block_until_ready()
+    engine.step()
+    assert engine.stats.num_compilations_after_ready > before
+    assert engine.stats.num_compilations >= wanted
