@@ -31,7 +31,7 @@ def test_every_step_of_every_row_has_the_plain_passes_logits(tiny_model_path, de
         for row, i in enumerate(running):
             batch.slots[row], batch.tokens[row], batch.positions[row] = slots[i], texts[i][position], position
             batch.page_table[row] = pages[i]
-        logits, model.pool.arrays = step(model.pool.arrays, batch)
+        logits, model.pool.array = step(model.pool.array, batch)
         for row, i in enumerate(running):
             found[i].append(np.asarray(logits[row]))
     for text, parts in zip(texts, found, strict=True):

@@ -32,7 +32,7 @@ def test_every_position_of_packed_chunks_has_the_plain_passes_logits(tiny_model_
             batch.query_start[row], batch.query_len[row], batch.kv_len[row] = at, length, start + length
             places.append(at)
             at += -(-length // 32) * 32
-        logits, model.pool.arrays = forward_step(model.pool.arrays, batch)
+        logits, model.pool.array = forward_step(model.pool.array, batch)
         for (prompt, _, length), place in zip(step, places, strict=True):
             found[prompt].append(np.asarray(logits)[place : place + length])
     for prompt, parts in zip(prompts, found, strict=True):

@@ -1,0 +1,49 @@
+"""Random adds and aborts on the real engine, with so few pages that sequences are preempted: the fuzz of the host half, with arrays."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from jaxinfer.request import RequestOutput
+from tests.engine.page_audit import assert_all_free, audit
+from tests.engine.test_token_equality import LAYOUTS
+from tests.engine.workload import alone, workload
+
+
+@pytest.mark.parametrize("layout", ["one device", "two devices", "chunks of 50"])
+def test_random_adds_and_aborts_lose_no_page_and_change_no_token(llms, llm, layout):
+    engine = llms(**LAYOUTS.get(layout, {})).engine
+    random = np.random.default_rng(3)
+    prompts, params = workload()
+    prompts, params = [prompt[:60] for prompt in prompts], [replace(p, max_tokens=60) for p in params]
+    expected = [tokens for [tokens] in alone(llm, prompts, params)]
+    preempted, done = engine.stats.num_preemptions, 0
+    followed: dict[str, tuple[int, RequestOutput]] = {}
+    number = 0
+    while number < 150 or engine.has_work:
+        if number < 150 and random.random() < 0.3:
+            which, request_id = int(random.integers(0, len(prompts))), f"f{number}"
+            n = int(random.choice([1, 1, 3]))
+            engine.add_request(request_id, prompts[which], replace(params[which], n=n))
+            followed[request_id] = which, RequestOutput.empty(request_id, None, prompts[which], replace(params[which], n=n))
+            number += 1
+        if followed and random.random() < 0.08:
+            gone = str(random.choice(list(followed)))
+            assert engine.abort(gone)
+            del followed[gone]
+            audit(engine)
+        for delta in engine.step():
+            which, output = followed[delta.request_id]  # no delta comes of what is gone
+            output.add(delta)
+            if output.is_finished:
+                assert output.outputs[0].token_ids == expected[which]
+                del followed[delta.request_id]
+                done += 1
+        audit(engine)
+    assert not followed
+    assert done > 60
+    assert engine.stats.num_preemptions - preempted > 10
+    assert_all_free(engine)
