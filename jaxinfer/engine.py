@@ -13,7 +13,7 @@ from jaxinfer.detokenizer import IncrementalDetokenizer
 from jaxinfer.output import OutputBuilder
 from jaxinfer.plain_forward import PlainForward
 from jaxinfer.request import FinishReason, OutputDelta, Request, RequestError, SamplingParams, TokenLogprob
-from jaxinfer.runtime.compilation import COUNTER
+from jaxinfer.runtime.compilation import COUNTER, TOTAL
 from jaxinfer.sequence import Sequence, SequenceState, SharedPrefix
 from jaxinfer.stats import EngineStats
 
@@ -37,7 +37,6 @@ class Engine:
         self._prefilled: list[Sequence] = []  # hand-offs that wait for decode pages, oldest first
         self._num_arrived = 0
         self._output = OutputBuilder(self.tokenizer, self.stats)
-        self._surprises_at_start = COUNTER.num_surprises
         self._update_gauges()
 
     @property
@@ -111,22 +110,22 @@ class Engine:
 
     def step(self) -> list[OutputDelta]:
         """One turn: start a prefill chunk, hand over what is prefilled, start a decode step, read the decode step before it."""
+        surprises = COUNTER.num_surprises
         started = time.thread_time()  # this thread's own: waiting for the device, or for a core the device keeps, is not the host's work
         prefill, decode = self._parts.prefill, self._parts.decode
         self._launch_prefill()
         self._hand_over()
         launched = decode.launch(self._preempt_youngest)
         self.stats.num_decode_steps += launched
-        deltas: list[OutputDelta] = []
         # One decode step stays under way; the last one of a batch is read as soon as nothing follows it.
         decoded = decode.collect() if decode.num_in_flight > (1 if launched else 0) else []
         waits = not launched and not decoded and prefill.num_in_flight > 0
         prefilled = prefill.collect(wait=waits)
-        for token in decoded:
-            deltas += self._take_token(token.sequence, token.token_id, token.logprob)
-        for first in prefilled:
-            deltas += self._take_first(first.sequence, first.token_id, first.logprob)
+        now = time.monotonic()
+        deltas = [self._take_token(*token, now) for token in decoded]
+        deltas += [self._take_first(*first, now) for first in prefilled]
         self._update_gauges()
+        self.stats.num_compilations_after_ready += COUNTER.num_surprises - surprises
         if launched:
             self.stats.host_seconds += time.thread_time() - started
         return deltas
@@ -191,7 +190,7 @@ class Engine:
             self._prefilled.remove(sequence)
         self._parts.prefill.scheduler.remove(sequence)
 
-    def _take_first(self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None) -> list[OutputDelta]:
+    def _take_first(self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None, now: float) -> OutputDelta:
         """A sequence's prompt is in the cache: let its siblings start from it, and take the token sampled at its end."""
         if sequence.prefix is not None and sequence.index == 0:
             self._parts.prefill_manager.share(sequence.prefix, sequence.prefill_pages, sequence.num_prompt)
@@ -200,18 +199,18 @@ class Engine:
         if sequence.max_tokens == 0:
             delta = self._output.nothing(sequence)
             self._finish(sequence, FinishReason.LENGTH)
-            return [delta]
-        deltas = self._take_token(sequence, token_id, logprob)
+            return delta
+        delta = self._take_token(sequence, token_id, logprob, now)
         if not sequence.is_finished:
             self._prefilled.append(sequence)
             self._prefilled.sort(key=lambda s: s.order)
-        return deltas
+        return delta
 
-    def _take_token(self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None) -> list[OutputDelta]:
-        delta = self._output.token(sequence, token_id, logprob)
+    def _take_token(self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None, now: float) -> OutputDelta:
+        delta = self._output.token(sequence, token_id, logprob, now)
         if delta.finish_reason is not None:
             self._finish(sequence, delta.finish_reason)
-        return [delta]
+        return delta
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         self._release(sequence)
@@ -229,5 +228,4 @@ class Engine:
         stats.num_running = len(parts.decode.scheduler.running)
         stats.prefill_pages_used, stats.decode_pages_used = parts.prefill_manager.num_used, parts.decode_manager.num_used
         stats.peak_pages_used = max(stats.peak_pages_used, stats.decode_pages_used)
-        stats.num_compilations = COUNTER.num_wanted + COUNTER.num_surprises - COUNTER.num_cache_hits
-        stats.num_compilations_after_ready = COUNTER.num_surprises - self._surprises_at_start
+        stats.num_compilations = TOTAL.num_compilations

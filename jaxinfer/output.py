@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from typing import Any
-
 from jaxinfer.request import FinishReason, OutputDelta, TokenLogprob
 from jaxinfer.sequence import Sequence
 from jaxinfer.stats import EngineStats
@@ -16,59 +13,52 @@ class OutputBuilder:
         self._tokenizer = tokenizer
         self._stats = stats
 
-    def token(self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None) -> OutputDelta:
-        """Append a token to its sequence; says what to send and whether it was the last."""
-        self._observe(sequence)
+    def token(self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None, now: float) -> OutputDelta:
+        """Append a token to its sequence; says what to send and whether it was the last. `now` is in seconds, time.monotonic()."""
+        self._observe(sequence, now)
         sequence.token_ids.append(token_id)
-        reason: FinishReason | None = None
-        stop_reason: str | int | None = None
-        text = ""
-        if token_id in sequence.end_tokens:
-            reason = FinishReason.STOP
-            stop_reason = token_id if token_id in sequence.params.stop_token_ids else None
-        else:
-            text = sequence.detokenizer.add(token_id)
-            if sequence.detokenizer.stopped is not None:
-                reason, stop_reason = FinishReason.STOP, sequence.detokenizer.stopped
-            elif sequence.num_output >= sequence.max_tokens:
-                reason = FinishReason.LENGTH
-        if reason is not None:
-            text += sequence.detokenizer.flush()
+        text, reason, stop_reason = self._text(sequence, token_id)
+        logprobs = () if logprob is None else (logprob,)
+        if sequence.is_started:
+            return OutputDelta(sequence.request.request_id, sequence.index, text, (token_id,), logprobs, reason, stop_reason)
+        text = self._opening(sequence) + text
         return OutputDelta(
-            sequence.request.request_id,
-            sequence.index,
-            self._opening(sequence) + text,
-            (token_id,),
-            () if logprob is None else (logprob,),
-            reason,
-            stop_reason,
-            **self._first_only(sequence),
+            sequence.request.request_id, sequence.index, text, (token_id,), logprobs, reason, stop_reason, *self._first_only(sequence)
         )
+
+    def _text(self, sequence: Sequence, token_id: int) -> tuple[str, FinishReason | None, str | int | None]:
+        detokenizer = sequence.detokenizer
+        if token_id in sequence.end_tokens:
+            return detokenizer.flush(), FinishReason.STOP, token_id if token_id in sequence.params.stop_token_ids else None
+        text = detokenizer.add(token_id)
+        if detokenizer.stopped is not None:
+            return text, FinishReason.STOP, detokenizer.stopped
+        if sequence.num_output >= sequence.max_tokens:
+            return text + detokenizer.flush(), FinishReason.LENGTH, None
+        return text, None, None
 
     def nothing(self, sequence: Sequence) -> OutputDelta:
         """The only delta of a sequence that was to generate no token."""
         text = self._opening(sequence)
         return OutputDelta(
-            sequence.request.request_id, sequence.index, text, finish_reason=FinishReason.LENGTH, **self._first_only(sequence)
+            sequence.request.request_id, sequence.index, text, (), (), FinishReason.LENGTH, None, *self._first_only(sequence)
         )
 
     def _opening(self, sequence: Sequence) -> str:
-        if not sequence.params.echo or sequence.is_started:
+        if not sequence.params.echo:
             return ""
         return self._tokenizer.decode(list(sequence.request.prompt_token_ids), skip_special_tokens=False)
 
-    def _first_only(self, sequence: Sequence) -> dict[str, Any]:
-        if sequence.is_started:
-            return {}
+    def _first_only(self, sequence: Sequence) -> tuple[tuple[TokenLogprob | None, ...] | None, int]:
+        """A first delta's prompt log-probabilities and cached tokens."""
         sequence.is_started = True
-        scores = tuple(sequence.prompt_logprobs) if sequence.params.prompt_logprobs is not None else None
-        return {"prompt_logprobs": scores, "cached_tokens": sequence.num_cached}
+        return tuple(sequence.prompt_logprobs) if sequence.params.prompt_logprobs is not None else None, sequence.num_cached
 
-    def _observe(self, sequence: Sequence) -> None:
-        now = time.monotonic()
-        if sequence.last_token_time is None:
-            self._stats.time_to_first_token.observe(now - sequence.request.arrival_time)
+    def _observe(self, sequence: Sequence, now: float) -> None:
+        stats, last = self._stats, sequence.last_token_time
+        if last is None:
+            stats.time_to_first_token.observe(now - sequence.request.arrival_time)
         else:
-            self._stats.inter_token_latency.observe(now - sequence.last_token_time)
+            stats.inter_token_latency.observe(now - last)
         sequence.last_token_time = now
-        self._stats.num_output_tokens += 1
+        stats.num_output_tokens += 1

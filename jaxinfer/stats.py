@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -16,8 +17,7 @@ class Histogram:
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=1024))
 
     def observe(self, seconds: float, times: int = 1) -> None:
-        index = next((i for i, bound in enumerate(TIME_BUCKETS) if seconds <= bound), len(TIME_BUCKETS))
-        self.counts[index] += times
+        self.counts[bisect_left(TIME_BUCKETS, seconds)] += times
         self.total += seconds * times
         self.recent.append(seconds)
 
@@ -40,7 +40,7 @@ class EngineStats:
     compile_seconds: float = 0.0
     num_programs: int = 0
     num_compilations: int = 0  # XLA compilations of this process, cached ones not counted
-    num_compilations_after_ready: int = 0  # stays 0: every program was compiled before "ready"
+    num_compilations_after_ready: int = 0  # in the engine's steps; stays 0: every program was compiled before "ready"
     # Memory, by what holds it: weights, kv pages, slots, ... for each mesh ("prefill weights": bytes)
     memory: dict[str, int] = field(default_factory=dict)
     prefill_devices: tuple[str, ...] = ()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from jaxinfer.decode.batch import ON_DEVICE, DecodeBatch, empty_batch
 from jaxinfer.decode.runner import DecodeRunner
 from jaxinfer.decode.scheduler import DecodeScheduler, Preempt
+from jaxinfer.kv_cache.spec import NULL_PAGE
 from jaxinfer.request import TokenLogprob
 from jaxinfer.runtime.buckets import bucket_for
 from jaxinfer.sampling.params import SamplingRows, neutral_rows, set_row, uses_penalties
@@ -26,8 +28,19 @@ class _InFlight:
     wants_logprobs: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Decoded:
+@dataclass(slots=True)
+class _Rows:
+    """The rows of the last step. While the same sequences run, their sampling parameters stay on the device and only positions move."""
+
+    sequences: list[Sequence]
+    epochs: list[int]
+    batch: DecodeBatch
+    moves: np.ndarray  # int32 [B]: 1 for a row in use, 0 for padding
+    sampling: SamplingRows  # on the device
+    wants_logprobs: bool
+
+
+class Decoded(NamedTuple):
     """A sequence's next token."""
 
     sequence: Sequence
@@ -44,10 +57,7 @@ class DecodeWorker:
         self._slot_rows = neutral_rows(runner.num_slots)
         self._slot_pages = np.zeros((runner.num_slots, runner.table_width), np.int32)
         self._slot_num_pages = [0] * runner.num_slots
-        # The rows of the last step: while the same sequences run, sampling parameters stay on the device.
-        self._row_sequences: list[tuple[Sequence, int]] = []
-        self._rows_on_device: SamplingRows | None = None
-        self._wants_logprobs = False
+        self._rows: _Rows | None = None
 
     @property
     def num_in_flight(self) -> int:
@@ -70,9 +80,9 @@ class DecodeWorker:
         sequences = self.scheduler.schedule(preempt)
         if not sequences:
             return False
-        batch = self._build_batch(sequences)
-        sampled = self._runner.run(batch, self._device_rows(sequences, batch), self._wants_logprobs)
-        self._in_flight.append(_InFlight(sequences, [s.epoch for s in sequences], sampled, self._wants_logprobs))
+        rows = self._next_rows(sequences)
+        sampled = self._runner.run(rows.batch, rows.sampling, rows.wants_logprobs)
+        self._in_flight.append(_InFlight(sequences, rows.epochs, sampled, rows.wants_logprobs))
         for sequence in sequences:
             sequence.num_in_flight += 1
         return True
@@ -92,32 +102,55 @@ class DecodeWorker:
             decoded.append(Decoded(sequence, tokens[row], logprob))
         return decoded
 
-    def _build_batch(self, sequences: list[Sequence]) -> DecodeBatch:
-        num_rows = len(sequences)
-        batch = empty_batch(bucket_for(num_rows, self._runner.buckets), self._runner.num_slots, self._runner.table_width)
+    def _next_rows(self, sequences: list[Sequence]) -> _Rows:
+        rows, has_grown = self._rows, self._note_new_pages(sequences)
+        epochs = [s.epoch for s in sequences]
+        is_same = rows is not None and rows.sequences == sequences and rows.epochs == epochs
+        if rows is None or not is_same or not all(s.num_in_flight for s in sequences):
+            self._rows = rows = self._compose(sequences, epochs)
+            return rows
+        rows.batch = DecodeBatch(
+            rows.batch.slots,
+            np.full_like(rows.batch.tokens, ON_DEVICE),
+            rows.batch.positions + rows.moves,
+            rows.batch.num_generated + rows.moves,
+            self._page_table(rows.batch.slots, len(sequences)) if has_grown else rows.batch.page_table,
+        )
+        return rows
+
+    def _note_new_pages(self, sequences: list[Sequence]) -> bool:
+        has_grown = False
         for sequence in sequences:
-            slot, known = sequence.slot, self._slot_num_pages[sequence.slot]
-            pages = sequence.decode_pages
+            slot, pages = sequence.slot, sequence.decode_pages
+            known = self._slot_num_pages[slot]
             if len(pages) > known:
                 self._slot_pages[slot, known : len(pages)] = pages[known:]
                 self._slot_num_pages[slot] = len(pages)
-        slots = [s.slot for s in sequences]
-        batch.slots[:num_rows] = slots
+                has_grown = True
+        return has_grown
+
+    def _compose(self, sequences: list[Sequence], epochs: list[int]) -> _Rows:
+        num_rows = len(sequences)
+        batch = empty_batch(bucket_for(num_rows, self._runner.buckets), self._runner.num_slots, self._runner.table_width)
+        batch.slots[:num_rows] = [s.slot for s in sequences]
         # With a step under way the newest token is still on the device; otherwise the host has it.
         batch.tokens[:num_rows] = [ON_DEVICE if s.num_in_flight else s.token_ids[-1] for s in sequences]
         batch.positions[:num_rows] = [len(s.token_ids) - 1 + s.num_in_flight for s in sequences]
         batch.num_generated[:num_rows] = [s.num_output + s.num_in_flight for s in sequences]
-        np.take(self._slot_pages, slots, axis=0, out=batch.page_table[:num_rows])
-        return batch
+        sampling = neutral_rows(len(batch.slots))
+        for column, of_slots in zip(sampling, self._slot_rows, strict=True):
+            column[:num_rows] = of_slots[batch.slots[:num_rows]]
+        return _Rows(
+            sequences,
+            epochs,
+            batch._replace(page_table=self._page_table(batch.slots, num_rows)),
+            (batch.slots < self._runner.num_slots).astype(np.int32),
+            self._runner.put(sampling),
+            bool(sampling.wants_logprobs.any()),
+        )
 
-    def _device_rows(self, sequences: list[Sequence], batch: DecodeBatch) -> SamplingRows:
-        key = [(s, s.epoch) for s in sequences]
-        if self._rows_on_device is None or key != self._row_sequences or len(self._rows_on_device.top_k) != len(batch.slots):
-            rows = neutral_rows(len(batch.slots))
-            slots = batch.slots[: len(sequences)]
-            for column, of_slots in zip(rows, self._slot_rows, strict=True):
-                column[: len(sequences)] = of_slots[slots]
-            self._rows_on_device = self._runner.put(rows)
-            self._row_sequences = key
-            self._wants_logprobs = bool(rows.wants_logprobs.any())
-        return self._rows_on_device
+    def _page_table(self, slots: np.ndarray, num_rows: int) -> np.ndarray:
+        table = np.empty((len(slots), self._runner.table_width), np.int32)
+        np.take(self._slot_pages, slots[:num_rows], axis=0, out=table[:num_rows])
+        table[num_rows:] = NULL_PAGE
+        return table

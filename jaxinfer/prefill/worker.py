@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,8 +26,7 @@ class _InFlight:
     result: PrefillResult
 
 
-@dataclass(frozen=True, slots=True)
-class Prefilled:
+class Prefilled(NamedTuple):
     """A sequence whose prompt is in the cache, and its next token."""
 
     sequence: Sequence

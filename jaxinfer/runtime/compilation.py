@@ -18,41 +18,50 @@ _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 _HIT_EVENT = "/jax/compilation_cache/cache_hits"
 
 
-class _Counter:
-    """Compilations of this process: those wanted (inside `compiling()`) and those that came by surprise."""
+class _Counter(threading.local):
+    """Compilations that this thread asked for and did not expect: those outside `compiling()`. XLA compiles in the thread that
+    calls for it, so what else a process compiles elsewhere is not mistaken for the engine's."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._wanted_here = threading.local()
-        self.num_wanted = 0
-        self.num_surprises = 0
-        self.num_cache_hits = 0
-        jax.monitoring.register_event_duration_secs_listener(self._on_compile)
-        jax.monitoring.register_event_listener(self._on_event)
-
-    def _on_compile(self, event: str, duration_secs: float, **_: Any) -> None:
-        if event == _COMPILE_EVENT:
-            with self._lock:
-                if getattr(self._wanted_here, "depth", 0):
-                    self.num_wanted += 1
-                else:
-                    self.num_surprises += 1
-
-    def _on_event(self, event: str, **_: Any) -> None:
-        if event == _HIT_EVENT:
-            with self._lock:
-                self.num_cache_hits += 1
+    depth = 0
+    num_surprises = 0
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
-        self._wanted_here.depth = getattr(self._wanted_here, "depth", 0) + 1
+        """Within it compilations are expected."""
+        self.depth += 1
         try:
             yield
         finally:
-            self._wanted_here.depth -= 1
+            self.depth -= 1
+
+    def on_compile(self, event: str, duration_secs: float, **_: Any) -> None:
+        if event == _COMPILE_EVENT and not self.depth:
+            self.num_surprises += 1
+
+
+class _Total:
+    """What XLA compiled in this process, less what it found in the persistent cache."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.num_compilations = 0
+
+    def on_compile(self, event: str, duration_secs: float, **_: Any) -> None:
+        self._add(1 if event == _COMPILE_EVENT else 0)
+
+    def on_event(self, event: str, **_: Any) -> None:
+        self._add(-1 if event == _HIT_EVENT else 0)
+
+    def _add(self, count: int) -> None:
+        with self._lock:
+            self.num_compilations += count
 
 
 COUNTER = _Counter()
+TOTAL = _Total()
+jax.monitoring.register_event_duration_secs_listener(COUNTER.on_compile)
+jax.monitoring.register_event_duration_secs_listener(TOTAL.on_compile)
+jax.monitoring.register_event_listener(TOTAL.on_event)
 
 
 @dataclass(frozen=True)

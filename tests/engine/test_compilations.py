@@ -49,11 +49,22 @@ def test_an_engine_starts_with_the_counter_at_zero(llms):
     assert LLM(config=llms().engine.config).engine.stats.num_compilations_after_ready == 0
 
 
-def test_a_compilation_by_surprise_is_counted(llm):
-    engine = llm.engine
-    engine.step()
-    before, wanted = engine.stats.num_compilations_after_ready, engine.stats.num_compilations
-    jax.jit(lambda x: x * 3 + 1)(jnp.arange(17)).block_until_ready()
+def compile_something(size):
+    jax.jit(lambda x: x * 3 + 1)(jnp.arange(size)).block_until_ready()
+
+
+def test_a_compilation_in_a_step_is_counted(llm, monkeypatch):
+    engine, hand_over = llm.engine, llm.engine._hand_over
+    before, compiled = engine.stats.num_compilations_after_ready, engine.stats.num_compilations
+    monkeypatch.setattr(engine, "_hand_over", lambda: (compile_something(17), hand_over()))
     engine.step()
     assert engine.stats.num_compilations_after_ready > before
-    assert engine.stats.num_compilations >= wanted
+    assert engine.stats.num_compilations >= compiled
+    engine.stats.num_compilations_after_ready = before  # the engine is shared with other tests
+
+
+def test_what_the_caller_compiles_between_steps_is_not_the_engines(llm):
+    before = llm.engine.stats.num_compilations_after_ready
+    compile_something(19)
+    llm.engine.step()
+    assert llm.engine.stats.num_compilations_after_ready == before
