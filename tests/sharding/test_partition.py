@@ -1,0 +1,43 @@
+import jax
+import pytest
+from jax.sharding import PartitionSpec
+
+from sharding.mesh import TENSOR, make_mesh
+from sharding.partition import named_sharding, partition_spec, replicated
+from sharding.rules import RULES, TENSOR_PARALLEL
+from tests import tiny_on_mesh
+
+
+def test_axes_that_the_rules_name_are_split():
+    assert partition_spec(("embed", "heads", "head_size"), TENSOR_PARALLEL) == PartitionSpec(None, TENSOR, None)
+    assert partition_spec(("mlp", "embed"), TENSOR_PARALLEL) == PartitionSpec(TENSOR, None)
+    assert partition_spec((None, "kv_heads"), TENSOR_PARALLEL) == PartitionSpec(None, TENSOR)
+    assert partition_spec(("vocab", "embed"), {}) == PartitionSpec(None, None)
+
+
+def test_every_role_has_a_table():
+    assert set(RULES) == {"prefill", "decode"}
+    for rules in RULES.values():
+        assert set(rules.values()) <= set(make_mesh((0,)).axis_names)
+
+
+def test_shards_are_equal_parts():
+    sharding = named_sharding(make_mesh((0, 1)), TENSOR_PARALLEL, ("embed", "heads"), (6, 4), "q")
+    assert sharding.shard_shape((6, 4)) == (6, 2)
+    assert replicated(make_mesh((0, 1))).shard_shape((6, 4)) == (6, 4)
+
+
+def test_an_axis_that_does_not_divide_is_named():
+    with pytest.raises(
+        ValueError, match=r"blocks\.0\.k: its kv_heads axis of 3 can't be split over 2 devices; use a number of devices that divides 3"
+    ):
+        named_sharding(make_mesh((0, 1)), TENSOR_PARALLEL, ("embed", "kv_heads"), (8, 3), "blocks.0.k")
+    named_sharding(make_mesh((0, 1)), TENSOR_PARALLEL, ("embed",), (3,), "not split, so of any size")
+
+
+def test_every_axis_of_the_model_is_split_or_whole_on_purpose(tiny_model_path):
+    model = tiny_on_mesh.put(tiny_model_path, (0, 1))
+    whole = {path for path, weight in zip(model.template.paths, model.weights, strict=True) if weight.sharding.is_fully_replicated}
+    assert {path.rpartition(".")[0].rpartition(".")[2] or path for path in whole} == {"attention_norm", "mlp_norm", "norm"}
+    assert all(isinstance(weight, jax.Array) for weight in model.weights)
+    assert model.pool.abstract.sharding.shard_shape(model.pool.abstract.shape)[3] == 1, "one of two KV heads on each device"
