@@ -42,7 +42,7 @@ def decode_step(template: ModelTemplate, mesh: Mesh) -> DecodeStep:
         model = template.merge(weights)
         tokens = jnp.where(batch.tokens == ON_DEVICE, state.tokens[batch.slots], batch.tokens)
         hidden, pages = forward(model, mesh, pages, tokens, batch, num_slots=state.tokens.shape[0] - 1)
-        sampled = sample(model.logits(hidden), sampling, batch.num_generated, state.counts, batch.slots)
+        sampled = sample(model, hidden, sampling, batch.num_generated, state.counts, batch.slots)
         counts = add_sampled(state.counts, batch.slots, sampled.tokens)
         return pages, DecodeState(state.tokens.at[batch.slots].set(sampled.tokens), counts), sampled
 
@@ -76,7 +76,7 @@ def _attend(
         q: Array, k: Array, v: Array, pages: Pages, layer: Array, page_ids: Array, offsets: Array, page_table: Array, kv_len: Array
     ) -> tuple[Array, Pages]:
         pages = write(pages, layer, k, v, page_ids, offsets)
-        return paged_attention(q, pages, layer, page_table, kv_len, scale=q.shape[-1] ** -0.5), pages
+        return paged_attention(q, pages, layer, page_table, kv_len, scale=q.shape[-1] ** -0.5, pool_is_finite=True), pages
 
     # Heads are independent: each device attends with its own, over its own part of every page.
     heads, whole = PartitionSpec(None, TENSOR), PartitionSpec()

@@ -8,6 +8,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from jaxinfer.layers.argmax import argmax_of_columns
 from jaxinfer.layers.linear import weight
 
 
@@ -22,3 +23,9 @@ class Embedding(nnx.Module):
         """Scores over the vocabulary, float32, whole on every device."""
         scores = jnp.einsum("xd,vd->xv", x, self.table[...], preferred_element_type=jnp.float32)
         return jax.sharding.reshard(scores, PartitionSpec())
+
+    def best(self, x: Float[Array, "X D"]) -> Int[Array, " X"]:
+        """The token of the highest score for each row. With the table as the left operand, whose rows XLA on CPU streams a quarter
+        faster than it does as the right one; for this alone the scores may come out the other way round."""
+        scores = jnp.matmul(self.table[...], x.T, preferred_element_type=jnp.float32)
+        return argmax_of_columns(jax.sharding.reshard(scores, PartitionSpec()))

@@ -35,6 +35,10 @@ class CausalLM(Protocol):
         """float32 scores over the vocabulary."""
         ...
 
+    def best(self, hidden: Float[Array, "X D"]) -> Int[Array, " X"]:
+        """The highest-scoring token of each: the argmax of `logits`, where nothing else is asked of them."""
+        ...
+
 
 def run_blocks(
     blocks: Sequence[nnx.Module],

@@ -75,3 +75,6 @@ class Llama(nnx.Module):
 
     def logits(self, hidden: Float[Array, "X D"]) -> Float[Array, "X V"]:
         return (self.head or self.embedding).logits(hidden)
+
+    def best(self, hidden: Float[Array, "X D"]) -> Int[Array, " X"]:
+        return (self.head or self.embedding).best(hidden)

@@ -44,8 +44,7 @@ def prefill_step(template: ModelTemplate, mesh: Mesh) -> PrefillStep:
         model = template.merge(weights)
         hidden, pages = forward(model, mesh, pages, batch)
         last = jnp.maximum(batch.query_start + batch.query_len - 1, 0)
-        logits = model.logits(hidden[last])
-        sampled = sample(logits, batch.sampling, batch.num_generated, counts, jnp.arange(len(last)))
+        sampled = sample(model, hidden[last], batch.sampling, batch.num_generated, counts, jnp.arange(len(last)))
         return pages, sampled, _score_prompt(model, hidden, batch.next_token_ids, batch.wants_prompt_logprobs)
 
     return step
@@ -87,7 +86,7 @@ def _attend(
     ) -> tuple[Array, Pages]:
         pages = write(pages, layer, k, v, page_ids, offsets)
         scale, tile = q.shape[-1] ** -0.5, query_tile(q.shape[0])
-        return ragged_prefill_attention(q, pages, layer, *rows, scale=scale, query_tile=tile), pages
+        return ragged_prefill_attention(q, pages, layer, *rows, scale=scale, query_tile=tile, pool_is_finite=True), pages
 
     # Heads are independent: each device attends with its own, over its own part of every page.
     heads, whole = PartitionSpec(None, TENSOR), PartitionSpec()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,7 @@ class ProgramSource:
     arguments: tuple[Any, ...]  # ShapeDtypeStructs with shardings
     mesh: Mesh
     donated: tuple[int, ...] = ()
+    options: Mapping[str, str] = field(default_factory=dict)  # XLA's, where a program does better with others than the default
 
 
 def abstract_like(tree: Any, sharding: NamedSharding) -> Any:
@@ -86,7 +87,13 @@ Executable = Callable[..., Any]
 def compile_program(source: ProgramSource) -> Executable:
     """Trace, lower and compile one program for its mesh."""
     with COUNTER.compiling(), jax.set_mesh(source.mesh):
-        return jax.jit(source.function, donate_argnums=source.donated).lower(*source.arguments).compile()
+        lowered = jax.jit(source.function, donate_argnums=source.donated).lower(*source.arguments)
+        try:
+            return lowered.compile(compiler_options=dict(source.options))
+        except jax.errors.JaxRuntimeError as error:
+            if "No such compile option" not in str(error):
+                raise
+            return lowered.compile()  # an option of another version of XLA: it made the program faster, not right
 
 
 def compile_programs(sources: Sequence[ProgramSource]) -> dict[str, Executable]:

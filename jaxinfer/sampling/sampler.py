@@ -6,12 +6,13 @@ exactly, and one uniform number a row picks from the cumulative sum. What no row
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt
 
+from jaxinfer.layers.argmax import argmax_of_rows
 from jaxinfer.request import MAX_TOP_LOGPROBS
 from jaxinfer.sampling.counting import TokenCounts
 from jaxinfer.sampling.params import SamplingRows
@@ -29,66 +30,67 @@ class Sampled(NamedTuple):
     top_logprobs: Float[Any, "B 20"]
 
 
+class Head(Protocol):
+    """A model's output head, as `models.base.CausalLM` has it."""
+
+    def logits(self, hidden: Float[Array, "X D"]) -> Float[Array, "X V"]: ...
+
+    def best(self, hidden: Float[Array, "X D"]) -> Int[Array, " X"]: ...
+
+
 def sample(
+    head: Head,
+    hidden: Float[Array, "B D"],
+    rows: SamplingRows,
+    num_generated: Int[Array, " B"],
+    counts: TokenCounts,
+    slots: Int[Array, " B"],
+) -> Sampled:
+    """One token a row from final hidden states. Rows that are all greedy and ask for nothing more take one pass over the scores, and
+    no buffer of the vocabulary's size; otherwise see `sample_from_logits`."""
+    has_bias = jnp.any(rows.bias_until > num_generated[:, None])
+    is_plain = ~(jnp.any(rows.temperature > 0) | any_penalty(rows) | has_bias | jnp.any(rows.wants_logprobs))
+
+    def plain() -> Sampled:
+        return Sampled(head.best(hidden), *_no_logprobs(*jax.eval_shape(head.logits, hidden).shape))
+
+    return jax.lax.cond(is_plain, plain, lambda: sample_from_logits(head.logits(hidden), rows, num_generated, counts, slots))
+
+
+def sample_from_logits(
     logits: Float[Array, "B V"], rows: SamplingRows, num_generated: Int[Array, " B"], counts: TokenCounts, slots: Int[Array, " B"]
 ) -> Sampled:
     """One token a row. `num_generated` tokens came before it: with the seed it alone decides the random draw, so a sequence's
     tokens do not depend on what else is in the batch, nor on having been preempted. Penalties are by the counts of each row's slot."""
-    changes_scores = any_penalty(rows) | jnp.any(rows.bias_until > num_generated[:, None])
-    is_plain = ~(changes_scores | jnp.any(rows.temperature > 0))
-    # A batch of plain greedy rows takes one pass over the logits and no buffer of their size.
-    tokens = jax.lax.cond(is_plain, lambda: argmax(logits), lambda: _sample(logits, rows, num_generated, counts, slots))
-    return Sampled(tokens, *token_logprobs(logits, tokens, jnp.any(rows.wants_logprobs)))
-
-
-def _sample(
-    logits: Float[Array, "B V"], rows: SamplingRows, num_generated: Int[Array, " B"], counts: TokenCounts, slots: Int[Array, " B"]
-) -> Int[Array, " B"]:
     scores = jax.lax.cond(any_penalty(rows), lambda: penalize(logits, counts, slots, rows), lambda: logits)
     has_bias = jnp.any(rows.bias_until > num_generated[:, None])
     scores = jax.lax.cond(has_bias, lambda: _add_biases(scores, rows, num_generated), lambda: scores)
-    greedy = argmax(scores)
-    return jax.lax.cond(
+    greedy = argmax_of_rows(scores)
+    tokens = jax.lax.cond(
         jnp.any(rows.temperature > 0),
         lambda: jnp.where(rows.temperature > 0, _draw(scores, rows, num_generated), greedy),
         lambda: greedy,
     )
+    return Sampled(tokens, *token_logprobs(logits, tokens, jnp.any(rows.wants_logprobs)))
 
 
 def token_logprobs(
     logits: Float[Array, "B V"], tokens: Int[Array, " B"], wanted: Bool[Array, ""]
 ) -> tuple[Float[Array, " B"], Int[Array, "B 20"], Float[Array, "B 20"]]:
     """The tokens' log-probabilities, and the likeliest tokens with theirs; zeros unless `wanted`."""
-    num_top = min(MAX_TOP_LOGPROBS, logits.shape[1])
 
     def computed() -> tuple[Array, Array, Array]:
         total = jax.nn.logsumexp(logits, axis=-1)
-        top, top_tokens = jax.lax.top_k(logits, num_top)
+        top, top_tokens = jax.lax.top_k(logits, min(MAX_TOP_LOGPROBS, logits.shape[1]))
         chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1, mode="clip")[:, 0]
         return chosen - total, top_tokens, top - total[:, None]
 
-    def skipped() -> tuple[Array, Array, Array]:
-        batch = logits.shape[0]
-        return jnp.zeros(batch), jnp.zeros((batch, num_top), jnp.int32), jnp.zeros((batch, num_top))
-
-    return jax.lax.cond(wanted, computed, skipped)
+    return jax.lax.cond(wanted, computed, lambda: _no_logprobs(*logits.shape))
 
 
-def argmax(x: Float[Array, "B X"]) -> Int[Array, " B"]:
-    """The first place of each row's largest value, by plain reductions: XLA on CPU does not vectorise its own argmax. Over runs of
-    lanes first, so that one pass reads all of x."""
-    batch, size = x.shape
-    if size % _LANES:
-        return _first_of_largest(x)
-    runs = x.reshape(batch, size // _LANES, _LANES)
-    run = _first_of_largest(runs.max(axis=2))
-    return run * _LANES + _first_of_largest(jnp.take_along_axis(runs, run[:, None, None], axis=1)[:, 0])
-
-
-def _first_of_largest(x: Float[Array, "B X"]) -> Int[Array, " B"]:
-    size = x.shape[1]
-    place = jnp.where(x == jnp.max(x, axis=1, keepdims=True), jnp.arange(size, dtype=jnp.int32), size - 1)
-    return jnp.min(place, axis=1)
+def _no_logprobs(batch: int, vocab_size: int) -> tuple[Array, Array, Array]:
+    num_top = min(MAX_TOP_LOGPROBS, vocab_size)
+    return jnp.zeros(batch), jnp.zeros((batch, num_top), jnp.int32), jnp.zeros((batch, num_top))
 
 
 def _add_biases(scores: Float[Array, "B V"], rows: SamplingRows, num_generated: Int[Array, " B"]) -> Float[Array, "B V"]:
@@ -163,4 +165,4 @@ def _first_above(parts: Float[Array, "B X"], up_to: Float[Array, "B X"], target:
     A sum in parallel is not quite monotone, so a place that adds nothing could seem to bring it over the target."""
     reached = jnp.where(parts > 0, up_to, 0.0)
     most = jnp.nextafter(jnp.max(reached, axis=1), 0.0)
-    return argmax((reached > jnp.minimum(target, most)[:, None]).astype(jnp.float32))
+    return argmax_of_rows((reached > jnp.minimum(target, most)[:, None]).astype(jnp.float32))

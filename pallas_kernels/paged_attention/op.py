@@ -18,6 +18,7 @@ def paged_attention(
     kv_len: Int[Array, " B"],
     *,
     scale: float,
+    pool_is_finite: bool = False,
     backend: Backend = "xla",
 ) -> Float[Array, "B N H"]:
     """Attention of one new token a request over its cached context.
@@ -29,6 +30,7 @@ def paged_attention(
       page_table: the pages of each request in order, W of them; entries past the context are ignored but must lie in [0, P).
       kv_len: tokens of context of each request, the new one included; 0 for a padded row, whose output is 0.
       scale: multiplies the scores, usually H ** -0.5.
+      pool_is_finite: a promise that the pool holds no NaN or infinity anywhere, which may spare masking what lies outside a context.
       backend: 'xla' or 'reference'.
 
     Returns the attention output in q's type; scores and sums are float32. Raises `ValueError` for shapes that do not fit together.
@@ -39,4 +41,4 @@ def paged_attention(
         )
     if page_table.shape[0] != q.shape[0] or kv_len.shape != (q.shape[0],):
         raise ValueError(f"paged_attention: page_table {page_table.shape} and kv_len {kv_len.shape} must have q's {q.shape[0]} rows")
-    return _IMPLEMENTATIONS[backend](q, kv_pages, layer, page_table, kv_len, scale=scale)
+    return _IMPLEMENTATIONS[backend](q, kv_pages, layer, page_table, kv_len, scale=scale, pool_is_finite=pool_is_finite)

@@ -15,8 +15,10 @@ def paged_attention(
     kv_len: Int[Array, " B"],
     *,
     scale: float,
+    pool_is_finite: bool,
 ) -> Float[Array, "B N H"]:
     """See op.py."""
+    del pool_is_finite
     num_kv_heads, page_size = kv_pages.shape[3:5]
     batch, num_heads, head_size = q.shape
 

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 # Context tokens gathered at once over all rows: small enough to stay in a core's cache, large enough to hide the loop. A row gathers up to
 # a whole run too many, so the more rows, the shorter the run.
-_BATCH_RUN_TOKENS, _SHORTEST_RUN, _LONGEST_RUN = 512, 64, 256
+_BATCH_RUN_TOKENS, _SHORTEST_RUN, _LONGEST_RUN = 1024, 64, 256
 
 
 def paged_attention(
@@ -23,6 +23,7 @@ def paged_attention(
     kv_len: Int[Array, " B"],
     *,
     scale: float,
+    pool_is_finite: bool,
 ) -> Float[Array, "B N H"]:
     """See op.py."""
     num_layers, _, num_pages, num_kv_heads, page_size, head_size = kv_pages.shape
@@ -54,7 +55,9 @@ def paged_attention(
         scores = jnp.where(valid[:, None, None], scores, -1e30)
         new_top = jnp.maximum(top, scores.max(-1))
         weights = jnp.exp(scores - new_top[..., None])
-        values = jnp.where(valid[:, None, :, None], gathered(rows + first_value_row), 0.0)  # 0 * NaN would be NaN
+        values = gathered(rows + first_value_row)
+        if not pool_is_finite:
+            values = jnp.where(valid[:, None, :, None], values, 0.0)  # a weight of 0 times NaN would be NaN
         shrink = jnp.exp(top - new_top)
         out = out * shrink[..., None] + (weights[..., None] * values[:, :, None]).sum(3)
         return new_top, total * shrink + weights.sum(-1), out

@@ -21,6 +21,7 @@ def ragged_prefill_attention(
     *,
     scale: float,
     query_tile: int,
+    pool_is_finite: bool = False,
     backend: Backend = "xla",
 ) -> Float[Array, "T N H"]:
     """Causal attention of T packed query tokens, of at most R requests, over KV pages that hold these tokens already.
@@ -35,6 +36,7 @@ def ragged_prefill_attention(
       kv_len: the request's context, these tokens included: its last query sees all of it.
       scale: multiplies the scores, usually H ** -0.5.
       query_tile: tokens a tile; T is a multiple of it. A tile holds tokens of one request.
+      pool_is_finite: a promise that the pool holds no NaN or infinity anywhere, which may spare masking what lies outside a context.
       backend: 'xla' or 'reference'.
 
     Returns the attention output in q's type; rows of q that belong to no request come out as 0. Scores and sums are float32.
@@ -50,4 +52,6 @@ def ragged_prefill_attention(
     rows = page_table.shape[0]
     if any(a.shape != (rows,) for a in (query_start, query_len, kv_len)):
         raise ValueError(f"ragged_prefill_attention: query_start, query_len and kv_len must each have page_table's {rows} rows")
-    return _IMPLEMENTATIONS[backend](q, kv_pages, layer, page_table, query_start, query_len, kv_len, scale=scale, query_tile=query_tile)
+    return _IMPLEMENTATIONS[backend](
+        q, kv_pages, layer, page_table, query_start, query_len, kv_len, scale=scale, query_tile=query_tile, pool_is_finite=pool_is_finite
+    )

@@ -18,9 +18,10 @@ def ragged_prefill_attention(
     *,
     scale: float,
     query_tile: int,
+    pool_is_finite: bool,
 ) -> Float[Array, "T N H"]:
     """See op.py."""
-    del query_tile
+    del query_tile, pool_is_finite
     num_kv_heads, page_size = kv_pages.shape[3:5]
     num_tokens, num_heads, head_size = q.shape
     place = jnp.arange(num_tokens)[:, None] - query_start

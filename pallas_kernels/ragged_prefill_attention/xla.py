@@ -23,6 +23,7 @@ def ragged_prefill_attention(
     *,
     scale: float,
     query_tile: int,
+    pool_is_finite: bool,
 ) -> Float[Array, "T N H"]:
     """See op.py."""
     num_layers, _, num_pages, num_kv_heads, page_size, head_size = kv_pages.shape
@@ -62,8 +63,10 @@ def ragged_prefill_attention(
         scores = jnp.where(valid[:, None], scores, -1e30)
         new_top = jnp.maximum(top, scores.max(-1))
         weights = jnp.where(valid[:, None], jnp.exp(scores - new_top[..., None]), 0.0)
-        cached = context <= position.max(axis=1)[:, None]
-        values = jnp.where(cached[:, None, :, None], gathered(rows + first_value_row), 0.0)  # 0 * NaN would be NaN
+        values = gathered(rows + first_value_row)
+        if not pool_is_finite:
+            cached = context <= position.max(axis=1)[:, None]
+            values = jnp.where(cached[:, None, :, None], values, 0.0)  # a weight of 0 times NaN would be NaN
         shrink = jnp.exp(top - new_top)
         out = out * shrink[..., None] + jnp.einsum("xkqs,xksh->xkqh", weights, values)
         return new_top, total * shrink + weights.sum(-1), out

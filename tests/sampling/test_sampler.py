@@ -5,10 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxinfer.layers.argmax import argmax_of_columns, argmax_of_rows
 from jaxinfer.request import RequestError, SamplingParams
 from jaxinfer.sampling.counting import TokenCounts
 from jaxinfer.sampling.params import neutral_rows, set_row
-from jaxinfer.sampling.sampler import Sampled, argmax, pick, sample
+from jaxinfer.sampling.sampler import Sampled, pick, sample_from_logits
 from tests.sampling.plain_sampler import adjusted, probabilities
 
 VOCAB = 300  # neither a multiple of the sampler's lanes nor within one run of them
@@ -19,7 +20,7 @@ END_TOKENS = [7, 299]
 @jax.jit
 def run(logits, rows, num_generated, counts):
     """Each row in the slot of its own number."""
-    return sample(logits, rows, num_generated, counts, jnp.arange(len(logits)))
+    return sample_from_logits(logits, rows, num_generated, counts, jnp.arange(len(logits)))
 
 
 def rows_of(params: list[SamplingParams], seeds: list[int]):
@@ -57,7 +58,8 @@ def test_greedy_is_the_first_largest_logit():
     random = np.random.default_rng(0)
     logits = random.integers(-3, 4, (64, VOCAB)).astype(np.float32)  # many ties
     logits[random.random(logits.shape) < 0.1] = -np.inf
-    np.testing.assert_array_equal(argmax(jnp.asarray(logits)), logits.argmax(1))
+    np.testing.assert_array_equal(argmax_of_rows(jnp.asarray(logits)), logits.argmax(1))
+    np.testing.assert_array_equal(argmax_of_columns(jnp.asarray(logits.T)), logits.argmax(1))
     np.testing.assert_array_equal(sampled(logits, [SamplingParams(temperature=0.0)] * 64).tokens, logits.argmax(1))
 
 
