@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxinfer.llm import LLM
 from jaxinfer.request import SamplingParams
 
 QUESTION = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]

@@ -12,10 +12,10 @@ NUM_LAYERS, LAYER = 3, 1
 def poisoned_pool(
     random: np.random.Generator, contexts: Sequence[int], num_kv_heads: int, page_size: int, head_size: int, spare: int = 2
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Pages of keys and values of several layers, all but LAYER poisoned whole, and a page table that hold `contexts` tokens for each request, float32.
+    """Pages of keys and values of several layers, and a page table, that hold `contexts` tokens for each request in LAYER, float32.
 
-    Pages are handed out in a shuffled order; table entries past a context, the rest of its last page, page 0 and all other pages
-    lead to NaN.
+    Pages are handed out in a shuffled order; table entries past a context, the rest of its last page, page 0, all other pages and
+    layers lead to NaN.
     """
     needed = [-(-length // page_size) for length in contexts]
     num_pages = sum(needed) + 3

@@ -12,7 +12,7 @@ from pallas_kernels.paged_attention.op import paged_attention
 from tests.kernels.poisoned_pool import LAYER, poisoned_pool
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "backend"))
+@functools.partial(jax.jit, static_argnames=("scale", "backend", "pool_is_finite"))
 def run(q, kv, *others, **options):
     return paged_attention(q, kv, LAYER, *others, **options)
 
@@ -72,6 +72,17 @@ def test_bfloat16_pools_are_summed_in_float32():
     assert out.dtype == jnp.bfloat16
     wide = run(*(a.astype(jnp.float32) for a in (q, kv)), table, kv_len, scale=0.125, backend="reference")
     np.testing.assert_allclose(out.astype(jnp.float32), wide, rtol=2**-8, atol=2**-12)  # rounded once, at the end
+
+
+@pytest.mark.parametrize("backend", ["xla", "reference"])
+def test_where_the_pool_is_promised_finite_its_unused_places_may_hold_any_number(backend):
+    case = CASES[0]
+    q, kv, table, kv_len = arguments(case, case.context, 6)
+    expected = run(q, kv, table, kv_len, scale=0.125, backend="reference")
+    kv = jnp.nan_to_num(kv, nan=3e38)
+    out = run(q, kv, table, kv_len, scale=0.125, backend=backend, pool_is_finite=True)
+    np.testing.assert_allclose(out, expected, atol=2e-5)
+    np.testing.assert_array_equal(run(q, kv, table, kv_len.at[2].set(0), scale=0.125, backend=backend, pool_is_finite=True)[2], 0)
 
 
 @pytest.mark.parametrize("backend", ["xla", "reference"])

@@ -12,7 +12,7 @@ from pallas_kernels.ragged_prefill_attention.op import ragged_prefill_attention
 from tests.kernels.poisoned_pool import LAYER, poisoned_pool
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "query_tile", "backend"))
+@functools.partial(jax.jit, static_argnames=("scale", "query_tile", "backend", "pool_is_finite"))
 def run(q, kv, *others, **options):
     return ragged_prefill_attention(q, kv, LAYER, *others, **options)
 
@@ -96,6 +96,16 @@ def test_bfloat16_pools_are_summed_in_float32():
     wide = [a.astype(jnp.float32) for a in inputs[:2]]
     exact = run(*wide, *inputs[2:], scale=0.125, query_tile=case.query_tile, backend="reference")
     np.testing.assert_allclose(narrow.astype(jnp.float32), exact, rtol=2**-8, atol=2**-12)  # rounded once, at the end
+
+
+@pytest.mark.parametrize("backend", ["xla", "reference"])
+def test_where_the_pool_is_promised_finite_its_unused_places_may_hold_any_number(backend):
+    case = CASES[0]
+    q, kv, *others = arguments(case, 6)
+    expected = run(q, kv, *others, scale=0.125, query_tile=case.query_tile, backend="reference")
+    kv = jnp.nan_to_num(kv, nan=3e38)
+    out = run(q, kv, *others, scale=0.125, query_tile=case.query_tile, backend=backend, pool_is_finite=True)
+    np.testing.assert_allclose(out, expected, atol=2e-5)
 
 
 @pytest.mark.parametrize("backend", ["xla", "reference"])
