@@ -9,6 +9,7 @@ from typing import Any, overload
 
 import numpy as np
 from jaxtyping import Float
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxinfer.config import ConfigError, EngineConfig
@@ -70,8 +71,13 @@ class LLM:
     def chat(self, messages: Sequence[Sequence[Message]], params: SamplingParams | None = None) -> list[RequestOutput]: ...
 
     def chat(self, messages: Any, params: SamplingParams | None = None) -> RequestOutput | list[RequestOutput]:
-        """Answer a conversation of {"role", "content"} messages, or several conversations, by the model's chat template."""
-        is_one = not messages or isinstance(messages[0], Mapping)
+        """Answer a conversation of {"role", "content"} messages, or several conversations, by the model's chat template.
+
+        Raises `RequestError` where there is no message, or the template refuses one.
+        """
+        if not messages:
+            raise RequestError("messages is empty: give at least one message", "messages")
+        is_one = isinstance(messages[0], Mapping)
         conversations = [messages] if is_one else messages
         texts = [self.tokenizer.render_chat(conversation) for conversation in conversations]
         # The template writes the special tokens itself.
@@ -118,9 +124,11 @@ class LLM:
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, np.ndarray):
+        prompts = prompts.tolist()
     if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    return [prompt.tolist() if isinstance(prompt, np.ndarray) else prompt for prompt in prompts]  # type: ignore[misc]
 
 
 @contextmanager
@@ -130,6 +138,6 @@ def _progress(total: int, shown: bool) -> Iterator[Any]:
         yield lambda num_tokens: None
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns) as bar:
+    with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task("requests", total=total)
         yield lambda num_tokens: bar.advance(task)
