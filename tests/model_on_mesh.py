@@ -1,4 +1,4 @@
-"""The tiny model's weights and an empty page pool on a mesh, without an engine around them."""
+"""A model's weights and an empty page pool on a mesh, without an engine around them."""
 
 from __future__ import annotations
 

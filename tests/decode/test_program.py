@@ -5,7 +5,7 @@ import pytest
 
 from jaxinfer.decode.batch import empty_batch
 from jaxinfer.decode.program import forward
-from tests import tiny_on_mesh
+from tests import model_on_mesh
 from tests.tiny_model import VOCAB
 
 NUM_SLOTS = 8
@@ -13,7 +13,7 @@ NUM_SLOTS = 8
 
 @pytest.mark.parametrize("devices", [(0,), (4, 5)])
 def test_every_step_of_every_row_has_the_plain_passes_logits(tiny_model_path, devices):
-    model = tiny_on_mesh.put(tiny_model_path, devices)
+    model = model_on_mesh.put(tiny_model_path, devices)
     random = np.random.default_rng(0)
     texts = [random.integers(0, VOCAB, length).tolist() for length in (40, 17, 1, 29)]
     pages = np.split(random.permutation(np.arange(1, 64))[: 4 * 5].astype(np.int32), 4)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests import tiny_model, tiny_on_mesh
+from tests import model_on_mesh, tiny_model
 from tests.tiny_model import CONFIG, HEAD, HEADS, KV_HEADS, LAYERS
 
 
@@ -45,7 +45,7 @@ def plain_numpy(token_ids):
 
 @pytest.mark.parametrize("devices", [(0,), (0, 1)])
 def test_logits_are_those_of_the_model_written_out(tiny_model_path, devices):
-    model = tiny_on_mesh.put(tiny_model_path, devices)
+    model = model_on_mesh.put(tiny_model_path, devices)
     for length in (1, 31, 32, 50):
         token_ids = np.random.default_rng(length).integers(0, CONFIG["vocab_size"], length).tolist()
         np.testing.assert_allclose(model.plain_logits(token_ids), plain_numpy(token_ids), atol=2e-4)

@@ -5,13 +5,13 @@ import pytest
 
 from jaxinfer.prefill.batch import empty_batch
 from jaxinfer.prefill.program import forward
-from tests import tiny_on_mesh
+from tests import model_on_mesh
 from tests.tiny_model import VOCAB
 
 
 @pytest.mark.parametrize("devices", [(0,), (2, 3)])
 def test_every_position_of_packed_chunks_has_the_plain_passes_logits(tiny_model_path, devices):
-    model = tiny_on_mesh.put(tiny_model_path, devices)
+    model = model_on_mesh.put(tiny_model_path, devices)
 
     @model.jit
     def forward_step(module, pages, batch):

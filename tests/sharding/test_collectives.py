@@ -11,21 +11,21 @@ from jaxinfer.decode.runner import DecodeRunner
 from jaxinfer.prefill.runner import PrefillRunner
 from jaxinfer.runtime.compilation import compile_program
 from sharding.rules import TENSOR_PARALLEL
-from tests import tiny_on_mesh
+from tests import model_on_mesh
 from tests.tiny_model import HIDDEN, LAYERS, VOCAB
 
 COLLECTIVES = r"= (\w+\[[\d,]*\])\S* (all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all)(?:-start)?\("
 RUNNERS = {"prefill": (PrefillRunner, 128), "decode": (DecodeRunner, 8)}
 
 
-def compiled(model: tiny_on_mesh.OnMesh, role: str):
+def compiled(model: model_on_mesh.OnMesh, role: str):
     runner, size = RUNNERS[role]
     return compile_program(runner(model.template, model.mesh, TENSOR_PARALLEL, model.pool, (size,), 256).programs()[0])
 
 
 @pytest.mark.parametrize("role", RUNNERS)
 def test_two_devices_add_up_once_an_attention_and_once_an_mlp(tiny_model_path, role):
-    program = compiled(tiny_on_mesh.put(tiny_model_path, (0, 1), num_pages=512), role)
+    program = compiled(model_on_mesh.put(tiny_model_path, (0, 1), num_pages=512), role)
     found = Counter(re.findall(COLLECTIVES, program.as_text()))
     num_tokens = RUNNERS[role][1]
     # One more sum is the embedding's, whose rows are spread over the devices; the scores of the rows that sample are brought together,
@@ -40,7 +40,7 @@ def test_two_devices_add_up_once_an_attention_and_once_an_mlp(tiny_model_path, r
 
 @pytest.mark.parametrize("role", RUNNERS)
 def test_one_device_says_nothing_and_copies_no_pages(tiny_model_path, role):
-    model = tiny_on_mesh.put(tiny_model_path, (0,), num_pages=4096, page_size=16)
+    model = model_on_mesh.put(tiny_model_path, (0,), num_pages=4096, page_size=16)
     program = compiled(model, role)
     assert not re.findall(COLLECTIVES, program.as_text())
     memory = program.memory_analysis()

@@ -5,7 +5,7 @@ from jax.sharding import PartitionSpec
 from sharding.mesh import TENSOR, make_mesh
 from sharding.partition import named_sharding, partition_spec, replicated
 from sharding.rules import RULES, TENSOR_PARALLEL
-from tests import tiny_on_mesh
+from tests import model_on_mesh
 
 
 def test_axes_that_the_rules_name_are_split():
@@ -36,7 +36,7 @@ def test_an_axis_that_does_not_divide_is_named():
 
 
 def test_every_axis_of_the_model_is_split_or_whole_on_purpose(tiny_model_path):
-    model = tiny_on_mesh.put(tiny_model_path, (0, 1))
+    model = model_on_mesh.put(tiny_model_path, (0, 1))
     whole = {path for path, weight in zip(model.template.paths, model.weights, strict=True) if weight.sharding.is_fully_replicated}
     assert {path.rpartition(".")[0].rpartition(".")[2] or path for path in whole} == {"attention_norm", "mlp_norm", "norm"}
     assert all(isinstance(weight, jax.Array) for weight in model.weights)
