@@ -136,13 +136,16 @@ def _load(config: EngineConfig, plan: Plan, source: TensorSource, pools: list[Pa
 
 
 def _warm_up(prefill: PrefillRunner, decode: DecodeRunner) -> None:
-    """Run the smallest programs once on padding, which writes to the null page only: the first request pays for no first touch."""
-    size = prefill.buckets[0]
-    batch = empty_prefill_batch(size, prefill_rows(size), prefill.table_width)
-    jax.block_until_ready(prefill.run(batch))
-    size = decode.buckets[0]
-    rows = decode.put(neutral_rows(size))
-    jax.block_until_ready(decode.run(empty_decode_batch(size, decode.num_slots, decode.table_width), rows, wants_logprobs=False))
+    """Run every program once on a row that writes to the null page only. A program's first run costs hundreds of milliseconds more
+    than the next (memory touched for the first time): the first requests do not pay for it."""
+    for size in prefill.buckets:
+        batch = empty_prefill_batch(size, prefill_rows(size), prefill.table_width)
+        batch.query_len[0] = batch.kv_len[0] = min(size, prefill.max_model_len)
+        jax.block_until_ready(prefill.run(batch))
+    for size in decode.buckets:
+        steps = empty_decode_batch(size, decode.num_slots, decode.table_width)
+        steps.slots[0] = 0  # whoever gets the slot brings its own token
+        jax.block_until_ready(decode.run(steps, decode.put(neutral_rows(size)), wants_logprobs=False))
     prefill.count_tokens(0, (), 0)
     decode.count_tokens(decode.num_slots, (), 0)
 
@@ -153,16 +156,14 @@ def _report(stats: EngineStats, config: EngineConfig, plan: Plan, programs: dict
     stats.decode_devices = tuple(str(d) for d in plan.decode.mesh.devices.flat)
     stats.prefill_pages, stats.decode_pages = plan.prefill.num_pages - 1, plan.decode.num_pages - 1
     names = ("shared",) if plan.shares_mesh else ("prefill", "decode")
-    slots = config.schedule.max_batch_size + 1
     counts = plan.template.config.vocab_size * (np.dtype(bool).itemsize + np.dtype(np.int32).itemsize)
-    rows = prefill_rows(config.schedule.prefill_buckets[-1])
+    slots, rows = config.schedule.max_batch_size + 1, prefill_rows(config.schedule.prefill_buckets[-1])
     for name, role, pool in zip(names, (plan.prefill, plan.decode)[-len(names) :], pools, strict=True):
         of_role = [p for key, p in programs.items() if plan.shares_mesh or key.startswith(name) or _moves_on(key, name)]
         stats.memory[f"{name} weights"] = role.weight_bytes
         stats.memory[f"{name} KV pages"] = pool.device_bytes
         stats.memory[f"{name} token counts"] = counts * {"shared": slots + rows, "prefill": rows, "decode": slots}[name]
         stats.memory[f"{name} temporaries"] = max(p.memory_analysis().temp_size_in_bytes for p in of_role)  # type: ignore[attr-defined]
-    del rows
 
 
 def _moves_on(program: str, role: str) -> bool:

@@ -32,7 +32,7 @@ class PrefillRunner:
     ) -> None:
         self._pool = pool
         self._mesh = mesh
-        self._max_model_len = max_model_len
+        self.max_model_len = max_model_len
         self.buckets = buckets
         self.table_width = -(-max_model_len // pool.page_size)
         self._abstract_weights = template.abstract(mesh, rules)
@@ -55,7 +55,7 @@ class PrefillRunner:
                 donated=(1,),
             )
             for size, batch in batches.items()
-        ] + [reset_program("prefill/reset", self._abstract_counts, self._max_model_len, self._mesh)]
+        ] + [reset_program("prefill/reset", self._abstract_counts, self.max_model_len, self._mesh)]
 
     def start(self, programs: dict[str, Executable], weights: Weights) -> None:
         """Take the compiled programs and the weights; allocate what else stays on the device."""
@@ -64,7 +64,7 @@ class PrefillRunner:
 
     def count_tokens(self, row: int, token_ids: Sequence[int], num_prompt: int) -> None:
         """Make a sequence's tokens known to the penalties of the next step's row."""
-        self._counts = self._programs["prefill/reset"](self._counts, *reset_arguments(row, token_ids, num_prompt, self._max_model_len))
+        self._counts = self._programs["prefill/reset"](self._counts, *reset_arguments(row, token_ids, num_prompt, self.max_model_len))
 
     def run(self, batch: PrefillBatch) -> PrefillResult:
         """Start one step; returns arrays that the device is yet to fill."""
