@@ -23,7 +23,7 @@ class Served:
     url: str
 
 
-@pytest.fixture(scope="session", params=["one device", "two devices"])
+@pytest.fixture(scope="module", params=["one device", "two devices"])  # module: its engine's thread ends with it
 def tiny_server(request: pytest.FixtureRequest, llm: LLM) -> Iterator[Served]:
     """A server with an engine of its own, so that `llm` can be asked for what is expected meanwhile."""
     config = llm.engine.config
