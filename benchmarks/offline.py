@@ -25,9 +25,9 @@ from benchmarks.worker import ROOT, Answer, Worker, WorkerError
 from benchmarks.workload import Case, cases
 from checkpoints.hub import resolve
 
-OURS = "jaxinfer"
+OURS = "jaxinfer"  # how the names of our engines begin
 PEER_PYTHON = ROOT / ".venv-parity/bin/python"
-PEER_DTYPES = ("float32", "bfloat16")
+DTYPES = ("float32", "bfloat16")  # on a CPU this engine's default is the first, on a GPU the second
 Answers = dict[str, dict[str, list[Answer]]]  # engine -> case -> one answer a round
 
 
@@ -35,6 +35,7 @@ Answers = dict[str, dict[str, list[Answer]]]  # engine -> case -> one answer a r
 class Ratio:
     """Ours over theirs: the median of the rounds, the lowest and the highest."""
 
+    ours: str
     peer: str
     median: float
     low: float
@@ -64,11 +65,11 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 def start_workers(options: argparse.Namespace, console: Console) -> list[Worker]:
     """This engine first, then the peer in each dtype; a peer that isn't there is reported and left out."""
     path = str(resolve(options.model).resolve())
-    workers = [Worker(sys.executable, "benchmarks.this_engine", path)]
+    workers = [Worker(sys.executable, "benchmarks.this_engine", path, dtype) for dtype in DTYPES]
     if not options.peer_python.is_file():
         console.print(f"transformers: absent ({options.peer_python} does not exist); only this engine is measured")
         return workers
-    for dtype in PEER_DTYPES:
+    for dtype in DTYPES:
         try:
             workers.append(Worker(str(options.peer_python), "benchmarks.transformers_engine", path, dtype, str(options.threads)))
         except WorkerError as error:
@@ -98,24 +99,29 @@ def rates(answers: Answers, engine: str, label: str) -> list[float]:
     return [a["tokens_per_second"] for a in answers[engine][label]]
 
 
-def ratio(answers: Answers, peer: str, label: str) -> Ratio:
-    each = [a / b for a, b in zip(rates(answers, OURS, label), rates(answers, peer, label), strict=True)]
-    return Ratio(peer, statistics.median(each), min(each), max(each))
+def ratio(answers: Answers, ours: str, peer: str, label: str) -> Ratio:
+    each = [a / b for a, b in zip(rates(answers, ours, label), rates(answers, peer, label), strict=True)]
+    return Ratio(ours, peer, statistics.median(each), min(each), max(each))
 
 
 def summarize(answers: Answers, work: Sequence[Case]) -> list[dict[str, Any]]:
-    """A row a case: median rates in tokens/s and the ratios to each peer, the fastest peer first."""
+    """A row a case: median rates in tokens/s and, for each of our engines, the ratio to each peer, the fastest peer first."""
     rows = []
+    ours = [name for name in answers if name.startswith(OURS)]
     for case in work:
         medians = {name: statistics.median(rates(answers, name, case.label)) for name in answers}
-        peers = sorted((n for n in medians if n != OURS), key=lambda n: -medians[n])
-        rows.append({"case": case.label, "tokens_per_second": medians, "ratios": [vars(ratio(answers, p, case.label)) for p in peers]})
+        peers = sorted((n for n in medians if n not in ours), key=lambda n: -medians[n])
+        ratios = [vars(ratio(answers, own, peer, case.label)) for own in ours for peer in peers]
+        rows.append({"case": case.label, "tokens_per_second": medians, "ratios": ratios})
     return rows
 
 
 def host_microseconds(answers: Answers, work: Sequence[Case]) -> dict[str, float]:
     """Median time of a decode step spent on the host, outside the device program, by case."""
-    found = {c.label: [a["host_seconds_per_decode_step"] for a in answers[OURS][c.label]] for c in work if c.kind == "decode"}
+    ours = [name for name in answers if name.startswith(OURS)]
+    found = {
+        c.label: [a["host_seconds_per_decode_step"] for name in ours for a in answers[name][c.label]] for c in work if c.kind == "decode"
+    }
     return {label: statistics.median(values) * 1e6 for label, values in found.items() if values}
 
 
@@ -124,11 +130,13 @@ def table(rows: Sequence[dict[str, Any]], engines: Sequence[str]) -> Table:
     out.add_column("", no_wrap=True)
     for name in engines:
         out.add_column(name, justify="right")
-    out.add_column("ratio", justify="right")
+    ours = [name for name in engines if name.startswith(OURS)]
+    for name in ours:
+        out.add_column(f"ratio, {name.removeprefix(OURS).strip()}", justify="right")
     for row in rows:
-        best = row["ratios"][0] if row["ratios"] else None
-        shown = f"{best['median']:.2f} ({best['low']:.2f}-{best['high']:.2f})" if best else "-"
-        out.add_row(row["case"], *(f"{row['tokens_per_second'][n]:,.0f}" for n in engines), shown)
+        to_best = {r["ours"]: r for r in reversed(row["ratios"])}  # the fastest peer comes first, so last here
+        shown = [f"{r['median']:.2f} ({r['low']:.2f}-{r['high']:.2f})" if (r := to_best.get(name)) else "-" for name in ours]
+        out.add_row(row["case"], *(f"{row['tokens_per_second'][n]:,.0f}" for n in engines), *shown)
     return out
 
 

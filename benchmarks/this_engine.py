@@ -1,4 +1,4 @@
-"""jaxinfer as a worker: `python -m benchmarks.this_engine MODEL`."""
+"""jaxinfer as a worker: `python -m benchmarks.this_engine MODEL DTYPE`."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from jaxinfer import LLM, SamplingParams
 def start() -> tuple[Answer, Callable[[Answer], Answer]]:
     """Load, compile, and return what this is and how to answer a case."""
     began = time.perf_counter()
-    llm = LLM(model=sys.argv[1])
+    llm = LLM(model=sys.argv[1], dtype=sys.argv[2])
     engine = llm.engine
     stats = engine.stats
     platform = jax.default_backend()
     about = {
-        "name": "jaxinfer",
+        "name": f"jaxinfer {sys.argv[2]}",
         "jax": jax.__version__,
         "platform": platform,
         "device": jax.devices()[0].device_kind,
-        "dtype": "float32" if platform == "cpu" else "bfloat16",
+        "dtype": sys.argv[2],
         "ready_seconds": time.perf_counter() - began,
         "load_seconds": stats.load_seconds,
         "compile_seconds": stats.compile_seconds,

@@ -114,7 +114,7 @@ def split_cpu(num_devices: int | None) -> None:
 
 
 def _pool(plan: Plan, role: RolePlan) -> PagePool:
-    return PagePool(plan.page_spec, role.num_pages, plan.template.dtype, role.mesh, role.rules)
+    return PagePool(plan.page_spec, role.num_pages, plan.template.activation_dtype, role.mesh, role.rules)
 
 
 def _load(config: EngineConfig, plan: Plan, source: TensorSource, pools: list[PagePool], stats: EngineStats) -> tuple[Weights, Weights]:

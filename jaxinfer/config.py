@@ -24,7 +24,9 @@ def _flag(default: Any, help: str, **extra: Any) -> Any:
 class ModelConfig:
     model: str = _flag("default", "local folder, .gguf file, Hugging Face id, or 'default' (SmolLM2-135M-Instruct)")
     dtype: str = _flag(
-        "auto", "compute type: auto (float32 on CPU, bfloat16 on GPU), float32, bfloat16", choices=("auto", "float32", "bfloat16")
+        "auto",
+        "compute type: auto (float32 on CPU, bfloat16 on GPU), float32, bfloat16 (on CPU: products only, activations stay float32)",
+        choices=("auto", "float32", "bfloat16"),
     )
     max_model_len: int | None = _flag(None, "longest prompt plus output in tokens; the model's own context if not given")
     random_weights: bool = _flag(False, "made-up weights of the model's shapes, to measure without its files' contents")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -19,7 +20,7 @@ from jaxinfer.sampling.sampler import Sampled
 from sharding.partition import replicated
 from sharding.rules import Rules
 
-# On a CPU XLA takes matrix products from YNNPACK, which for 2 to 16 rows is 15 to 25% slower than Eigen; without it only for these.
+# On a CPU XLA takes matrix products from YNNPACK, which for 2 to 16 rows of float32 is 15 to 25% slower than Eigen; without it only for these.
 _EIGEN_ROWS = range(2, 17)
 _EIGEN_OPTIONS = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"}
 
@@ -45,6 +46,7 @@ class DecodeRunner:
         counts = abstract_counts(self.num_slots + 1, template.config.vocab_size, on_mesh)
         self._abstract_state = DecodeState(jax.ShapeDtypeStruct((self.num_slots + 1,), np.int32, sharding=on_mesh), counts)
         self._step = decode_step(template, mesh)
+        self._dtype = template.dtype
         self._programs: dict[str, Executable] = {}
         self._weights: Weights = ()
         self._state: DecodeState | None = None
@@ -64,7 +66,7 @@ class DecodeRunner:
                 ),
                 self._mesh,
                 donated=(1, 2),
-                options=_xla_options(size, self._mesh),
+                options=_xla_options(size, self._mesh, self._dtype),
             )
             for size in self.buckets
         ] + [reset_program("decode/reset", self._abstract_state.counts, self._max_model_len, self._mesh)]
@@ -93,6 +95,6 @@ class DecodeRunner:
         return sampled
 
 
-def _xla_options(num_rows: int, mesh: Mesh) -> dict[str, str]:
+def _xla_options(num_rows: int, mesh: Mesh, dtype: jnp.dtype) -> dict[str, str]:
     is_on_cpu = mesh.devices.flat[0].platform == "cpu"
-    return _EIGEN_OPTIONS if is_on_cpu and num_rows in _EIGEN_ROWS else {}
+    return _EIGEN_OPTIONS if is_on_cpu and dtype == jnp.float32 and num_rows in _EIGEN_ROWS else {}

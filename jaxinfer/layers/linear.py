@@ -17,6 +17,17 @@ def weight(shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: jnp.dtyp
     return nnx.Param(jnp.zeros(shape, dtype), logical_axes=axes)
 
 
+def product(
+    x: Float[Array, "T I"], kernel: Float[Array, "..."], *, equation: str = "ti,io->to", out_sharding: PartitionSpec | None = None
+) -> Float[Array, "T O"]:
+    """x @ kernel in x's type. A kernel of a narrower type than x is multiplied in its own and summed in x's: that is how a CPU runs
+    bfloat16 weights at twice float32's speed, while bfloat16 results would make it six times slower."""
+    narrow = x.astype(kernel.dtype)
+    # XLA on CPU has no fast product of a single narrow row: two take an eighth of its time.
+    rows = jnp.concatenate([narrow, narrow]) if len(narrow) == 1 and kernel.dtype != x.dtype else narrow
+    return jnp.einsum(equation, rows, kernel, preferred_element_type=x.dtype, out_sharding=out_sharding)[: len(narrow)]
+
+
 class Linear(nnx.Module):
     """x @ kernel + bias over named axes: `[T, in...] @ [in..., out...] -> [T, out...]`, the kernel stored so that a product streams
     whole rows. A kernel whose input axes are split over devices gives partial sums, which are added over the mesh."""
@@ -38,9 +49,9 @@ class Linear(nnx.Module):
         flat = x.reshape(x.shape[0], math.prod(self.in_shape))
         kernel = self.kernel[...].reshape(math.prod(self.in_shape), math.prod(self.out_shape))
         is_split = jax.typeof(flat).sharding.spec[1] is not None
-        y = jnp.matmul(flat, kernel, out_sharding=PartitionSpec() if is_split else None)
+        y = product(flat, kernel, out_sharding=PartitionSpec() if is_split else None)
         y = y.reshape(x.shape[0], *self.out_shape)
-        return y if self.bias is None else y + self.bias[...]
+        return y if self.bias is None else y + self.bias[...].astype(y.dtype)
 
 
 def silu(x: Float[Array, "..."]) -> Float[Array, "..."]:

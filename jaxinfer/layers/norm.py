@@ -20,4 +20,4 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
-        return wide.astype(x.dtype) * self.scale[...]
+        return wide.astype(x.dtype) * self.scale[...].astype(x.dtype)

@@ -23,7 +23,9 @@ class CausalLM(Protocol):
     weight_map: WeightMap
     config: ArchitectureConfig
 
-    def __init__(self, config: ArchitectureConfig, dtype: jnp.dtype) -> None: ...
+    def __init__(self, config: ArchitectureConfig, dtype: jnp.dtype, activation_dtype: jnp.dtype) -> None:
+        """`dtype` is the weights'; what flows between layers, keys and values too, has `activation_dtype`."""
+        ...
 
     def __call__(
         self, token_ids: Int[Array, " T"], positions: Int[Array, " T"], pages: Pages, attend: AttendInLayer

@@ -58,12 +58,12 @@ class Llama(nnx.Module):
         ignored=("lm_head.weight",),  # some checkpoints with tied embeddings hold it all the same
     )
 
-    def __init__(self, config: ArchitectureConfig, dtype: jnp.dtype) -> None:
+    def __init__(self, config: ArchitectureConfig, dtype: jnp.dtype, activation_dtype: jnp.dtype) -> None:
         self.config = config
-        self.embedding = Embedding(config.vocab_size, config.hidden_size, dtype)
+        self.embedding = Embedding(config.vocab_size, config.hidden_size, dtype, activation_dtype)
         self.blocks = nnx.List([LlamaBlock(config, dtype) for _ in range(config.num_layers)])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.head = None if config.tie_word_embeddings else Embedding(config.vocab_size, config.hidden_size, dtype)
+        self.head = None if config.tie_word_embeddings else Embedding(config.vocab_size, config.hidden_size, dtype, activation_dtype)
 
     def __call__(
         self, token_ids: Int[Array, " T"], positions: Int[Array, " T"], pages: Pages, attend: AttendInLayer

@@ -29,7 +29,8 @@ class ModelTemplate:
     while being traced, so a step never walks module state."""
 
     config: ArchitectureConfig
-    dtype: jnp.dtype
+    dtype: jnp.dtype  # of the weights
+    activation_dtype: jnp.dtype  # of what flows between layers, keys and values too
     model: type[CausalLM]
     graph: Any
     structure: Any  # of the state, as a pytree
@@ -49,16 +50,18 @@ class ModelTemplate:
         )
 
 
-def make_template(config: ArchitectureConfig, dtype: jnp.dtype) -> ModelTemplate:
-    """Build the model abstractly: no array is made."""
+def make_template(config: ArchitectureConfig, dtype: jnp.dtype, activation_dtype: jnp.dtype | None = None) -> ModelTemplate:
+    """Build the model abstractly: no array is made. Activations have the weights' type unless another is given."""
+    activation_dtype = activation_dtype or dtype
     model = model_class(config)
-    graph, state = nnx.split(nnx.eval_shape(lambda: model(config, dtype)))
+    graph, state = nnx.split(nnx.eval_shape(lambda: model(config, dtype, activation_dtype)))
     leaves, structure = jax.tree.flatten_with_path(state)
     params = dict(nnx.to_flat_state(state))
     keys = [tuple(part.key for part in path if isinstance(part, jax.tree_util.DictKey)) for path, _ in leaves]
     return ModelTemplate(
         config,
         dtype,
+        activation_dtype,
         model,
         graph,
         structure,

@@ -67,5 +67,5 @@ def test_ratios_are_of_measurements_of_one_round() -> None:
     (row,) = offline.summarize(measured, [case])
     assert row["tokens_per_second"] == {"jaxinfer": 200, "slow": 100, "fast": 200}
     assert [r["peer"] for r in row["ratios"]] == ["fast", "slow"]
-    assert row["ratios"][0] == {"peer": "fast", "median": 1.0, "low": 0.5, "high": 1.5}
+    assert row["ratios"][0] == {"ours": "jaxinfer", "peer": "fast", "median": 1.0, "low": 0.5, "high": 1.5}
     assert offline.host_microseconds(measured, [case, Case("prefill", 128)]) == {"decode, batch 8": pytest.approx(200)}
