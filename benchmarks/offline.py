@@ -19,7 +19,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
+from rich.table import Column, Table
 
 from benchmarks.worker import ROOT, Answer, Worker, WorkerError
 from benchmarks.workload import Case, cases
@@ -125,18 +125,23 @@ def host_microseconds(answers: Answers, work: Sequence[Case]) -> dict[str, float
     return {label: statistics.median(values) * 1e6 for label, values in found.items() if values}
 
 
-def table(rows: Sequence[dict[str, Any]], engines: Sequence[str]) -> Table:
-    out = Table(title="tokens per second, medians; ratio = this engine / the faster transformers, median (lowest-highest round)")
-    out.add_column("", no_wrap=True)
-    for name in engines:
-        out.add_column(name, justify="right")
+def rate_table(rows: Sequence[dict[str, Any]], engines: Sequence[str]) -> Table:
+    out = Table("", *(Column(name.replace(" ", "\n"), justify="right") for name in engines), title="tokens per second, medians")
+    for row in rows:
+        out.add_row(row["case"], *(f"{row['tokens_per_second'][name]:,.0f}" for name in engines))
+    return out
+
+
+def ratio_table(rows: Sequence[dict[str, Any]], engines: Sequence[str]) -> Table:
+    """Each of our engines against the fastest peer of each case."""
     ours = [name for name in engines if name.startswith(OURS)]
-    for name in ours:
-        out.add_column(f"ratio, {name.removeprefix(OURS).strip()}", justify="right")
+    out = Table(
+        "", *(Column(name.replace(" ", "\n"), justify="right") for name in ours), title="ratio to the faster transformers: median (range)"
+    )
     for row in rows:
         to_best = {r["ours"]: r for r in reversed(row["ratios"])}  # the fastest peer comes first, so last here
         shown = [f"{r['median']:.2f} ({r['low']:.2f}-{r['high']:.2f})" if (r := to_best.get(name)) else "-" for name in ours]
-        out.add_row(row["case"], *(f"{row['tokens_per_second'][n]:,.0f}" for n in engines), *shown)
+        out.add_row(row["case"], *shown)
     return out
 
 
@@ -159,7 +164,9 @@ def main() -> None:
         for worker in workers:
             worker.close()
     rows, host = summarize(answers, work), host_microseconds(answers, work)
-    console.print(table(rows, list(answers)))
+    console.print(rate_table(rows, list(answers)))
+    if len(workers) > len(DTYPES):
+        console.print(ratio_table(rows, list(answers)))
     for label, microseconds in host.items():
         console.print(f"host time outside the device program, {label}: {microseconds:,.0f} us a step", highlight=False)
     kind = "cpu" if workers[0].about["platform"] == "cpu" else "gpu"
