@@ -49,25 +49,33 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="jaxinfer", description="JAX inference: prefill and decode as two programs on two meshes.")
+    parser = argparse.ArgumentParser(
+        prog="jaxinfer", allow_abbrev=False, description="JAX inference: prefill and decode as two programs on two meshes."
+    )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
-    serve = commands.add_parser("serve", help="OpenAI-compatible HTTP server and chat page", description="Serve a model over HTTP.")
+    serve = commands.add_parser(
+        "serve", allow_abbrev=False, help="OpenAI-compatible HTTP server and chat page", description="Serve a model over HTTP."
+    )
     add_flags(serve, "server", dataclasses.fields(ServerConfig))
     serve.set_defaults(run=_serve)
 
-    generate = commands.add_parser("generate", help="answer one prompt on the terminal", description="Stream an answer to the terminal.")
+    generate = commands.add_parser(
+        "generate", allow_abbrev=False, help="answer one prompt on the terminal", description="Stream an answer to the terminal."
+    )
     generate.add_argument("prompt", help="the prompt; - reads it from standard input")
     generate.set_defaults(run=_generate)
 
-    demo = commands.add_parser("demo", help="generate with a ready prompt, then say what ran where", description="A first look.")
+    demo = commands.add_parser(
+        "demo", allow_abbrev=False, help="generate with a ready prompt, then say what ran where", description="A first look."
+    )
     demo.add_argument("prompt", nargs="?", default=DEMO_PROMPT, help="the prompt (default: %(default)s)")
     demo.set_defaults(run=_generate, stats=True)
     for command in (generate, demo):
         _add_generate_flags(command)
 
     batch = commands.add_parser(
-        "batch", help="answer a file of OpenAI batch requests", description="Run a batch file; resumes where it ended."
+        "batch", allow_abbrev=False, help="answer a file of OpenAI batch requests", description="Run a batch file; resumes where it ended."
     )
     batch.add_argument("input", type=Path, help='a request a line: {"custom_id", "method": "POST", "url": "/v1/chat/completions", "body"}')
     batch.add_argument("output", type=Path, help="an answer a line; lines already there are kept and not asked again")

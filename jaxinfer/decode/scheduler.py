@@ -41,7 +41,7 @@ class DecodeScheduler:
                 continue
             if self._find_page(sequence, preempt):
                 scheduled.append(sequence)
-        return [s for s in scheduled if s.state is SequenceState.RUNNING]
+        return scheduled
 
     def _find_page(self, sequence: Sequence, preempt: Preempt) -> bool:
         while not self._manager.grow(sequence.decode_pages, len(sequence.token_ids) + sequence.num_in_flight):

@@ -181,3 +181,10 @@ def test_api_keys_may_come_from_the_environment(monkeypatch):
     monkeypatch.setenv(cli.KEYS_VARIABLE, "one, two")
     assert cli._server_config(cli._parser().parse_args(["serve"])).api_keys == ("one", "two")
     assert cli._server_config(cli._parser().parse_args(["serve", "--api-keys", "three"])).api_keys == ("three",)
+
+
+def test_a_flag_is_never_guessed_from_its_beginning(capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main(["generate", "--prefill-bucket", "3", "hi"])
+    assert exit_info.value.code == 2
+    assert "--prefill-bucket" in capsys.readouterr().err
