@@ -75,6 +75,6 @@ def write(
     # The first index is an array too, so that XLA sees one scatter of 2 T rows. A single row would become a slice update, which is then
     # fused into each of its readers, and each copies the whole pool to update its own: 1.3 s a step instead of 20 ms.
     of_keys_and_values = jnp.arange(2)[:, None]
-    kv = jnp.stack([k, v])
-    kv = jnp.where(jnp.isfinite(kv), kv, 0).astype(pages.dtype)
+    kv = jnp.stack([k, v]).astype(pages.dtype)
+    kv = jnp.where(jnp.isfinite(kv), kv, 0)  # after the cast, which may overflow
     return pages.at[layer, of_keys_and_values, page_ids, :, offsets].set(kv, mode="promise_in_bounds")
