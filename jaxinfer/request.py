@@ -95,10 +95,6 @@ class SamplingParams:
         if any(not isinstance(s, str) or not s for s in self.stop):
             raise RequestError(f"stop is {list(self.stop)!r}: each stop string must be a non-empty string", "stop")
 
-    @property
-    def is_greedy(self) -> bool:
-        return self.temperature == 0.0
-
 
 @dataclass(frozen=True, slots=True)
 class Request:

@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from jaxinfer.kv_cache.manager import KVManager
-from jaxinfer.runtime.buckets import QUERY_TILE, bucket_for, prefill_rows
+from jaxinfer.runtime.buckets import QUERY_TILE, prefill_rows
 from jaxinfer.sequence import Sequence, SequenceState
 
 
@@ -112,4 +112,4 @@ class PrefillScheduler:
     def bucket(self, chunks: list[Chunk]) -> int:
         """The token bucket that holds these chunks, each starting at a whole tile, one a row."""
         size = sum(-(-c.length // QUERY_TILE) * QUERY_TILE for c in chunks[:-1]) + chunks[-1].length
-        return next(b for b in self._buckets if b >= bucket_for(size, self._buckets) and prefill_rows(b) >= len(chunks))
+        return next(b for b in self._buckets if b >= size and prefill_rows(b) >= len(chunks))
