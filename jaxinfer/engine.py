@@ -12,7 +12,7 @@ from jaxinfer.config import EngineConfig
 from jaxinfer.detokenizer import IncrementalDetokenizer
 from jaxinfer.output import OutputBuilder
 from jaxinfer.plain_forward import PlainForward
-from jaxinfer.request import FinishReason, OutputDelta, Request, RequestError, SamplingParams, TokenLogprob
+from jaxinfer.request import ANYONE, FinishReason, OutputDelta, Request, RequestContext, RequestError, SamplingParams, TokenLogprob
 from jaxinfer.runtime.compilation import COUNTER, TOTAL
 from jaxinfer.sequence import Sequence, SequenceState, SharedPrefix
 from jaxinfer.stats import EngineStats
@@ -66,12 +66,12 @@ class Engine:
                 "context_length_exceeded",
             )
 
-    def add_request(self, request_id: str, prompt_token_ids: Tokens[int], params: SamplingParams) -> None:
+    def add_request(self, request_id: str, prompt_token_ids: Tokens[int], params: SamplingParams, context: RequestContext = ANYONE) -> None:
         """Queue a request. Raises `RequestError` if it can never be served or its id is in use."""
         if request_id in self._requests:
             raise RequestError(f"request id {request_id!r} is in use", "request_id")
         self.validate(prompt_token_ids, params)
-        request = Request(request_id, tuple(prompt_token_ids), params, time.monotonic())
+        request = Request(request_id, tuple(prompt_token_ids), params, time.monotonic(), context)
         end_tokens = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(self.tokenizer.eos_token_ids))
         room = self.max_model_len - len(prompt_token_ids)
         seed = secrets.randbits(63) if params.seed is None else params.seed

@@ -22,6 +22,20 @@ class RequestError(ValueError):
         self.code = code
 
 
+def _number(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
+    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not ok or value > high or value < low or (open_low and value == low):
+        raise RequestError(
+            f"{name} is {value!r}: it must be a number {'above' if open_low else 'from'} {low:g} {'and at most' if open_low else 'to'} {high:g}",
+            name,
+        )
+
+
+def _integer(name: str, value: int, low: int, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise RequestError(f"{name} is {value!r}: it must be an integer from {low} to {high}", name)
+
+
 class FinishReason(enum.StrEnum):
     STOP = "stop"  # end-of-sequence token, stop token or stop string
     LENGTH = "length"  # max_tokens or the context length was reached
@@ -97,6 +111,23 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestContext:
+    """Who asks, how urgently and by when: what decides about a request's turn, never about its tokens."""
+
+    tenant: str = ""  # whose share of the engine it takes, such as an API key's name
+    namespace: str = ""  # requests find each other's cached prefixes only within one
+    session: str | None = None  # a conversation, whose pages are kept ahead of others
+    priority: int = 0  # lower goes first, as in vLLM
+    deadline: float | None = None  # seconds, time.monotonic(); then it is aborted
+
+    def __post_init__(self) -> None:
+        _integer("priority", self.priority, -(2**31), 2**31 - 1)
+
+
+ANYONE = RequestContext()
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One prompt, tokenized, and how to continue it."""
 
@@ -104,6 +135,7 @@ class Request:
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     arrival_time: float  # seconds, time.monotonic()
+    context: RequestContext = ANYONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,17 +208,3 @@ class RequestOutput:
     @property
     def is_finished(self) -> bool:
         return all(o.finish_reason is not None for o in self.outputs)
-
-
-def _number(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
-    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not ok or value > high or value < low or (open_low and value == low):
-        raise RequestError(
-            f"{name} is {value!r}: it must be a number {'above' if open_low else 'from'} {low:g} {'and at most' if open_low else 'to'} {high:g}",
-            name,
-        )
-
-
-def _integer(name: str, value: int, low: int, high: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise RequestError(f"{name} is {value!r}: it must be an integer from {low} to {high}", name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
-from jaxinfer.request import OutputDelta, SamplingParams
+from jaxinfer.request import ANYONE, OutputDelta, RequestContext, SamplingParams
 from jaxinfer.stats import EngineStats
 
 
@@ -29,7 +29,9 @@ class Backend(Protocol):
 
     max_model_len: int  # tokens, prompt plus output
 
-    def generate(self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[OutputDelta]: ...
+    def generate(
+        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, context: RequestContext = ANYONE
+    ) -> AsyncGenerator[OutputDelta]: ...
 
     def stats(self) -> EngineStats: ...
 

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
 from jaxinfer.engine import Engine
-from jaxinfer.request import OutputDelta, RequestError, SamplingParams
+from jaxinfer.request import ANYONE, OutputDelta, RequestContext, RequestError, SamplingParams
 from jaxinfer.stats import EngineStats
 from server.backend import Overloaded, Unavailable
 
@@ -28,6 +28,7 @@ class _Add:
     request_id: str
     prompt: tuple[int, ...]
     params: SamplingParams
+    context: RequestContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,9 @@ class LocalBackend:
             self._inbox.put(None)
             await asyncio.to_thread(self._thread.join, JOIN_TIMEOUT)
 
-    async def generate(self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[OutputDelta]:
+    async def generate(
+        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, context: RequestContext = ANYONE
+    ) -> AsyncGenerator[OutputDelta]:
         """See `Backend`."""
         if not self.is_ready():
             raise Unavailable(self._failure or "the server is shutting down")
@@ -87,7 +90,7 @@ class LocalBackend:
         stream = self._streams[request_id] = asyncio.Queue()
         self._quiet.clear()
         self._num_unseen += 1
-        self._inbox.put(_Add(request_id, tuple(prompt_token_ids), params))
+        self._inbox.put(_Add(request_id, tuple(prompt_token_ids), params, context))
         num_unfinished = params.n
         try:
             while num_unfinished:
@@ -145,10 +148,10 @@ class LocalBackend:
                     return num_added, True
                 case _Abort(request_id):
                     self._engine.abort(request_id)
-                case _Add(request_id, prompt, params):
+                case _Add(request_id, prompt, params, context):
                     num_added += 1
                     try:
-                        self._engine.add_request(request_id, prompt, params)
+                        self._engine.add_request(request_id, prompt, params, context)
                     except RequestError as error:
                         loop.call_soon_threadsafe(self._refuse, request_id, error)
 

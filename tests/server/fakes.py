@@ -9,7 +9,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from jaxinfer.chat_template import ChatTemplate
-from jaxinfer.request import FinishReason, OutputDelta, SamplingParams, TokenLogprob
+from jaxinfer.request import ANYONE, FinishReason, OutputDelta, RequestContext, SamplingParams, TokenLogprob
 from jaxinfer.stats import EngineStats
 from jaxinfer.tokenizer import Tokenizer
 from server.backend import Overloaded, Unavailable
@@ -40,6 +40,7 @@ class FakeBackend:
         self.max_model_len = MAX_MODEL_LEN
         self.tokenizer = tokenizer
         self.seen: list[tuple[str, tuple[int, ...], SamplingParams]] = []
+        self.contexts: list[RequestContext] = []
         self.aborted: list[str] = []
         self.num_open = 0
         self.is_full = False
@@ -66,12 +67,15 @@ class FakeBackend:
     async def stop(self) -> None:
         self.stopped = True
 
-    async def generate(self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[OutputDelta]:
+    async def generate(
+        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, context: RequestContext = ANYONE
+    ) -> AsyncGenerator[OutputDelta]:
         if self.is_full:
             raise Overloaded(6.2)
         if self.failed:
             raise Unavailable(self.failed)
         self.seen.append((request_id, tuple(prompt_token_ids), params))
+        self.contexts.append(context)
         self.num_open += 1
         self._stats.num_requests += 1
         is_complete = False

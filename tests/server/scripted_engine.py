@@ -4,7 +4,7 @@ import threading
 from collections import deque
 
 from jaxinfer.config import EngineConfig
-from jaxinfer.request import FinishReason, OutputDelta, RequestError
+from jaxinfer.request import ANYONE, FinishReason, OutputDelta, RequestError
 from jaxinfer.stats import EngineStats
 from tests.server.fakes import MAX_MODEL_LEN, byte_tokenizer
 
@@ -19,7 +19,7 @@ class ScriptedEngine:
         self.max_model_len = MAX_MODEL_LEN
         self.batch_size = batch_size
         self.waiting, self.running = deque(), {}
-        self.prompts, self.aborted, self.threads = [], [], set()
+        self.prompts, self.contexts, self.aborted, self.threads = [], [], [], set()
         self.may_step = threading.Event()
         self.may_step.set()
         self.error = None
@@ -33,11 +33,12 @@ class ScriptedEngine:
         if not prompt_token_ids:
             raise RequestError("the prompt is empty", "prompt")
 
-    def add_request(self, request_id, prompt_token_ids, params):
+    def add_request(self, request_id, prompt_token_ids, params, context=ANYONE):
         self.threads.add(threading.current_thread().name)
         if len(prompt_token_ids) > 300:
             raise RequestError("found out late", "prompt")
         self.prompts.append(list(prompt_token_ids))
+        self.contexts.append(context)
         self.waiting.append((request_id, params))
 
     def abort(self, request_id):
