@@ -40,6 +40,7 @@ class FinishReason(enum.StrEnum):
     STOP = "stop"  # end-of-sequence token, stop token or stop string
     LENGTH = "length"  # max_tokens or the context length was reached
     ABORT = "abort"
+    TIMEOUT = "timeout"  # its deadline passed
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +149,15 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceUsage:
+    """Seconds that a request took so far, all its n sequences together: waiting, and its share of device time in each phase."""
+
+    queue_seconds: float
+    prefill_seconds: float
+    decode_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class OutputDelta:
     """What one engine step added to one sequence of a request. `text` never ends inside a character or a possible stop string."""
 
@@ -162,6 +172,7 @@ class OutputDelta:
         None  # once, on a sequence's first delta where asked for; the first token has none
     )
     cached_tokens: int = 0  # prompt tokens whose KV was found rather than computed; on the first delta
+    device_usage: DeviceUsage | None = None  # on each sequence's last delta
 
 
 @dataclass(slots=True)
@@ -186,6 +197,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     prompt_logprobs: list[TokenLogprob | None] | None = None
     cached_tokens: int = 0
+    device_usage: DeviceUsage | None = None
 
     @classmethod
     def empty(cls, request_id: str, prompt: str | None, prompt_token_ids: list[int], params: SamplingParams) -> RequestOutput:
@@ -202,6 +214,8 @@ class RequestOutput:
         if delta.prompt_logprobs is not None and self.prompt_logprobs is None:
             self.prompt_logprobs = list(delta.prompt_logprobs)
         self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
+        if delta.device_usage is not None:
+            self.device_usage = delta.device_usage  # the latest holds those before
         if delta.finish_reason is not None:
             output.finish_reason, output.stop_reason = delta.finish_reason, delta.stop_reason
 
