@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from jaxinfer.request import OutputDelta, RequestOutput, SamplingParams
+from jaxinfer.request import ANYONE, OutputDelta, RequestContext, RequestOutput, SamplingParams
 from server.openai.logprobs import chat_logprobs
 from server.openai.protocol import ChatRequest
 from server.openai.responses import AssistantMessage, ChatChoice, ChatChunk, ChatChunkChoice, ChatCompletion, ChatDelta, Usage
@@ -31,11 +31,11 @@ async def _prepare(service: Service, body: ChatRequest) -> _Chat:
     return _Chat(new_id("chatcmpl"), int(time.time()), prompt, params)
 
 
-async def respond(service: Service, body: ChatRequest) -> ChatCompletion:
+async def respond(service: Service, body: ChatRequest, context: RequestContext = ANYONE) -> ChatCompletion:
     """The whole answer. Raises what `errors.from_exception` knows."""
     chat = await _prepare(service, body)
     output = RequestOutput.empty(chat.id, None, chat.prompt, chat.params)
-    async with aclosing(service.backend.generate(chat.id, chat.prompt, chat.params)) as deltas:
+    async with aclosing(service.backend.generate(chat.id, chat.prompt, chat.params, context)) as deltas:
         async for delta in deltas:
             output.add(delta)
     choices = []
@@ -50,7 +50,7 @@ async def respond(service: Service, body: ChatRequest) -> ChatCompletion:
     return ChatCompletion(id=chat.id, created=chat.created, model=body.model, choices=choices, usage=usage)
 
 
-async def stream(service: Service, body: ChatRequest) -> AsyncGenerator[ChatChunk]:
+async def stream(service: Service, body: ChatRequest, context: RequestContext = ANYONE) -> AsyncGenerator[ChatChunk]:
     """The answer in chunks: for each choice its role, then text, then why it ended; last the usage where asked for."""
     chat = await _prepare(service, body)
     started: set[int] = set()
@@ -62,7 +62,7 @@ async def stream(service: Service, body: ChatRequest) -> AsyncGenerator[ChatChun
             made.usage = usage
         return made
 
-    async with aclosing(service.backend.generate(chat.id, chat.prompt, chat.params)) as deltas:
+    async with aclosing(service.backend.generate(chat.id, chat.prompt, chat.params, context)) as deltas:
         async for delta in deltas:
             num_output += len(delta.token_ids)
             cached = max(cached, delta.cached_tokens)

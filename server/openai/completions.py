@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from jaxinfer.request import OutputDelta, RequestError, SamplingParams, TokenLogprob
+from jaxinfer.request import ANYONE, OutputDelta, RequestContext, RequestError, SamplingParams, TokenLogprob
 from server.openai.logprobs import CompletionLogprobsWriter
 from server.openai.protocol import CompletionRequest
 from server.openai.responses import Completion, CompletionChoice, CompletionLogprobs, Usage
@@ -73,11 +73,11 @@ class _Sequence:
         return CompletionChoice(index=self.index, text=delta.text, logprobs=logprobs, finish_reason=finished_by(delta.finish_reason))
 
 
-async def _pieces(service: Service, job: _Job, count: _Count) -> AsyncGenerator[CompletionChoice]:
+async def _pieces(service: Service, job: _Job, count: _Count, context: RequestContext) -> AsyncGenerator[CompletionChoice]:
     """The pieces of all choices as they come; adds to `count`. Closing it aborts every prompt's request."""
     sequences = [[_Sequence(service, job, p, i) for i in range(job.params.n)] for p in range(len(job.prompts))]
     prompt_logprobs: dict[int, tuple[TokenLogprob | None, ...]] = {}
-    requests = [service.backend.generate(f"{job.id}-{p}", prompt, job.params) for p, prompt in enumerate(job.prompts)]
+    requests = [service.backend.generate(f"{job.id}-{p}", prompt, job.params, context) for p, prompt in enumerate(job.prompts)]
     async with aclosing(merged(requests)) as deltas:
         async for p, delta in deltas:
             count.add(p, delta)
@@ -86,13 +86,13 @@ async def _pieces(service: Service, job: _Job, count: _Count) -> AsyncGenerator[
             yield sequences[p][delta.index].piece(delta, prompt_logprobs.get(p))
 
 
-async def respond(service: Service, body: CompletionRequest) -> Completion:
+async def respond(service: Service, body: CompletionRequest, context: RequestContext = ANYONE) -> Completion:
     """The whole answer. Raises what `errors.from_exception` knows."""
     job = await _prepare(service, body)
     count = _Count(job)
     texts: list[list[str]] = [[] for _ in range(len(job.prompts) * job.params.n)]
     choices = [CompletionChoice(index=i, text="", logprobs=_no_logprobs(job), finish_reason=None) for i in range(len(texts))]
-    async with aclosing(_pieces(service, job, count)) as pieces:
+    async with aclosing(_pieces(service, job, count, context)) as pieces:
         async for piece in pieces:
             choice = choices[piece.index]
             texts[piece.index].append(piece.text)
@@ -104,7 +104,7 @@ async def respond(service: Service, body: CompletionRequest) -> Completion:
     return Completion(id=job.id, object="text_completion", created=job.created, model=body.model, choices=choices, usage=count.usage())
 
 
-async def stream(service: Service, body: CompletionRequest) -> AsyncGenerator[Completion]:
+async def stream(service: Service, body: CompletionRequest, context: RequestContext = ANYONE) -> AsyncGenerator[Completion]:
     """The answer in chunks, each with a piece of one choice; last the usage where asked for."""
     job = await _prepare(service, body)
     count = _Count(job)
@@ -115,7 +115,7 @@ async def stream(service: Service, body: CompletionRequest) -> AsyncGenerator[Co
             made.usage = usage
         return made
 
-    async with aclosing(_pieces(service, job, count)) as pieces:
+    async with aclosing(_pieces(service, job, count, context)) as pieces:
         async for piece in pieces:
             if piece.text or piece.logprobs or piece.finish_reason:
                 yield chunk([piece])
