@@ -45,6 +45,10 @@ class CacheConfig:
     kv_memory: str = _flag(
         "auto", "KV page memory of each mesh, such as 512MiB; auto: 512MiB on CPU, 85% of what weights leave free on GPU"
     )
+    kv_host_memory: str | None = _flag(None, "host memory for KV pages that the devices had no room to keep, such as 8GiB; 0: none")
+    kv_disk: str | None = _flag(
+        None, "PATH:SIZE of a file for KV pages behind host memory, such as /var/cache/kv.bin:20GiB; used again after a restart"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +87,13 @@ class EngineConfig:
         _at_least("page_size", cache.page_size, 1)
         if cache.kv_memory != "auto":
             parse_bytes("kv_memory", cache.kv_memory)
+        host_bytes = parse_bytes("kv_host_memory", "0" if cache.kv_host_memory is None else cache.kv_host_memory)
+        if cache.kv_disk is not None:
+            parse_disk("kv_disk", cache.kv_disk)
+            if not host_bytes:
+                raise ConfigError(
+                    f"kv_disk is {cache.kv_disk}, but its pages come by way of host memory: give kv_host_memory too, such as 1GiB"
+                )
         for name in ("max_batch_size", "prefill_chunk_size", "max_queue_size"):
             _at_least(name, getattr(schedule, name), 1)
         for name, most in (("decode_buckets", schedule.max_batch_size), ("prefill_buckets", schedule.prefill_chunk_size)):
@@ -141,6 +152,14 @@ def parse_bytes(name: str, text: str) -> int:
     return int(Decimal(match.group(1)) * _UNITS[match.group(2).upper()])
 
 
+def parse_disk(name: str, text: str) -> tuple[str, int]:
+    """'/var/cache/kv.bin:20GiB' -> the path, which may hold ':', and 21474836480. Raises `ConfigError` naming the setting."""
+    path, colon, size = text.rpartition(":")
+    if not colon or not path.strip():
+        raise ConfigError(f"{name} is {text!r}: give PATH:SIZE, such as /var/cache/kv.bin:20GiB")
+    return path, parse_bytes(f"{name}'s size", size)
+
+
 def format_bytes(count: float) -> str:
     """1536 -> '1.5 KiB'."""
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -157,6 +176,7 @@ def _is_int(value: object) -> bool:
 # By a field's annotation: what its value must be, in words and as a test.
 _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "str": ("text", lambda value: isinstance(value, str)),
+    "str | None": ("text or None", lambda value: value is None or isinstance(value, str)),
     "bool": ("True or False", lambda value: isinstance(value, bool)),
     "int": ("an integer", _is_int),
     "int | None": ("an integer or None", lambda value: value is None or _is_int(value)),
