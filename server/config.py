@@ -18,6 +18,9 @@ class ServerConfig:
     port: int = _flag(8000, "port to listen on; 0: any free one")
     served_model_name: tuple[str, ...] = _flag((), "names clients may ask for, the first one reported; from --model if not given")
     api_keys: tuple[str, ...] = _flag((), "keys of which clients must send one; also from the environment, JAXINFER_API_KEYS")
+    priority_keys: tuple[str, ...] = _flag((), "those of the API keys whose requests may go ahead of others; all if none is given")
+    request_timeout: float | None = _flag(None, "most seconds a request may take, whatever its timeout says; then it is given up")
+    usage_log: str | None = _flag(None, "file to append a JSON line to for each request: whose it was, its tokens, its device time")
     max_body_size: str = _flag("32MiB", "largest request body; above it a request is answered 413")
     max_prompts: int = _flag(128, "most prompts in one completions request")
     shutdown_timeout: float = _flag(60.0, "seconds that running requests get to finish after SIGTERM")
@@ -29,6 +32,10 @@ class ServerConfig:
             raise ConfigError(f"port is {self.port}: give one from 0 to 65535")
         if any(not key.strip() for key in self.api_keys):
             raise ConfigError("api_keys has an empty key: give non-empty keys, separated by commas")
+        if not set(self.priority_keys) <= set(self.api_keys):
+            raise ConfigError("priority_keys has a key that is not one of api_keys: give only such")
+        if self.request_timeout is not None and not self.request_timeout > 0:
+            raise ConfigError(f"request_timeout is {self.request_timeout}: give seconds above 0, or leave it out")
         if any(not name.strip() for name in self.served_model_name):
             raise ConfigError("served_model_name has an empty name: give non-empty names, separated by commas")
         if self.max_prompts < 1:

@@ -47,6 +47,7 @@ _READERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "int": (int, "N"),
     "int | None": (int, "N"),
     "float": (float, "X"),
+    "float | None": (float, "X"),
     "tuple[int, ...]": (_integers, "N,N"),
     "tuple[str, ...]": (_strings, "A,B"),
 }

@@ -11,8 +11,10 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from prometheus_client.registry import Collector
 
 from jaxinfer.stats import TIME_BUCKETS, EngineStats, Histogram
+from server.usage import Outcome, TenantTotals
 
 Answered = Mapping[tuple[str, str, int], int]  # HTTP requests by method, route and status
+Usage = Mapping[str, TenantTotals]  # by tenant
 
 _COUNTERS = {
     "num_requests": ("requests", "Requests taken in"),
@@ -41,13 +43,21 @@ _HISTOGRAMS = {
     "inter_token_latency": ("inter_token_latency_seconds", "Between two tokens of a sequence"),
     "queue_seconds": ("queue_seconds", "From a request's arrival to its first prefill"),
 }
+_TENANT_COUNTERS = {
+    "input_tokens": "Prompt tokens of ended requests, cached ones among them, by tenant",
+    "cached_input_tokens": "Prompt tokens whose KV was found rather than computed, by tenant",
+    "output_tokens": "Tokens generated for ended requests, by tenant",
+    "queue_seconds": "Seconds that ended requests waited, by tenant",
+    "prefill_seconds": "Device time of ended requests' prefill, by tenant",
+    "decode_seconds": "Device time of ended requests' decode, by tenant",
+}
 
 
 class _StatsCollector(Collector):
     """Reads the stats when it is asked, so that the engine never waits for an exporter."""
 
-    def __init__(self, stats: EngineStats, answered: Answered) -> None:
-        self._stats, self._answered = stats, answered
+    def __init__(self, stats: EngineStats, answered: Answered, usage: Usage) -> None:
+        self._stats, self._answered, self._usage = stats, answered, usage
 
     def collect(self) -> Iterable[Metric]:
         stats = self._stats
@@ -58,6 +68,7 @@ class _StatsCollector(Collector):
         for field, (name, help) in _HISTOGRAMS.items():
             yield _histogram(f"jaxinfer_{name}", help, getattr(stats, field))
         yield from self._labelled()
+        yield from self._by_tenant()
 
     def _labelled(self) -> Iterable[Metric]:
         stats = self._stats
@@ -79,6 +90,19 @@ class _StatsCollector(Collector):
             answered.add_metric([method, route, str(code)], count)
         yield from (used, total, devices, memory, finished, answered)
 
+    def _by_tenant(self) -> Iterable[Metric]:
+        usage = dict(self._usage)
+        for field, help in _TENANT_COUNTERS.items():
+            counter = CounterMetricFamily(f"jaxinfer_tenant_{field}", help, labels=["tenant"])
+            for tenant, totals in usage.items():
+                counter.add_metric([tenant], getattr(totals, field))
+            yield counter
+        requests = CounterMetricFamily("jaxinfer_tenant_requests", "Requests ended, by tenant and how", labels=["tenant", "outcome"])
+        for tenant, totals in usage.items():
+            for outcome in Outcome:
+                requests.add_metric([tenant, outcome], totals.requests[outcome])
+        yield requests
+
 
 def _histogram(name: str, help: str, histogram: Histogram) -> HistogramMetricFamily:
     counts = list(histogram.counts)
@@ -87,10 +111,10 @@ def _histogram(name: str, help: str, histogram: Histogram) -> HistogramMetricFam
     return HistogramMetricFamily(name, help, buckets=list(zip(bounds, cumulative, strict=True)), sum_value=histogram.total)
 
 
-def metrics_text(stats: EngineStats, answered: Answered) -> tuple[bytes, str]:
+def metrics_text(stats: EngineStats, answered: Answered, usage: Usage) -> tuple[bytes, str]:
     """Prometheus' text format, and its content type."""
     registry = CollectorRegistry()
-    registry.register(_StatsCollector(stats, answered))
+    registry.register(_StatsCollector(stats, answered, usage))
     return generate_latest(registry), CONTENT_TYPE_PLAIN_0_0_4
 
 

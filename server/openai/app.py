@@ -19,6 +19,7 @@ from server.config import ServerConfig
 from server.metrics import live_numbers, metrics_text
 from server.openai import chat, completions
 from server.openai.body import parse, read_body
+from server.openai.caller import ANONYMOUS, tenant_name
 from server.openai.errors import ApiError, from_exception, quoted
 from server.openai.front_door import FrontDoor, Traffic
 from server.openai.protocol import ChatRequest, CompletionRequest
@@ -26,15 +27,18 @@ from server.openai.responses import ChatCompletion, Completion, Health, Model, M
 from server.openai.schema import documented_body, documented_errors, openapi_page
 from server.openai.service import Service
 from server.openai.stream import event_stream, until_disconnected
+from server.usage import UsageMeter
+from server.usage_log import UsageLog
 
 STATIC = Path(__file__).parent.parent / "static"
 # The chat page loads nothing from elsewhere and runs no inline script, so that no model's text can.
 PAGE_HEADERS = {"Content-Security-Policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'", "Cache-Control": "no-cache"}
 
 
-def create_app(backend: Backend, tokenizer: Tokenizer, config: ServerConfig) -> FastAPI:
+def create_app(backend: Backend, tokenizer: Tokenizer, config: ServerConfig, usage_log: UsageLog | None = None) -> FastAPI:
     """The whole HTTP front. `app.state.traffic` counts requests and begins a shutdown."""
     traffic = Traffic()
+    usage = UsageMeter([tenant_name(key) for key in config.api_keys] or [ANONYMOUS], usage_log)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -47,10 +51,10 @@ def create_app(backend: Backend, tokenizer: Tokenizer, config: ServerConfig) -> 
     # FastAPI's interactive documentation loads from a CDN, so only the OpenAPI page itself is served.
     app = FastAPI(title="jaxinfer", description="OpenAI-compatible inference", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.traffic = traffic
-    app.add_middleware(FrontDoor, api_keys=config.api_keys, traffic=traffic)
+    app.add_middleware(FrontDoor, config=config, traffic=traffic)
     app.add_exception_handler(HTTPException, _answer_http_exception)
-    _add_api(app, Service(backend, tokenizer, config, int(time.time())))
-    _add_operations(app, backend, traffic)
+    _add_api(app, Service(backend, tokenizer, config, int(time.time()), usage))
+    _add_operations(app, backend, traffic, usage)
     app.mount("/static", StaticFiles(directory=STATIC), name="static")
     app.openapi = openapi_page(app, [ChatRequest, CompletionRequest], has_keys=bool(config.api_keys))  # type: ignore[method-assign]
     return app
@@ -59,7 +63,7 @@ def create_app(backend: Backend, tokenizer: Tokenizer, config: ServerConfig) -> 
 def _add_api(app: FastAPI, service: Service) -> None:
     """The paths of OpenAI's API."""
     config = service.config
-    errors = documented_errors(400, 401, 404, 413, 429, 500, 503)
+    errors = documented_errors(400, 401, 404, 408, 413, 429, 500, 503)
     streamed: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 
     @app.post(
@@ -68,16 +72,16 @@ def _add_api(app: FastAPI, service: Service) -> None:
     async def chat_completions(request: Request) -> Response:
         body = parse(await read_body(request, config.max_body_bytes), ChatRequest)
         if body.stream:
-            return await event_stream(request, chat.stream(service, body))
-        answer = await until_disconnected(request.receive, chat.respond(service, body))
+            return await event_stream(request, chat.stream(service, body, request.state.caller))
+        answer = await until_disconnected(request.receive, chat.respond(service, body, request.state.caller))
         return Response(answer.model_dump_json(), media_type="application/json")
 
     @app.post("/v1/completions", response_model=Completion, responses=errors | streamed, openapi_extra=documented_body(CompletionRequest))
     async def text_completions(request: Request) -> Response:
         body = parse(await read_body(request, config.max_body_bytes), CompletionRequest)
         if body.stream:
-            return await event_stream(request, completions.stream(service, body))
-        answer = await until_disconnected(request.receive, completions.respond(service, body))
+            return await event_stream(request, completions.stream(service, body, request.state.caller))
+        answer = await until_disconnected(request.receive, completions.respond(service, body, request.state.caller))
         return Response(answer.model_dump_json(), media_type="application/json")
 
     def model(name: str) -> Model:
@@ -93,7 +97,7 @@ def _add_api(app: FastAPI, service: Service) -> None:
         return model(model_id)
 
 
-def _add_operations(app: FastAPI, backend: Backend, traffic: Traffic) -> None:
+def _add_operations(app: FastAPI, backend: Backend, traffic: Traffic, usage: UsageMeter) -> None:
     """The chat page, and what watches over a server asks for. None of these needs a key."""
 
     @app.get("/health", responses={503: {"model": Health, "description": "The engine has failed; restart the server"}})
@@ -109,7 +113,7 @@ def _add_operations(app: FastAPI, backend: Backend, traffic: Traffic) -> None:
 
     @app.get("/metrics", responses={200: {"content": {"text/plain": {}}}}, response_class=Response)
     async def metrics() -> Response:
-        text, content_type = metrics_text(backend.stats(), traffic.num_answered)
+        text, content_type = metrics_text(backend.stats(), traffic.num_answered, usage.totals)
         return Response(text, headers={"content-type": content_type})
 
     @app.get("/stats", include_in_schema=False)

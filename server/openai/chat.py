@@ -7,11 +7,15 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from jaxinfer.request import ANYONE, OutputDelta, RequestContext, RequestOutput, SamplingParams
+from jaxinfer.request import OutputDelta, RequestContext, RequestOutput, SamplingParams
+from server.openai.caller import UNKNOWN, Caller, asked, tier_of
 from server.openai.logprobs import chat_logprobs
 from server.openai.protocol import ChatRequest
 from server.openai.responses import AssistantMessage, ChatChoice, ChatChunk, ChatChunkChoice, ChatCompletion, ChatDelta, Usage
 from server.openai.service import Service, finished_by, new_id
+from server.usage import RequestUsage
+
+ENDPOINT = "/v1/chat/completions"
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,60 +24,75 @@ class _Chat:
     created: int
     prompt: list[int]
     params: SamplingParams
+    context: RequestContext
+    usage: RequestUsage
 
 
-async def _prepare(service: Service, body: ChatRequest) -> _Chat:
+async def _prepare(service: Service, body: ChatRequest, caller: Caller) -> _Chat:
     service.check_model(body.model)
+    context = caller.context(body)
     params = body.sampling_params()
     text = service.tokenizer.render_chat([message.for_template() for message in body.messages])
     prompt = await service.encode(text, add_special_tokens=False)  # the template has written them
     service.check_prompt("messages", prompt, params, "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens")
-    return _Chat(new_id("chatcmpl"), int(time.time()), prompt, params)
+    id = new_id("chatcmpl")
+    usage = service.usage.measure(asked(caller, context, id, ENDPOINT, body.model), [prompt], params.n)
+    return _Chat(id, int(time.time()), prompt, params, context, usage)
 
 
-async def respond(service: Service, body: ChatRequest, context: RequestContext = ANYONE) -> ChatCompletion:
+async def respond(service: Service, body: ChatRequest, caller: Caller = UNKNOWN) -> ChatCompletion:
     """The whole answer. Raises what `errors.from_exception` knows."""
-    chat = await _prepare(service, body)
+    chat = await _prepare(service, body, caller)
     output = RequestOutput.empty(chat.id, None, chat.prompt, chat.params)
-    async with aclosing(service.backend.generate(chat.id, chat.prompt, chat.params, context)) as deltas:
-        async for delta in deltas:
-            output.add(delta)
+    with chat.usage:
+        async with aclosing(service.backend.generate(chat.id, chat.prompt, chat.params, chat.context)) as deltas:
+            async for delta in deltas:
+                chat.usage.add(delta)
+                output.add(delta)
+        reasons = [finished_by(sequence.finish_reason) for sequence in output.outputs]
     choices = []
-    for sequence in output.outputs:
-        reason = finished_by(sequence.finish_reason)
+    for sequence, reason in zip(output.outputs, reasons, strict=True):
         assert reason is not None
         logprobs = chat_logprobs(service.tokenizer, sequence.logprobs, chat.params.logprobs or 0) if sequence.logprobs is not None else None
         message = AssistantMessage(content=sequence.text)
         choices.append(ChatChoice(index=sequence.index, message=message, logprobs=logprobs, finish_reason=reason))
-    num_output = sum(len(sequence.token_ids) for sequence in output.outputs)
-    usage = Usage.of(len(chat.prompt), num_output, output.cached_tokens)
-    return ChatCompletion(id=chat.id, created=chat.created, model=body.model, choices=choices, usage=usage)
+    return ChatCompletion(
+        id=chat.id,
+        created=chat.created,
+        model=body.model,
+        choices=choices,
+        usage=Usage.of(chat.usage),
+        service_tier=tier_of(chat.context),
+    )
 
 
-async def stream(service: Service, body: ChatRequest, context: RequestContext = ANYONE) -> AsyncGenerator[ChatChunk]:
+async def stream(service: Service, body: ChatRequest, caller: Caller = UNKNOWN) -> AsyncGenerator[ChatChunk]:
     """The answer in chunks: for each choice its role, then text, then why it ended; last the usage where asked for."""
-    chat = await _prepare(service, body)
+    chat = await _prepare(service, body, caller)
     started: set[int] = set()
-    num_output = cached = 0
+    tier = tier_of(chat.context)
 
     def chunk(choices: list[ChatChunkChoice], usage: Usage | None = None) -> ChatChunk:
-        made = ChatChunk(id=chat.id, object="chat.completion.chunk", created=chat.created, model=body.model, choices=choices)
+        made = ChatChunk(
+            id=chat.id, object="chat.completion.chunk", created=chat.created, model=body.model, choices=choices, service_tier=tier
+        )
         if body.includes_usage:
             made.usage = usage
         return made
 
-    async with aclosing(service.backend.generate(chat.id, chat.prompt, chat.params, context)) as deltas:
-        async for delta in deltas:
-            num_output += len(delta.token_ids)
-            cached = max(cached, delta.cached_tokens)
-            if delta.index not in started:
-                started.add(delta.index)
-                role = ChatDelta(role="assistant", content="")
-                yield chunk([ChatChunkChoice(index=delta.index, delta=role, logprobs=None, finish_reason=None)])
-            for choice in _choices(service, chat, delta):
-                yield chunk([choice])
+    with chat.usage:
+        async with aclosing(service.backend.generate(chat.id, chat.prompt, chat.params, chat.context)) as deltas:
+            async for delta in deltas:
+                chat.usage.add(delta)
+                choices = _choices(service, chat, delta)  # raises for a request that was given up: before its role is sent
+                if delta.index not in started:
+                    started.add(delta.index)
+                    role = ChatDelta(role="assistant", content="")
+                    yield chunk([ChatChunkChoice(index=delta.index, delta=role, logprobs=None, finish_reason=None)])
+                for choice in choices:
+                    yield chunk([choice])
     if body.includes_usage:
-        yield chunk([], Usage.of(len(chat.prompt), num_output, cached))
+        yield chunk([], Usage.of(chat.usage))
 
 
 def _choices(service: Service, chat: _Chat, delta: OutputDelta) -> list[ChatChunkChoice]:

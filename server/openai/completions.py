@@ -7,12 +7,16 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from jaxinfer.request import ANYONE, OutputDelta, RequestContext, RequestError, SamplingParams, TokenLogprob
+from jaxinfer.request import OutputDelta, RequestContext, RequestError, SamplingParams, TokenLogprob
+from server.openai.caller import UNKNOWN, Caller, asked, tier_of
 from server.openai.logprobs import CompletionLogprobsWriter
 from server.openai.protocol import CompletionRequest
 from server.openai.responses import Completion, CompletionChoice, CompletionLogprobs, Usage
 from server.openai.service import Service, finished_by, new_id
 from server.openai.stream import merged
+from server.usage import RequestUsage
+
+ENDPOINT = "/v1/completions"
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,31 +25,22 @@ class _Job:
     created: int
     prompts: list[list[int]]
     params: SamplingParams
+    context: RequestContext
+    usage: RequestUsage
 
 
-async def _prepare(service: Service, body: CompletionRequest) -> _Job:
+async def _prepare(service: Service, body: CompletionRequest, caller: Caller) -> _Job:
     service.check_model(body.model)
+    context = caller.context(body)
     params = body.sampling_params()
     if len(body.prompts) > service.config.max_prompts:
         raise RequestError(f"prompt has {len(body.prompts)} prompts: at most {service.config.max_prompts} in one request", "prompt")
     prompts = [p if isinstance(p, list) else await service.encode(p, add_special_tokens=True) for p in body.prompts]
     for prompt in prompts:
         service.check_prompt("prompt", prompt, params)
-    return _Job(new_id("cmpl"), int(time.time()), prompts, params)
-
-
-class _Count:
-    def __init__(self, job: _Job) -> None:
-        self.num_output = 0
-        self.num_prompt = sum(len(prompt) for prompt in job.prompts)
-        self.cached = [0] * len(job.prompts)
-
-    def add(self, prompt_index: int, delta: OutputDelta) -> None:
-        self.num_output += len(delta.token_ids)
-        self.cached[prompt_index] = max(self.cached[prompt_index], delta.cached_tokens)
-
-    def usage(self) -> Usage:
-        return Usage.of(self.num_prompt, self.num_output, sum(self.cached))
+    id = new_id("cmpl")
+    usage = service.usage.measure(asked(caller, context, id, ENDPOINT, body.model), prompts, params.n)
+    return _Job(id, int(time.time()), prompts, params, context, usage)
 
 
 class _Sequence:
@@ -73,26 +68,26 @@ class _Sequence:
         return CompletionChoice(index=self.index, text=delta.text, logprobs=logprobs, finish_reason=finished_by(delta.finish_reason))
 
 
-async def _pieces(service: Service, job: _Job, count: _Count, context: RequestContext) -> AsyncGenerator[CompletionChoice]:
-    """The pieces of all choices as they come; adds to `count`. Closing it aborts every prompt's request."""
+async def _pieces(service: Service, job: _Job) -> AsyncGenerator[CompletionChoice]:
+    """The pieces of all choices as they come, counted. Closing it aborts every prompt's request."""
     sequences = [[_Sequence(service, job, p, i) for i in range(job.params.n)] for p in range(len(job.prompts))]
     prompt_logprobs: dict[int, tuple[TokenLogprob | None, ...]] = {}
-    requests = [service.backend.generate(f"{job.id}-{p}", prompt, job.params, context) for p, prompt in enumerate(job.prompts)]
-    async with aclosing(merged(requests)) as deltas:
-        async for p, delta in deltas:
-            count.add(p, delta)
-            if delta.prompt_logprobs is not None:
-                prompt_logprobs[p] = delta.prompt_logprobs  # once a request, for all its n sequences
-            yield sequences[p][delta.index].piece(delta, prompt_logprobs.get(p))
+    requests = [service.backend.generate(f"{job.id}-{p}", prompt, job.params, job.context) for p, prompt in enumerate(job.prompts)]
+    with job.usage:
+        async with aclosing(merged(requests)) as deltas:
+            async for p, delta in deltas:
+                job.usage.add(delta, p)
+                if delta.prompt_logprobs is not None:
+                    prompt_logprobs[p] = delta.prompt_logprobs  # once a request, for all its n sequences
+                yield sequences[p][delta.index].piece(delta, prompt_logprobs.get(p))
 
 
-async def respond(service: Service, body: CompletionRequest, context: RequestContext = ANYONE) -> Completion:
+async def respond(service: Service, body: CompletionRequest, caller: Caller = UNKNOWN) -> Completion:
     """The whole answer. Raises what `errors.from_exception` knows."""
-    job = await _prepare(service, body)
-    count = _Count(job)
+    job = await _prepare(service, body, caller)
     texts: list[list[str]] = [[] for _ in range(len(job.prompts) * job.params.n)]
     choices = [CompletionChoice(index=i, text="", logprobs=_no_logprobs(job), finish_reason=None) for i in range(len(texts))]
-    async with aclosing(_pieces(service, job, count, context)) as pieces:
+    async with aclosing(_pieces(service, job)) as pieces:
         async for piece in pieces:
             choice = choices[piece.index]
             texts[piece.index].append(piece.text)
@@ -101,26 +96,34 @@ async def respond(service: Service, body: CompletionRequest, context: RequestCon
                 _extend(choice.logprobs, piece.logprobs)
     for choice, parts in zip(choices, texts, strict=True):
         choice.text = "".join(parts)
-    return Completion(id=job.id, object="text_completion", created=job.created, model=body.model, choices=choices, usage=count.usage())
+    return Completion(
+        id=job.id,
+        object="text_completion",
+        created=job.created,
+        model=body.model,
+        choices=choices,
+        usage=Usage.of(job.usage),
+        service_tier=tier_of(job.context),
+    )
 
 
-async def stream(service: Service, body: CompletionRequest, context: RequestContext = ANYONE) -> AsyncGenerator[Completion]:
+async def stream(service: Service, body: CompletionRequest, caller: Caller = UNKNOWN) -> AsyncGenerator[Completion]:
     """The answer in chunks, each with a piece of one choice; last the usage where asked for."""
-    job = await _prepare(service, body)
-    count = _Count(job)
+    job = await _prepare(service, body, caller)
+    tier = tier_of(job.context)
 
     def chunk(choices: list[CompletionChoice], usage: Usage | None = None) -> Completion:
-        made = Completion(id=job.id, object="text_completion", created=job.created, model=body.model, choices=choices)
+        made = Completion(id=job.id, object="text_completion", created=job.created, model=body.model, choices=choices, service_tier=tier)
         if body.includes_usage:
             made.usage = usage
         return made
 
-    async with aclosing(_pieces(service, job, count, context)) as pieces:
+    async with aclosing(_pieces(service, job)) as pieces:
         async for piece in pieces:
             if piece.text or piece.logprobs or piece.finish_reason:
                 yield chunk([piece])
     if body.includes_usage:
-        yield chunk([], count.usage())
+        yield chunk([], Usage.of(job.usage))
 
 
 def _no_logprobs(job: _Job) -> CompletionLogprobs | None:

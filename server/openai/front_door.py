@@ -10,6 +10,8 @@ from collections import Counter
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from server.config import ServerConfig
+from server.openai.caller import ANONYMOUS, SESSION_HEADER, Caller, checked_session, tenant_name
 from server.openai.errors import ApiError, from_exception
 from server.openai.stream import CLIENT_CLOSED_REQUEST, ClientGone
 
@@ -51,9 +53,8 @@ class Traffic:
 class FrontDoor:
     """ASGI middleware around the whole app."""
 
-    def __init__(self, app: ASGIApp, api_keys: tuple[str, ...], traffic: Traffic) -> None:
-        self._app, self._traffic = app, traffic
-        self._keys = [key.encode() for key in api_keys]
+    def __init__(self, app: ASGIApp, config: ServerConfig, traffic: Traffic) -> None:
+        self._app, self._config, self._traffic = app, config, traffic
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -61,19 +62,23 @@ class FrontDoor:
             return
         status = 0  # no answer yet
         request_id = f"req_{uuid.uuid4().hex}"
+        echoed = {"x-request-id": request_id}
 
         async def send_counted(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                MutableHeaders(scope=message).update(echoed)
             await send(message)
 
         is_guarded = scope["path"].startswith(GUARDED)
         try:
             if is_guarded:
                 self._traffic.enter()
-                self._check(scope)
+                caller = self._admit(Headers(scope=scope), request_id)
+                scope.setdefault("state", {})["caller"] = caller  # the handlers' request.state.caller
+                if caller.session is not None:
+                    echoed[SESSION_HEADER] = caller.session
             await self._app(scope, receive, send_counted)
         except ClientGone:
             pass
@@ -87,18 +92,31 @@ class FrontDoor:
             route = getattr(scope.get("route"), "path", "other")  # not the path: a label must not grow with what clients invent
             self._traffic.num_answered[scope["method"], route, status or CLIENT_CLOSED_REQUEST] += 1
 
-    def _check(self, scope: Scope) -> None:
-        """Raises `ApiError` for a request that must not come in."""
+    def _admit(self, headers: Headers, request_id: str) -> Caller:
+        """Who calls. Raises `ApiError` for a request that must not come in."""
         if self._traffic.is_closing:
-            headers = {"Retry-After": "5", "Connection": "close"}
-            raise ApiError(503, "the server is shutting down", code="service_unavailable", type="server_error", headers=headers)
-        if not self._keys:
-            return
-        kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        if kind.lower() != "bearer" or not key:
-            message = "no API key was sent: send it in the header 'Authorization: Bearer KEY'"
-        elif not any(hmac.compare_digest(key.strip().encode("latin-1"), known) for known in self._keys):
-            message = "the API key is not one of this server's"
-        else:
-            return
-        raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+            closing = {"Retry-After": "5", "Connection": "close"}
+            raise ApiError(503, "the server is shutting down", code="service_unavailable", type="server_error", headers=closing)
+        config = self._config
+        key = _sent_key(headers, config.api_keys) if config.api_keys else None
+        return Caller(
+            tenant=ANONYMOUS if key is None else tenant_name(key),
+            request_id=request_id,
+            session=checked_session(headers.get(SESSION_HEADER)),
+            may_go_ahead=not config.priority_keys or key in config.priority_keys,
+            timeout=config.request_timeout,
+        )
+
+
+def _sent_key(headers: Headers, keys: tuple[str, ...]) -> str:
+    """The one of the server's keys that was sent. Raises `ApiError` 401."""
+    kind, _, sent = headers.get("authorization", "").partition(" ")
+    if kind.lower() != "bearer" or not sent:
+        message = "no API key was sent: send it in the header 'Authorization: Bearer KEY'"
+    else:
+        raw = sent.strip().encode("latin-1")
+        found = next((key for key in keys if hmac.compare_digest(raw, key.encode())), None)
+        if found is not None:
+            return found
+        message = "the API key is not one of this server's"
+    raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})

@@ -13,6 +13,9 @@ from server.openai.errors import quoted
 
 MAX_INT = 2**31 - 1
 
+ServiceTier = Literal["auto", "default", "flex", "priority"]
+TIERS: dict[str, int] = {"auto": 0, "default": 0, "flex": 10, "priority": -10}  # the priority of each; lower goes first
+
 
 def _documented(**keywords: Any) -> Any:
     """An optional field with its range in the OpenAPI page. Null means the same as leaving it out, as OpenAI has it."""
@@ -95,18 +98,33 @@ class SamplingBody(StrictModel):
     min_tokens: int | None = _documented(minimum=0, maximum=MAX_INT, description="tokens before which nothing may end the output")
     ignore_eos: bool | None = _documented(description="go on after the end-of-sequence token")
     stop_token_ids: list[int] | None = _documented(maxItems=MAX_STOP_TOKENS, description="tokens that end the output")
+    priority: int | None = _documented(minimum=-(2**31), maximum=MAX_INT, description="lower goes first; 0: as without, flex: 10")
+    cache_salt: NonEmpty | None = _documented(description="prompts are found in the prefix cache only by requests of the same salt")
+    timeout: float | None = _documented(exclusiveMinimum=0, description="seconds after which the request is given up")
+    service_tier: ServiceTier | None = _documented(description="flex: after the others; priority: before them; auto: default")
     # Information for the provider, without effect here.
     user: str | None = None
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    service_tier: str | None = None
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is given without stream: set stream to true, or leave it out", "stream_options")
         return self
+
+    @model_validator(mode="after")
+    def _check_turn(self) -> Self:
+        if self.timeout is not None and self.timeout <= 0:
+            raise RequestError(f"timeout is {self.timeout:g}: it must be a number of seconds above 0", "timeout")
+        if self.priority is not None and self.service_tier in ("flex", "priority"):
+            raise RequestError(f"priority is {self.priority} and service_tier is {self.service_tier!r}: give one of them", "priority")
+        return self
+
+    @property
+    def asked_priority(self) -> int:
+        return TIERS[self.service_tier or "default"] if self.priority is None else self.priority
 
     @property
     def includes_usage(self) -> bool:

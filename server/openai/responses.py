@@ -6,6 +6,8 @@ from typing import Literal
 
 from pydantic import BaseModel
 
+from server.usage import RequestUsage, device_seconds
+
 FinishedBy = Literal["stop", "length"]
 
 
@@ -13,19 +15,30 @@ class CachedTokens(BaseModel):
     cached_tokens: int
 
 
+class DeviceSeconds(BaseModel):
+    """Beyond OpenAI's API: a request's waiting, and its share of device time in each phase. Null where the engine did not say."""
+
+    queue_seconds: float | None
+    prefill_seconds: float | None
+    decode_seconds: float | None
+
+
 class Usage(BaseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
+    jaxinfer: DeviceSeconds
 
     @classmethod
-    def of(cls, prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
+    def of(cls, usage: RequestUsage) -> Usage:
+        """A finished request's."""
         return cls(
-            prompt_tokens=prompt_tokens,
-            completion_tokens=completion_tokens,
-            total_tokens=prompt_tokens + completion_tokens,
-            prompt_tokens_details=CachedTokens(cached_tokens=cached_tokens),
+            prompt_tokens=usage.input_tokens,
+            completion_tokens=usage.output_tokens,
+            total_tokens=usage.input_tokens + usage.output_tokens,
+            prompt_tokens_details=CachedTokens(cached_tokens=usage.cached_input_tokens),
+            jaxinfer=DeviceSeconds(**device_seconds(usage.device)),
         )
 
 
@@ -64,6 +77,7 @@ class ChatCompletion(BaseModel):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    service_tier: str | None = None  # the one it was served in; null for a priority between the tiers
     system_fingerprint: str | None = None
 
 
@@ -85,6 +99,7 @@ class ChatChunk(BaseModel):
     created: int
     model: str
     choices: list[ChatChunkChoice]
+    service_tier: str | None = None
     usage: Usage | None = None  # set, to null, in each chunk of a stream that ends with the usage
 
 
@@ -112,6 +127,7 @@ class Completion(BaseModel):
     created: int
     model: str
     choices: list[CompletionChoice]
+    service_tier: str | None = None
     usage: Usage | None = None
 
 

@@ -10,12 +10,14 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from server.openai.caller import SESSION, SESSION_HEADER
 from server.openai.errors import ErrorBody
 
 _MEANINGS = {
     400: "The request can't be served as asked",
     401: "No API key, or a wrong one",
     404: "No such model",
+    408: "The request's timeout passed",
     413: "The body is too large",
     429: "The queue is full; see Retry-After",
     500: "Internal error",
@@ -29,9 +31,16 @@ def documented_errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 def documented_body(model: type[BaseModel]) -> dict[str, Any]:
-    """For a route's `openapi_extra`: its body is a JSON object that fits `model`."""
+    """For a route's `openapi_extra`: its body is a JSON object that fits `model`, and a header may name a session."""
     schema = {"$ref": f"#/components/schemas/{model.__name__}"}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    body = {"required": True, "content": {"application/json": {"schema": schema}}}
+    session = {
+        "name": SESSION_HEADER,
+        "in": "header",
+        "description": "a conversation's name, whose cached prompt is kept ahead of others; sent back",
+        "schema": {"type": "string", "pattern": f"^{SESSION.pattern}$"},
+    }
+    return {"requestBody": body, "parameters": [session]}
 
 
 def openapi_page(app: FastAPI, bodies: Sequence[type[BaseModel]], *, has_keys: bool) -> Callable[[], dict[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jaxinfer.request import FinishReason, RequestError, SamplingParams
 from jaxinfer.tokenizer import Tokenizer
@@ -13,6 +13,7 @@ from server.backend import Backend, Unavailable
 from server.config import ServerConfig
 from server.openai.errors import ApiError
 from server.openai.responses import FinishedBy
+from server.usage import UsageMeter
 
 LONG_TEXT = 20_000  # characters; above it the tokenizer works in a thread, so that other streams go on
 
@@ -23,6 +24,7 @@ class Service:
     tokenizer: Tokenizer
     config: ServerConfig
     created: int  # Unix time at which the model began to be served
+    usage: UsageMeter = field(default_factory=UsageMeter)
 
     def check_model(self, name: str) -> None:
         """Raises `ApiError` 404 for a model that isn't served."""
@@ -64,7 +66,12 @@ def new_id(prefix: str) -> str:
 
 
 def finished_by(reason: FinishReason | None) -> FinishedBy | None:
-    """As the API names it. Raises `Unavailable` for a request that the backend gave up, which the API has no word for."""
+    """As the API names it. Raises `ApiError` 408 for a request whose time was up and `Unavailable` for one that the backend gave
+    up, which the API has no words for."""
+    if reason is FinishReason.TIMEOUT:
+        message = "the request's timeout passed before it was finished: give it more seconds, or ask for less"
+        # The client's library would ask again, and again in vain.
+        raise ApiError(408, message, code="timeout", type="timeout", headers={"x-should-retry": "false"})
     if reason is FinishReason.ABORT:
         raise Unavailable("the request was aborted by the server")
     if reason is None:

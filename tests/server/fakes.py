@@ -9,7 +9,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from jaxinfer.chat_template import ChatTemplate
-from jaxinfer.request import ANYONE, FinishReason, OutputDelta, RequestContext, SamplingParams, TokenLogprob
+from jaxinfer.request import ANYONE, DeviceUsage, FinishReason, OutputDelta, RequestContext, SamplingParams, TokenLogprob
 from jaxinfer.stats import EngineStats
 from jaxinfer.tokenizer import Tokenizer
 from server.backend import Overloaded, Unavailable
@@ -34,7 +34,7 @@ def byte_tokenizer() -> Tokenizer:
 
 class FakeBackend:
     """Answers every prompt with ANSWER, a character a delta, then stops. `hold` makes requests wait after `hold_after` deltas;
-    `error` is raised there instead."""
+    `error` is raised there instead, or the request is given up for the reason `gives_up`."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.max_model_len = MAX_MODEL_LEN
@@ -48,6 +48,7 @@ class FakeBackend:
         self.hold.set()
         self.hold_after = 0
         self.error: Exception | None = None
+        self.gives_up: FinishReason | None = None
         self.failed: str | None = None
         self.started = self.stopped = False
         self._stats = EngineStats(prefill_devices=("cpu:0",), decode_devices=("cpu:1",), prefill_pages=64, decode_pages=128)
@@ -84,6 +85,11 @@ class FakeBackend:
                 if count == self.hold_after:
                     if self.error is not None:
                         raise self.error
+                    if self.gives_up is not None:
+                        for index in range(params.n):
+                            yield OutputDelta(request_id, index, finish_reason=self.gives_up, device_usage=device_usage(0, bool(count)))
+                        is_complete = True
+                        return
                     await self.hold.wait()
                 await asyncio.sleep(0)
                 self._stats.num_output_tokens += len(delta.token_ids)
@@ -108,7 +114,7 @@ class FakeBackend:
                     break
             reason = FinishReason.STOP if num_left else FinishReason.LENGTH
             self._stats.finished[reason] = self._stats.finished.get(reason, 0) + 1
-            deltas.append(OutputDelta(request_id, index, finish_reason=reason))
+            deltas.append(OutputDelta(request_id, index, finish_reason=reason, device_usage=device_usage(index + 1)))
         return deltas
 
     def _delta(
@@ -122,8 +128,15 @@ class FakeBackend:
         text = text if ids else ""
         if is_first and params.echo:
             text = self.tokenizer.decode(prompt) + text
-        cached = 3 if is_first and len(prompt) > 3 else 0
+        cached = 0
+        if is_first and len(prompt) > 3:  # siblings start from what the first sequence computed
+            cached = len(prompt) - 1 if index else 3
         return OutputDelta(request_id, index, text, ids, logprobs or (), prompt_logprobs=prompt_logprobs, cached_tokens=cached)
+
+
+def device_usage(num_sequences: int, is_prefilled: bool = True) -> DeviceUsage:
+    """After that many sequences of a request."""
+    return DeviceUsage(0.25, 0.5 * is_prefilled, 0.125 * num_sequences)
 
 
 def _logprob(token_id: int, num_top: int) -> TokenLogprob:

@@ -32,7 +32,9 @@ def test_a_chat_is_answered_in_openais_shape(client, backend, tokenizer):
             "completion_tokens": NUM_ANSWER,
             "total_tokens": NUM_PROMPT + NUM_ANSWER,
             "prompt_tokens_details": {"cached_tokens": 3},
+            "jaxinfer": {"queue_seconds": 0.25, "prefill_seconds": 0.5, "decode_seconds": 0.125},
         },
+        "service_tier": "default",
     }
     [(_, prompt, _)] = backend.seen
     assert list(prompt) == tokenizer.encode(PROMPT, add_special_tokens=False)

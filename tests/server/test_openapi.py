@@ -22,7 +22,7 @@ EXAMPLES = settings(max_examples=60, derandomize=True, deadline=None, database=N
 
 
 # What a schema can't say: fields that depend on one another, and what the model and its context hold.
-DEPENDENT = {"top_logprobs", "stream_options", "max_tokens", "max_completion_tokens", "min_tokens", "best_of"}
+DEPENDENT = {"priority", "top_logprobs", "stream_options", "max_tokens", "max_completion_tokens", "min_tokens", "best_of"}
 OF_THE_MODEL = {"logit_bias", "stop_token_ids", "prompt", "messages"}
 
 

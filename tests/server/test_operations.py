@@ -45,7 +45,7 @@ def test_metrics_tell_the_engines_numbers():
     stats.memory = {"decode weights": 1024}
     for seconds in (0.0005, 0.03, 100.0):
         stats.time_to_first_token.observe(seconds)
-    text, content_type = metrics_text(stats, {("POST", "/v1/completions", 200): 5})
+    text, content_type = metrics_text(stats, {("POST", "/v1/completions", 200): 5}, {})
     found = samples(text.decode())
     assert content_type.startswith("text/plain; version=0.0.4")
     assert found["jaxinfer_output_tokens_total",] == 7
@@ -78,7 +78,7 @@ def test_every_number_of_the_engine_is_exported():
     numbers = [name for name in EngineStats.__slots__ if isinstance(getattr(stats, name), int | float)]
     for value, name in enumerate(numbers, 1000):
         setattr(stats, name, value)
-    text, _ = metrics_text(stats, {})
+    text, _ = metrics_text(stats, {}, {})
     exported = samples(text.decode()).values()
     assert [name for value, name in enumerate(numbers, 1000) if value not in exported] == []
 
