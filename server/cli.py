@@ -199,7 +199,7 @@ def _listening_socket(config: ServerConfig) -> socket.socket:
 def _batch(arguments: argparse.Namespace) -> int:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    from server.batch import BatchFileError, BatchStopped, count_lines, run_batch
+    from server.batches.offline import BatchFileError, BatchStopped, count_lines, run_batch
     from server.local_backend import LocalBackend
     from server.openai.service import Service
 

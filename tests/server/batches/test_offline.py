@@ -1,4 +1,4 @@
-"""Batch files: the answers are those of HTTP, and a batch that was cut off goes on where it ended."""
+"""`jaxinfer batch`: the answers are those of HTTP, and a batch that was cut off goes on where it ended."""
 
 import asyncio
 import json
@@ -6,7 +6,7 @@ import json
 import pytest
 
 from server.backend import Unavailable
-from server.batch import BatchFileError, BatchStopped, count_lines, run_batch
+from server.batches.offline import BatchFileError, BatchStopped, count_lines, run_batch
 from server.openai.service import Service
 from tests.server.fakes import ANSWER
 
@@ -144,7 +144,7 @@ def test_a_full_queue_is_waited_for(run, backend, monkeypatch):
 
     real = asyncio.sleep
     backend.is_full = True
-    monkeypatch.setattr("server.batch.asyncio.sleep", lambda seconds: nap(seconds) if seconds else real(0))
+    monkeypatch.setattr("server.batches.lines.asyncio.sleep", lambda seconds: nap(seconds) if seconds else real(0))
     result, [answer] = run(line("a"))
     assert naps == [1.0]
     assert answer["response"]["body"]["choices"][0]["text"].startswith(ANSWER[:5])

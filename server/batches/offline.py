@@ -1,4 +1,4 @@
-"""OpenAI batch files: one request a line in, one answer a line out, through the same handlers as over HTTP.
+"""`jaxinfer batch`: OpenAI batch files without a server, one request a line in, one answer a line out.
 
 Resumable: lines of the output file are kept and their requests skipped. A line's answer is known by its custom_id; a line
 that has none of its own (bad JSON, a repeated custom_id) by its number and contents, which its answer's id holds.
@@ -10,29 +10,14 @@ import asyncio
 import hashlib
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-
-from server.backend import Overloaded, Unavailable
-from server.openai import chat, completions
-from server.openai.body import check, read_json
-from server.openai.errors import ApiError, from_exception, from_validation
-from server.openai.protocol import ChatRequest, CompletionRequest
+from server.backend import Unavailable
+from server.batches.lines import BatchLine, answer_line, encoded, is_failure, read_line
+from server.openai.errors import ApiError
 from server.openai.service import Service
-
-
-class BatchLine(BaseModel):
-    """A line of the input file. The body is checked later, by its URL's handler."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    custom_id: str = Field(min_length=1)
-    method: str = Field(pattern="^POST$")
-    url: str
-    body: dict[str, Any]
 
 
 class BatchFileError(ValueError):
@@ -54,8 +39,7 @@ class BatchResult:
 class _Task:
     id: str
     custom_id: str | None
-    line: BatchLine | None
-    error: ApiError | None  # what is wrong with the line itself
+    line: BatchLine | ApiError  # or what is wrong with the line itself
 
 
 async def run_batch(
@@ -75,10 +59,10 @@ async def run_batch(
                 if task is None:
                     counts["kept"] += 1
                 else:
-                    answer = await _answer(service, task)
+                    answer = await answer_line(service, task.id, task.custom_id, task.line)
                     _write(out, answer)
                     counts["answered"] += 1
-                    counts["failed"] += answer["error"] is not None or answer["response"]["status_code"] != 200
+                    counts["failed"] += is_failure(answer)
                 advance(1)
 
         workers = [asyncio.create_task(work()) for _ in range(concurrency)]
@@ -143,65 +127,19 @@ def _tasks(source: Path, answered: set[str]) -> Iterator[_Task | None]:
         for number, raw in enumerate(lines, 1):
             if not raw.strip():
                 continue
-            task = _read_line(raw, f"batch_req_{number}_{hashlib.sha256(raw.strip()).hexdigest()[:12]}")
-            if task.error is None and task.custom_id in seen:
-                message = f"custom_id {task.custom_id!r} was used by an earlier line: give each line its own"
-                task = replace(task, error=ApiError(400, message, code="duplicate_custom_id"))
-            elif task.error is None and task.custom_id is not None:
-                seen.add(task.custom_id)
-            is_answered = task.id in answered or (task.error is None and _as_custom(task.custom_id) in answered)
-            yield None if is_answered else task
-
-
-def _read_line(raw: bytes, id: str) -> _Task:
-    try:
-        data = read_json(raw, "the line")
-    except ApiError as error:
-        return _Task(id, None, None, error)
-    named = data.get("custom_id") if isinstance(data, dict) else None
-    custom_id = named if isinstance(named, str) else None
-    try:
-        return _Task(id, custom_id, BatchLine.model_validate(data), None)
-    except ValidationError as error:
-        return _Task(id, custom_id, None, from_validation(error, BatchLine))
-
-
-async def _answer(service: Service, task: _Task) -> dict[str, Any]:
-    """The output line. Raises `Unavailable` when the backend has failed: then there is no answer."""
-    answer = {"id": task.id, "custom_id": task.custom_id, "response": None, "error": None}
-    if task.error is not None:
-        return answer | {"error": {"code": task.error.code, "message": task.error.message}}
-    assert task.line is not None
-    status, body = await _respond(service, task.line)
-    return answer | {"response": {"status_code": status, "request_id": task.id.replace("batch_req", "req"), "body": body}}
-
-
-async def _respond(service: Service, line: BatchLine) -> tuple[int, dict[str, Any]]:
-    """The HTTP status and body that the same request over HTTP would get."""
-    while True:
-        try:
-            return 200, (await _handle(service, line)).model_dump()
-        except Unavailable:
-            raise
-        except Overloaded as error:  # a batch has time
-            await asyncio.sleep(min(error.retry_after, 1.0))
-        except Exception as error:
-            answer = from_exception(error)
-            return answer.status, answer.body()
-
-
-async def _handle(service: Service, line: BatchLine) -> BaseModel:
-    if line.body.get("stream"):
-        raise ApiError(400, "stream is true: a batch's answers come whole, leave it out", param="stream", code="unsupported_parameter")
-    match line.url:
-        case "/v1/chat/completions":
-            return await chat.respond(service, check(line.body, ChatRequest))
-        case "/v1/completions":
-            return await completions.respond(service, check(line.body, CompletionRequest))
-    raise ApiError(404, f"url is {line.url[:80]!r}: /v1/chat/completions and /v1/completions are served", param="url", code="unknown_url")
+            id = f"batch_req_{number}_{hashlib.sha256(raw.strip()).hexdigest()[:12]}"
+            custom_id, line = read_line(raw)
+            if isinstance(line, BatchLine):
+                if line.custom_id in seen:
+                    message = f"custom_id {custom_id!r} was used by an earlier line: give each line its own"
+                    line = ApiError(400, message, code="duplicate_custom_id")
+                else:
+                    seen.add(line.custom_id)
+            is_answered = id in answered or (isinstance(line, BatchLine) and _as_custom(line.custom_id) in answered)
+            yield None if is_answered else _Task(id, custom_id, line)
 
 
 def _write(out: BinaryIO, answer: dict[str, Any]) -> None:
     """One line in one write, flushed: a killed run leaves at most one torn line, the last."""
-    out.write(json.dumps(answer, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n")
+    out.write(encoded(answer))
     out.flush()

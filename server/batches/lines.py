@@ -1,0 +1,107 @@
+"""One line of a batch: a request read, asked through the same handlers as over HTTP, and its answer written."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from server.backend import Overloaded, Unavailable
+from server.openai import chat, completions
+from server.openai.body import check, read_json
+from server.openai.caller import UNKNOWN, Caller
+from server.openai.errors import ApiError, from_exception, from_validation
+from server.openai.protocol import ChatRequest, CompletionRequest
+from server.openai.service import Service
+
+LONGEST_WAIT = 1.0  # seconds between two tries at a full queue
+
+
+class BatchLine(BaseModel):
+    """A line of the input file. The body is checked later, by its URL's handler."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    custom_id: str = Field(min_length=1)
+    method: str = Field(pattern="^POST$")
+    url: str
+    body: dict[str, Any]
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts that the line asks for; 1 where the body is wrong, which asks for nothing."""
+        prompt = self.body.get("prompt")
+        return len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that it will decode."""
+        n = self.body.get("n")
+        return self.num_prompts * (n if isinstance(n, int) and n > 0 else 1)
+
+
+def read_line(raw: bytes) -> tuple[str | None, BatchLine | ApiError]:
+    """The line's custom_id, where it has one, and the line, or what is wrong with it."""
+    try:
+        data = read_json(raw, "the line")
+    except ApiError as error:
+        return None, error
+    named = data.get("custom_id") if isinstance(data, dict) else None
+    custom_id = named if isinstance(named, str) else None
+    try:
+        return custom_id, BatchLine.model_validate(data)
+    except ValidationError as error:
+        return custom_id, from_validation(error, BatchLine)
+
+
+async def answer_line(
+    service: Service, id: str, custom_id: str | None, line: BatchLine | ApiError, caller: Caller = UNKNOWN
+) -> dict[str, Any]:
+    """The output line. Raises `Unavailable` when the backend has failed: then there is no answer."""
+    if isinstance(line, ApiError):
+        return no_answer(id, custom_id, line.code, line.message)
+    status, body = await _respond(service, line, caller)
+    response = {"status_code": status, "request_id": id.replace("batch_req", "req"), "body": body}
+    return {"id": id, "custom_id": custom_id, "response": response, "error": None}
+
+
+def no_answer(id: str, custom_id: str | None, code: str | None, message: str) -> dict[str, Any]:
+    """The output line of a request that was not asked."""
+    return {"id": id, "custom_id": custom_id, "response": None, "error": {"code": code, "message": message}}
+
+
+def is_failure(answer: dict[str, Any]) -> bool:
+    """Whether an output line belongs into the error file."""
+    return answer["error"] is not None or answer["response"]["status_code"] != 200
+
+
+def encoded(answer: dict[str, Any]) -> bytes:
+    """An output line as the file holds it, its end included."""
+    return json.dumps(answer, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
+
+
+async def _respond(service: Service, line: BatchLine, caller: Caller) -> tuple[int, dict[str, Any]]:
+    """The HTTP status and body that the same request over HTTP would get."""
+    while True:
+        try:
+            return 200, (await _handle(service, line, caller)).model_dump()
+        except Unavailable:
+            raise
+        except Overloaded as error:  # a batch has time
+            await asyncio.sleep(min(error.retry_after, LONGEST_WAIT))
+        except Exception as error:
+            answer = from_exception(error)
+            return answer.status, answer.body()
+
+
+async def _handle(service: Service, line: BatchLine, caller: Caller) -> BaseModel:
+    if line.body.get("stream"):
+        raise ApiError(400, "stream is true: a batch's answers come whole, leave it out", param="stream", code="unsupported_parameter")
+    match line.url:
+        case "/v1/chat/completions":
+            return await chat.respond(service, check(line.body, ChatRequest), caller)
+        case "/v1/completions":
+            return await completions.respond(service, check(line.body, CompletionRequest), caller)
+    raise ApiError(404, f"url is {line.url[:80]!r}: /v1/chat/completions and /v1/completions are served", param="url", code="unknown_url")
