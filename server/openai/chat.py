@@ -77,7 +77,7 @@ async def stream(service: Service, body: ChatRequest, caller: Caller = UNKNOWN) 
             id=chat.id, object="chat.completion.chunk", created=chat.created, model=body.model, choices=choices, service_tier=tier
         )
         if body.includes_usage:
-            made.usage = usage
+            made.usage = Usage.of(chat.usage) if body.includes_usage_so_far else usage
         return made
 
     with chat.usage:

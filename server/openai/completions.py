@@ -115,7 +115,7 @@ async def stream(service: Service, body: CompletionRequest, caller: Caller = UNK
     def chunk(choices: list[CompletionChoice], usage: Usage | None = None) -> Completion:
         made = Completion(id=job.id, object="text_completion", created=job.created, model=body.model, choices=choices, service_tier=tier)
         if body.includes_usage:
-            made.usage = usage
+            made.usage = Usage.of(job.usage) if body.includes_usage_so_far else usage
         return made
 
     async with aclosing(_pieces(service, job)) as pieces:

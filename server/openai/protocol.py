@@ -73,6 +73,7 @@ Stop = Annotated[
 
 class StreamOptions(StrictModel):
     include_usage: bool | None = _documented(description="send a last chunk with the request's usage")
+    continuous_usage_stats: bool | None = _documented(description="with include_usage: the usage so far in each chunk too, as vLLM has it")
     include_obfuscation: bool | None = _documented(description="accepted, without effect")
 
 
@@ -129,6 +130,10 @@ class SamplingBody(StrictModel):
     @property
     def includes_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def includes_usage_so_far(self) -> bool:
+        return self.includes_usage and self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
     def _sampling(self, *, max_tokens: int | None, logprobs: int | None, **fields: Any) -> SamplingParams:
         """`SamplingParams` of the common fields and the given ones; a null leaves a field at its default."""

@@ -164,6 +164,16 @@ def test_include_usage_adds_a_last_chunk_and_nulls_before(client):
     assert {chunk["usage"] for chunk in chunks[:-1]} == {None}
 
 
+@pytest.mark.parametrize(("path", "body"), [("chat/completions", BODY), ("completions", {"model": "tiny", "prompt": "Hello", "max_tokens": 99})])
+def test_continuous_usage_stats_puts_the_usage_so_far_into_each_chunk(client, path, body):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = chunks_of(client.post(f"/v1/{path}", json=body | {"stream": True, "stream_options": options}))
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts) and counts[0] == 1 and counts[-1] == NUM_ANSWER
+    assert len(set(counts)) > 3
+    assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {chunks[-1]["usage"]["prompt_tokens"]}
+
+
 def test_a_stream_of_several_choices_gives_each_its_role_and_reason(client):
     chunks = chunks_of(client.post("/v1/chat/completions", json=BODY | {"stream": True, "n": 3}))
     for index in range(3):
