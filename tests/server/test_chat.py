@@ -164,7 +164,9 @@ def test_include_usage_adds_a_last_chunk_and_nulls_before(client):
     assert {chunk["usage"] for chunk in chunks[:-1]} == {None}
 
 
-@pytest.mark.parametrize(("path", "body"), [("chat/completions", BODY), ("completions", {"model": "tiny", "prompt": "Hello", "max_tokens": 99})])
+@pytest.mark.parametrize(
+    ("path", "body"), [("chat/completions", BODY), ("completions", {"model": "tiny", "prompt": "Hello", "max_tokens": 99})]
+)
 def test_continuous_usage_stats_puts_the_usage_so_far_into_each_chunk(client, path, body):
     options = {"include_usage": True, "continuous_usage_stats": True}
     chunks = chunks_of(client.post(f"/v1/{path}", json=body | {"stream": True, "stream_options": options}))
