@@ -7,19 +7,18 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
 from jaxinfer.engine import Engine
 from jaxinfer.request import ANYONE, OutputDelta, RequestContext, RequestError, SamplingParams
 from jaxinfer.stats import EngineStats
+from server.admission import Admissions
 from server.backend import Overloaded, Unavailable
 
 logger = logging.getLogger(__name__)
 
-RECENT = 32  # finished requests from which throughput is estimated
-LONGEST_RETRY = 120.0  # seconds
+SHORTEST_RETRY, LONGEST_RETRY = 1.0, 120.0  # seconds
 JOIN_TIMEOUT = 30.0  # seconds that the engine's thread gets to end its last step
 
 
@@ -43,10 +42,11 @@ class LocalBackend:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.max_model_len = engine.max_model_len
+        self.max_batch_size = engine.config.schedule.max_batch_size
         self._inbox: queue.SimpleQueue[_Add | _Abort | None] = queue.SimpleQueue()
         self._streams: dict[str, asyncio.Queue[OutputDelta | Exception]] = {}
         self._num_unseen = 0  # requests sent that the engine's gauges don't count yet
-        self._finished_at: deque[float] = deque(maxlen=RECENT)
+        self._admissions = Admissions()
         self._failure: str | None = None
         self._is_stopping = False
         self._quiet = asyncio.Event()
@@ -91,33 +91,31 @@ class LocalBackend:
         self._quiet.clear()
         self._num_unseen += 1
         self._inbox.put(_Add(request_id, tuple(prompt_token_ids), params, context))
-        num_unfinished = params.n
+        self._admissions.wait(time.monotonic())
+        num_unfinished, is_admitted = params.n, False
         try:
             while num_unfinished:
                 item = await stream.get()
                 if isinstance(item, Exception):
                     raise item
+                if not is_admitted:
+                    is_admitted = True
+                    self._admissions.admit(time.monotonic())
                 num_unfinished -= item.finish_reason is not None
                 yield item
-            self._finished_at.append(time.monotonic())
         finally:
             del self._streams[request_id]
+            if not is_admitted:
+                self._admissions.leave(time.monotonic())
             if num_unfinished:
                 self._inbox.put(_Abort(request_id))
             if not self._streams:
                 self._quiet.set()
 
     def _check_room(self) -> None:
-        num_waiting = self._engine.stats.num_waiting + self._num_unseen
-        if num_waiting >= self._engine.config.schedule.max_queue_size:
-            raise Overloaded(self._retry_after(num_waiting))
-
-    def _retry_after(self, num_waiting: int) -> float:
-        """Seconds until those waiting now have been served at the recent pace."""
-        if len(self._finished_at) < 2:
-            return 1.0
-        seconds = time.monotonic() - self._finished_at[0]
-        return min(max(num_waiting * seconds / len(self._finished_at), 1.0), LONGEST_RETRY)
+        if self._engine.stats.num_waiting + self._num_unseen >= self._engine.config.schedule.max_queue_size:
+            seconds = self._admissions.seconds_until_admitted(time.monotonic())
+            raise Overloaded(min(max(seconds, SHORTEST_RETRY), LONGEST_RETRY))
 
     # The engine's thread
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-import time
+import types
 from contextlib import aclosing, asynccontextmanager
 
 import pytest
@@ -124,13 +124,47 @@ def test_above_the_queue_bound_requests_are_refused_even_before_the_engine_saw_t
     asyncio.run(run())
 
 
-def test_retry_after_follows_the_queue_and_the_recent_pace():
+@pytest.mark.parametrize(("seconds_each", "retry_after"), [(0.0, 1.0), (5.0, 20.0), (1000.0, 120.0)])
+def test_retry_after_follows_the_queue_and_the_pace_of_admission(monkeypatch, seconds_each, retry_after):
+    """Two requests are admitted in the time given; four then wait, which is as many as may."""
+    now = 1000.0
+    monkeypatch.setattr("server.local_backend.time", types.SimpleNamespace(monotonic=lambda: now))  # asyncio keeps its own
+
     async def run():
-        async with running(ScriptedEngine()) as backend:
-            backend._finished_at.extend(time.monotonic() - 10 + second for second in range(10))  # one a second
-            assert backend._retry_after(20) == pytest.approx(20, rel=0.1)
-            assert backend._retry_after(10_000) == 120.0
-            assert backend._retry_after(0) == 1.0
+        nonlocal now
+        engine = ScriptedEngine(max_queue_size=4, batch_size=1)
+        async with running(engine) as backend:
+            for number in range(2):
+                engine.may_step.clear()
+                asked = asyncio.create_task(text_of(backend, str(number)))
+                await until(lambda: backend._inbox.empty() and engine.waiting)
+                now += seconds_each
+                engine.may_step.set()
+                await asked
+                now += 3600  # idle, which is no pace
+            engine.may_step.clear()
+            waiting = [asyncio.create_task(text_of(backend, f"waits-{number}")) for number in range(4)]
+            await asyncio.sleep(0)
+            with pytest.raises(Overloaded) as error:
+                await text_of(backend, "one too many")
+            assert error.value.retry_after == pytest.approx(retry_after, rel=0.2)
+            engine.may_step.set()
+            await asyncio.gather(*waiting)
+
+    asyncio.run(run())
+
+
+def test_who_leaves_the_queue_is_not_waited_for():
+    async def run():
+        engine = ScriptedEngine()
+        async with running(engine) as backend:
+            engine.may_step.clear()
+            leaving = [asyncio.create_task(text_of(backend, str(number))) for number in range(3)]
+            await asyncio.sleep(0.01)
+            for task in leaving:
+                task.cancel()
+            await asyncio.gather(*leaving, return_exceptions=True)
+            assert backend._admissions._num_waiting == 0
 
     asyncio.run(run())
 
