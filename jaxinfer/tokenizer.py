@@ -73,6 +73,10 @@ class Tokenizer:
         """The ids' text; bytes that are not UTF-8 become U+FFFD, ids outside the vocabulary nothing."""
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
+    def save(self, path: Path) -> None:
+        """Write it as a tokenizer.json, which transformers reads."""
+        self._backend.save(str(path))
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes one token stands for; a special token's are those of its name, an unknown id's are none."""
         token = self._backend.id_to_token(token_id)

@@ -37,6 +37,13 @@ def test_decoding_equals_hugging_faces_with_and_without_special_tokens(default: 
         assert default.decode(case["ids"]) == case["decoded_without_special"]
 
 
+def test_a_saved_tokenizer_reads_back_the_same(default: Tokenizer, tmp_path: Path) -> None:
+    default.save(tmp_path / "tokenizer.json")
+    read = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    for case in GOLDEN["corpus"][:20]:
+        assert read.encode(case["text"]).ids == case["ids"]
+
+
 def test_chats_render_as_hugging_faces(default: Tokenizer) -> None:
     for chat in GOLDEN["chats"]:
         assert default.render_chat(chat["messages"], chat["add_generation_prompt"]) == chat["text"]
