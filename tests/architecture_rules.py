@@ -28,7 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("jaxinfer.runtime", "jaxinfer.speculative", "jaxinfer.sampling", "jaxinfer.structured_output"),
     ("jaxinfer.models",),
     ("jaxinfer.layers",),
-    ("jaxinfer.kv_cache",),
+    ("jaxinfer.kv_cache", "jaxinfer.kv_tiers"),
     # models.config, alone of models, is a plain record of a model's shapes: layers and caches are built from it.
     (
         "jaxinfer.models.config",
@@ -57,6 +57,7 @@ JAX_FREE = (
     "jaxinfer/kv_cache/allocator.py",
     "jaxinfer/kv_cache/radix_cache.py",
     "jaxinfer/kv_cache/manager.py",
+    "jaxinfer/kv_tiers/*.py",
     "jaxinfer/prefill/scheduler.py",
     "jaxinfer/prefill/batch.py",
     "jaxinfer/decode/scheduler.py",

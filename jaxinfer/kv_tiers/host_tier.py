@@ -1,0 +1,39 @@
+"""HostTier: pages in host memory. Imports no JAX."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxinfer.config import ConfigError, format_bytes
+from jaxinfer.kv_tiers.rate import Rate
+from jaxinfer.kv_tiers.slots import Slots
+
+HOST_GUESS = 20e9  # bytes a second
+
+
+class HostTier:
+    """Slots in one array of at most `size` bytes, which the system backs with memory as slots are first written."""
+
+    def __init__(self, size: int, page_bytes: int) -> None:
+        num_slots = size // page_bytes
+        if not num_slots:
+            raise ConfigError(f"kv_host_memory of {format_bytes(size)} holds no page of {format_bytes(page_bytes)}: give more")
+        try:
+            self._pages = np.empty((num_slots, page_bytes), np.uint8)
+        except (MemoryError, ValueError) as error:  # ValueError: more than an array can have
+            raise ConfigError(f"kv_host_memory of {format_bytes(size)} is more than this machine gives: give less") from error
+        self.slots = Slots(num_slots)
+        self.rate = Rate(HOST_GUESS)
+        self.num_hits = 0  # pages read
+
+    def page(self, slot: int) -> np.ndarray:
+        """The slot itself, uint8[page_bytes]."""
+        return self._pages[slot]
+
+    def write(self, slot: int, page: np.ndarray) -> None:
+        np.copyto(self._pages[slot].reshape(page.shape), page)
+
+    def read(self, slot: int, out: np.ndarray) -> str | None:
+        """Copy a page to `out`. Host memory is trusted: never a reason to refuse it."""
+        np.copyto(out, self._pages[slot])
+        return None

@@ -1,0 +1,277 @@
+"""Tiers: the one door to KV pages that devices had no room to keep: in host memory, and in a file on disk. Imports no JAX."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jaxinfer.kv_tiers.disk_file import MAX_KEY_SIZE
+from jaxinfer.kv_tiers.disk_tier import DiskTier
+from jaxinfer.kv_tiers.host_tier import HostTier
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What the tiers have of a prefix, and how long fetching it would take, by the rates of late."""
+
+    num_pages: int  # leading ones
+    host_bytes: int
+    disk_bytes: int  # only there
+    seconds: float
+    wait_seconds: float  # until the fetches before it are done
+
+
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """Gauges are of now, counters only grow."""
+
+    # Gauges
+    host_pages: int
+    host_bytes: int
+    disk_pages: int
+    disk_bytes: int
+    num_unsaved: int  # wait in host memory to be written to disk
+    host_bytes_per_second: float
+    disk_bytes_per_second: float
+    # Counters
+    num_host_hits: int  # pages fetched from host memory
+    num_disk_hits: int
+    num_dropped: int  # pages that found no room: the disk is too slow, full or failing
+    num_failed_writes: int
+    written_bytes: int  # to disk
+    refused: dict[str, int] = field(default_factory=dict)  # reason -> pages of the file that were not believed
+
+
+class Tiers:
+    """Pages by key: at most MAX_KEY_SIZE bytes that name a page and all before it. What is put goes to host memory, where the least
+    recently used page makes room. With a disk every page is also written to its file, in a thread of its own, so that it stays when
+    host memory drops it; a page dropped before its turn came is lost (and counted), for nobody ever waits for a disk.
+
+    `put`, `touch`, `find` and `fetch` are for one thread, and none of them waits for I/O; `stats` may be read from any. One lock guards the
+    books of both tiers and is never held while bytes move: whoever moves them holds the slot instead."""
+
+    def __init__(self, page_bytes: int, host_size: int, disk: tuple[str, int] | None = None, fingerprint: bytes = b"") -> None:
+        """`disk`: a file's path and the most bytes it may take. `fingerprint`: all that the meaning of a page depends on but its key.
+        Raises `ConfigError` for sizes that hold no page, and for a file that can't be used."""
+        self.page_bytes = page_bytes
+        self._host = HostTier(host_size, page_bytes)
+        self._disk = DiskTier(*disk, page_bytes, fingerprint) if disk else None
+        self._changed = threading.Condition()  # guards all below, and the tiers' books
+        self._unsaved: dict[bytes, None] = {}  # pages in host memory that are to be written, in this order
+        self._is_writing = False
+        self._pending: dict[Future[np.ndarray], float] = {}  # fetches not done -> seconds that they were to take
+        self._num_dropped = self._written_bytes = 0
+        self._is_closing = False
+        self._reader = ThreadPoolExecutor(1, "kv-tiers-reader")
+        self._writer: threading.Thread | None = None
+        if self._disk:
+            self._writer = threading.Thread(target=self._write_behind, args=(self._disk,), name="kv-tiers-writer", daemon=True)
+            self._writer.start()
+
+    def put(self, pages: Iterable[tuple[bytes, np.ndarray]]) -> None:
+        """Keep copies of pages: uint8 of any shape and strides with `page_bytes` elements. What comes last is kept longest: give a
+        prefix's end before its beginning, without which it is worth nothing. A key that is here already keeps its bytes."""
+        for key, page in pages:
+            assert len(key) <= MAX_KEY_SIZE, key
+            with self._changed:
+                self._touch(key)
+                is_in_host = key in self._host.slots
+            if not is_in_host:
+                self._put_in_host(key, page)
+
+    def touch(self, key: bytes) -> bool:
+        """Mark a page as just used, as `put` does. False if it is not here: then it is worth a copy from the device."""
+        with self._changed:
+            return self._touch(key)
+
+    def find(self, keys: Sequence[bytes]) -> Found:
+        """How many leading keys are all here. Changes nothing."""
+        with self._changed:
+            return self._find(keys)
+
+    def fetch(self, keys: Sequence[bytes]) -> Future[np.ndarray]:
+        """Begin to read pages; the future's result is uint8[num_pages, page_bytes], read-only, of the leading ones that are here and
+        whole: perhaps fewer than were found. Poll it with `done`; `cancel` it when nobody needs it any more."""
+        with self._changed:
+            found = self._find(keys)
+            keys = tuple(keys[: found.num_pages])
+            for key in reversed(keys):
+                self._touch(key)
+            fetched: Future[np.ndarray] = Future()
+            self._pending[fetched] = found.seconds
+        fetched.add_done_callback(self._forget_pending)
+        self._reader.submit(self._read, keys, fetched)
+        return fetched
+
+    def stats(self) -> TierStats:
+        with self._changed:
+            now, disk = time.monotonic(), self._disk
+            host_pages, disk_pages = len(self._host.slots), len(disk.slots) if disk else 0
+            return TierStats(
+                host_pages=host_pages,
+                host_bytes=host_pages * self.page_bytes,
+                disk_pages=disk_pages,
+                disk_bytes=disk_pages * self.page_bytes,
+                num_unsaved=len(self._unsaved) + self._is_writing,
+                host_bytes_per_second=self._host.rate.bytes_per_second(now),
+                disk_bytes_per_second=disk.rate.bytes_per_second(now) if disk else 0.0,
+                num_host_hits=self._host.num_hits,
+                num_disk_hits=disk.num_hits if disk else 0,
+                num_dropped=self._num_dropped,
+                num_failed_writes=disk.num_failed_writes if disk else 0,
+                written_bytes=self._written_bytes,
+                refused=dict(disk.refused) if disk else {},
+            )
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until all that was put is on disk or given up. False if that took longer than `timeout` seconds."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._unsaved and not self._is_writing, timeout)
+
+    def close(self, timeout: float = 10.0) -> None:
+        """Give up fetches that have not begun, write what is unsaved for at most so many seconds, and let go of the file."""
+        if self._is_closing:
+            return
+        self._reader.shutdown(cancel_futures=True)
+        for fetched in tuple(self._pending):
+            fetched.cancel()
+        self.flush(timeout)
+        with self._changed:
+            self._is_closing = True
+            self._unsaved.clear()
+            self._changed.notify_all()
+        if self._disk and self._writer:
+            self._writer.join()
+            self._disk.close()
+
+    def _touch(self, key: bytes) -> bool:
+        is_on_disk = self._disk is not None and self._disk.slots.touch(key)
+        return self._host.slots.touch(key) or is_on_disk
+
+    def _find(self, keys: Sequence[bytes]) -> Found:
+        in_host = on_disk = 0
+        for key in keys:
+            if key in self._host.slots:
+                in_host += 1
+            elif self._disk and key in self._disk.slots:
+                on_disk += 1
+            else:
+                break
+        host_bytes, disk_bytes, now = in_host * self.page_bytes, on_disk * self.page_bytes, time.monotonic()
+        seconds = self._host.rate.seconds_for(host_bytes, now)
+        if self._disk:
+            seconds += self._disk.rate.seconds_for(disk_bytes, now)
+        return Found(in_host + on_disk, host_bytes, disk_bytes, seconds, sum(self._pending.values()))
+
+    def _forget_pending(self, fetched: Future[np.ndarray]) -> None:
+        with self._changed:
+            del self._pending[fetched]
+
+    def _put_in_host(self, key: bytes, page: np.ndarray) -> None:
+        """Copy a page into host memory, whoever has to go for it. If every slot is in use this moment, the page is dropped."""
+        with self._changed:
+            while (slot := self._host.slots.reserve()) is None:
+                gone = self._host.slots.evict()
+                if gone is None:
+                    self._num_dropped += 1
+                    return
+                if gone in self._unsaved:
+                    del self._unsaved[gone]
+                    self._num_dropped += 1
+        self._host.write(slot, page)
+        with self._changed:
+            self._host.slots.publish(key, slot)
+            if self._disk and key not in self._disk.slots:
+                self._unsaved[key] = None
+                self._changed.notify_all()
+
+    def _read(self, keys: Sequence[bytes], fetched: Future[np.ndarray]) -> None:
+        """In the reader's thread."""
+        if not fetched.set_running_or_notify_cancel():
+            return
+        try:
+            pages, from_disk = self._read_pages(keys)
+        except Exception as error:
+            fetched.set_exception(error)
+            return
+        fetched.set_result(pages)
+        # What came from disk is wanted now: the beginning last, and no more than there is room for. Nobody waits for this.
+        for index in reversed(from_disk[: self._host.slots.num_slots]):
+            self._put_in_host(keys[index], pages[index])
+
+    def _read_pages(self, keys: Sequence[bytes]) -> tuple[np.ndarray, list[int]]:
+        """The leading pages that are whole, and which of them came from disk."""
+        pages = np.empty((len(keys), self.page_bytes), np.uint8)
+        from_disk: list[int] = []
+        num_read = 0
+        for key, page in zip(keys, pages, strict=True):
+            tier = self._read_page(key, page)
+            if tier is None:
+                break
+            if tier is self._disk:
+                from_disk.append(num_read)
+            num_read += 1
+        pages.flags.writeable = False
+        return pages[:num_read], from_disk
+
+    def _read_page(self, key: bytes, out: np.ndarray) -> HostTier | DiskTier | None:
+        """The tier a page was copied from; None if it is in none, or was refused."""
+        with self._changed:
+            tier: HostTier | DiskTier | None = self._host
+            slot = self._host.slots.hold(key)
+            if slot is None:
+                tier, slot = self._disk, self._disk.slots.hold(key) if self._disk else None
+            if tier is None or slot is None:
+                return None
+        start = time.monotonic()
+        refusal = tier.read(slot, out)
+        now = time.monotonic()
+        with self._changed:
+            tier.slots.release(slot)
+            if isinstance(tier, DiskTier) and refusal:
+                tier.refused[refusal] += 1
+                tier.slots.forget(key, slot)
+                return None
+            tier.rate.observe(self.page_bytes, now - start, now)
+            tier.num_hits += 1
+        return tier
+
+    def _write_behind(self, disk: DiskTier) -> None:
+        """The writer's thread: unsaved pages to the file, one after another."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._unsaved or self._is_closing)
+                if self._is_closing:
+                    return
+                key = next(iter(self._unsaved))
+                del self._unsaved[key]
+                self._changed.notify_all()
+                if key in disk.slots:  # it left host memory while it was written, and came back
+                    continue
+                target = disk.reserve(time.monotonic())
+                if target is None:
+                    self._num_dropped += 1
+                    continue
+                source = self._host.slots.hold(key)
+                assert source is not None, "an unsaved page is in host memory"
+                self._is_writing = True
+            result: int | OSError
+            try:
+                result = disk.write(target, key, self._host.page(source))
+            except OSError as error:
+                result = error
+            with self._changed:
+                self._host.slots.release(source)
+                if isinstance(result, OSError):
+                    disk.fail(target, result, time.monotonic())
+                    self._num_dropped += 1
+                else:
+                    disk.publish(key, target, result)
+                    self._written_bytes += self.page_bytes
+                self._is_writing = False
+                self._changed.notify_all()
