@@ -32,7 +32,7 @@ class Usage(BaseModel):
 
     @classmethod
     def of(cls, usage: RequestUsage) -> Usage:
-        """A finished request's."""
+        """A request's so far."""
         return cls(
             prompt_tokens=usage.input_tokens,
             completion_tokens=usage.output_tokens,

@@ -104,6 +104,16 @@ BAD_CHATS = [
     ({"stream": True, "stream_options": {"include_usge": True}}, "stream_options.include_usge", "unknown_parameter", "include_usage"),
     (messages({"role": "user", "content": "x" * 600}), "messages", "context_length_exceeded", "context is 512 tokens"),
     ({"model": 3}, "model", "invalid_type", "valid string"),
+    ({"service_tier": "scale"}, "service_tier", "invalid_value", "'scale': it must be 'auto', 'default', 'flex' or 'priority'"),
+    ({"priority": 2**31}, "priority", "invalid_value", "2147483648: it must be an integer"),
+    ({"priority": "high"}, "priority", "invalid_type", "'high': it must be a valid integer"),
+    ({"priority": 3, "service_tier": "flex"}, "priority", "invalid_value", "priority is 3 and service_tier is 'flex': give one of them"),
+    ({"timeout": 0}, "timeout", "invalid_value", "timeout is 0: it must be a number of seconds above 0"),
+    ({"timeout": -3.5}, "timeout", "invalid_value", "-3.5"),
+    ({"timeout": "3"}, "timeout", "invalid_type", "'3': it must be a valid number"),
+    ({"timeout": True}, "timeout", "invalid_type", "True"),
+    ({"cache_salt": ""}, "cache_salt", "invalid_value", "must not be empty"),
+    ({"cache_salt": "\ud83d"}, "cache_salt", "invalid_value", "surrogate"),
 ]
 
 

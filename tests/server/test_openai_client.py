@@ -1,11 +1,13 @@
 """The official `openai` client against a real server on a socket."""
 
 import asyncio
+import time
 from collections.abc import Iterator
 
 import openai
 import pytest
 
+from jaxinfer.request import FinishReason
 from server.openai.app import create_app
 from tests.server.fakes import ANSWER
 from tests.server.serving import served
@@ -60,6 +62,49 @@ def test_completion_stream_with_extensions(api, backend):
     assert ANSWER.startswith("".join(chunk.choices[0].text for chunk in stream)[:10])
     [(_, _, params)] = backend.seen
     assert (params.top_k, params.ignore_eos) == (3, True)
+
+
+def test_turn_and_usage(api, backend):
+    answer = api.chat.completions.create(
+        model="tiny",
+        messages=MESSAGES,
+        service_tier="flex",
+        extra_body={"cache_salt": "s", "timeout": 60},
+        extra_headers={"x-session-affinity": "talk"},
+        timeout=5,  # the client's own, which it tells the server in a header
+    )
+    assert answer.service_tier == "flex"
+    assert answer.usage.jaxinfer == {"queue_seconds": 0.25, "prefill_seconds": 0.5, "decode_seconds": 0.125}
+    [context] = backend.contexts
+    assert (context.priority, context.session) == (10, "anonymous/talk")
+    assert context.deadline > time.monotonic() + 30
+
+
+def test_turn_and_usage_of_a_stream(api, backend):
+    raw = api.completions.with_raw_response.create(
+        model="tiny",
+        prompt="Tell",
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"priority": -2},
+        extra_headers={"x-session-affinity": "talk"},
+    )
+    assert raw.headers["x-session-affinity"] == "talk"
+    *_, last = raw.parse()
+    assert last.usage.jaxinfer["prefill_seconds"] == 0.5
+    assert backend.contexts[0].priority == -2
+
+
+def test_a_timeout_is_not_asked_again(url, backend):
+    backend.gives_up = FinishReason.TIMEOUT
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=2) as api:
+        with pytest.raises(openai.APIStatusError) as timeout:
+            api.chat.completions.create(model="tiny", messages=MESSAGES, extra_body={"timeout": 0.1})
+        assert (timeout.value.status_code, timeout.value.code) == (408, "timeout")
+        backend.hold_after = 3
+        with pytest.raises(openai.APIError, match="timeout"):
+            list(api.chat.completions.create(model="tiny", messages=MESSAGES, stream=True))
+    assert len(backend.seen) == 2
 
 
 def test_models(api):
