@@ -28,6 +28,7 @@ class Backend(Protocol):
     that iterates) aborts the request and frees its pages."""
 
     max_model_len: int  # tokens, prompt plus output
+    max_batch_size: int  # sequences decoded at once
 
     def generate(
         self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, context: RequestContext = ANYONE

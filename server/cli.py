@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -151,18 +152,20 @@ def _stream_to_terminal(engine: Engine, token_ids: list[int], params: SamplingPa
 
 
 def _serve(arguments: argparse.Namespace) -> int:
+    from server.batches.batch_store import BatchStore
     from server.graceful import GracefulServer
     from server.local_backend import LocalBackend
     from server.openai.app import create_app
 
     config = _server_config(arguments)
     console = Console(stderr=True)
-    with _listening_socket(config) as listener:  # before the long start, which a taken port would waste
+    store = closing(BatchStore(Path(config.batch_dir).expanduser())) if config.batch_dir else nullcontext()
+    with _listening_socket(config) as listener, store as batches:  # before the long start, which a failure would waste
         engine = _start_engine(arguments, console)
         console.print(summary_table(engine.stats))
         host, port = listener.getsockname()[:2]
         message = f"{config.model_name} is ready on http://{f'[{host}]' if ':' in host else host}:{port}"
-        app = create_app(LocalBackend(engine), engine.tokenizer, config)
+        app = create_app(LocalBackend(engine), engine.tokenizer, config, store=batches)
         GracefulServer(app, config, on_started=lambda: console.print(message, highlight=False)).run(sockets=[listener])
     return 0
 

@@ -22,6 +22,8 @@ class ServerConfig:
     request_timeout: float | None = _flag(None, "most seconds a request may take, whatever its timeout says; then it is given up")
     usage_log: str | None = _flag(None, "file to append a JSON line to for each request: whose it was, its tokens, its device time")
     max_body_size: str = _flag("32MiB", "largest request body; above it a request is answered 413")
+    batch_dir: str | None = _flag(None, "folder to keep /v1/files and /v1/batches in, one server's alone; none: both are off")
+    max_file_size: str = _flag("200MiB", "largest file that may be uploaded to /v1/files")
     max_prompts: int = _flag(128, "most prompts in one completions request")
     shutdown_timeout: float = _flag(60.0, "seconds that running requests get to finish after SIGTERM")
     log_level: str = _flag("info", "least level that is logged", choices=("debug", "info", "warning", "error"))
@@ -42,12 +44,17 @@ class ServerConfig:
             raise ConfigError(f"max_prompts is {self.max_prompts}: it must be at least 1")
         if self.shutdown_timeout < 0:
             raise ConfigError(f"shutdown_timeout is {self.shutdown_timeout}: give seconds, 0 or more")
-        if self.max_body_bytes < 1:
-            raise ConfigError(f"max_body_size is {self.max_body_size!r}: give at least 1 byte")
+        for name in ("max_body_size", "max_file_size"):
+            if parse_bytes(name, getattr(self, name)) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}: give at least 1 byte")
 
     @property
     def max_body_bytes(self) -> int:
         return parse_bytes("max_body_size", self.max_body_size)
+
+    @property
+    def max_file_bytes(self) -> int:
+        return parse_bytes("max_file_size", self.max_file_size)
 
     @property
     def model_name(self) -> str:

@@ -11,6 +11,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from prometheus_client.registry import Collector
 
 from jaxinfer.stats import TIME_BUCKETS, EngineStats, Histogram
+from server.batches.runner import BatchCounts
 from server.usage import Outcome, TenantTotals
 
 Answered = Mapping[tuple[str, str, int], int]  # HTTP requests by method, route and status
@@ -56,8 +57,8 @@ _TENANT_COUNTERS = {
 class _StatsCollector(Collector):
     """Reads the stats when it is asked, so that the engine never waits for an exporter."""
 
-    def __init__(self, stats: EngineStats, answered: Answered, usage: Usage) -> None:
-        self._stats, self._answered, self._usage = stats, answered, usage
+    def __init__(self, stats: EngineStats, answered: Answered, usage: Usage, batches: BatchCounts | None) -> None:
+        self._stats, self._answered, self._usage, self._batches = stats, answered, usage, batches
 
     def collect(self) -> Iterable[Metric]:
         stats = self._stats
@@ -69,6 +70,8 @@ class _StatsCollector(Collector):
             yield _histogram(f"jaxinfer_{name}", help, getattr(stats, field))
         yield from self._labelled()
         yield from self._by_tenant()
+        if self._batches is not None:
+            yield from self._of_batches(self._batches)
 
     def _labelled(self) -> Iterable[Metric]:
         stats = self._stats
@@ -89,6 +92,13 @@ class _StatsCollector(Collector):
         for (method, route, code), count in dict(self._answered).items():
             answered.add_metric([method, route, str(code)], count)
         yield from (used, total, devices, memory, finished, answered)
+
+    def _of_batches(self, batches: BatchCounts) -> Iterable[Metric]:
+        lines = CounterMetricFamily("jaxinfer_batch_lines", "Lines of batches answered, by whether with an error", labels=["outcome"])
+        lines.add_metric(["completed"], batches.num_completed)
+        lines.add_metric(["failed"], batches.num_failed)
+        yield lines
+        yield GaugeMetricFamily("jaxinfer_batch_lines_waiting", "Lines of batches in progress without an answer", value=batches.num_waiting)
 
     def _by_tenant(self) -> Iterable[Metric]:
         usage = dict(self._usage)
@@ -111,10 +121,10 @@ def _histogram(name: str, help: str, histogram: Histogram) -> HistogramMetricFam
     return HistogramMetricFamily(name, help, buckets=list(zip(bounds, cumulative, strict=True)), sum_value=histogram.total)
 
 
-def metrics_text(stats: EngineStats, answered: Answered, usage: Usage) -> tuple[bytes, str]:
+def metrics_text(stats: EngineStats, answered: Answered, usage: Usage, batches: BatchCounts | None = None) -> tuple[bytes, str]:
     """Prometheus' text format, and its content type."""
     registry = CollectorRegistry()
-    registry.register(_StatsCollector(stats, answered, usage))
+    registry.register(_StatsCollector(stats, answered, usage, batches))
     return generate_latest(registry), CONTENT_TYPE_PLAIN_0_0_4
 
 

@@ -63,8 +63,13 @@ async def answer_line(
     if isinstance(line, ApiError):
         return no_answer(id, custom_id, line.code, line.message)
     status, body = await _respond(service, line, caller)
-    response = {"status_code": status, "request_id": id.replace("batch_req", "req"), "body": body}
+    response = {"status_code": status, "request_id": request_id(id), "body": body}
     return {"id": id, "custom_id": custom_id, "response": response, "error": None}
+
+
+def request_id(id: str) -> str:
+    """A line's name in its own answer and in the usage log, by the id of the answer."""
+    return id.replace("batch_req", "req")
 
 
 def no_answer(id: str, custom_id: str | None, code: str | None, message: str) -> dict[str, Any]:

@@ -15,12 +15,16 @@ from starlette.exceptions import HTTPException
 
 from jaxinfer.tokenizer import Tokenizer
 from server.backend import Backend
+from server.batches.batch_store import BatchStore
+from server.batches.runner import BatchRunner
 from server.config import ServerConfig
 from server.metrics import live_numbers, metrics_text
 from server.openai import chat, completions
+from server.openai.batches import CreateBatch, add_batches
 from server.openai.body import parse, read_body
 from server.openai.caller import ANONYMOUS, tenant_name
 from server.openai.errors import ApiError, from_exception, quoted
+from server.openai.files import add_files
 from server.openai.front_door import FrontDoor, Traffic
 from server.openai.protocol import ChatRequest, CompletionRequest
 from server.openai.responses import ChatCompletion, Completion, Health, Model, ModelList
@@ -35,17 +39,26 @@ STATIC = Path(__file__).parent.parent / "static"
 PAGE_HEADERS = {"Content-Security-Policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'", "Cache-Control": "no-cache"}
 
 
-def create_app(backend: Backend, tokenizer: Tokenizer, config: ServerConfig, usage_log: UsageLog | None = None) -> FastAPI:
-    """The whole HTTP front. `app.state.traffic` counts requests and begins a shutdown."""
+def create_app(
+    backend: Backend, tokenizer: Tokenizer, config: ServerConfig, usage_log: UsageLog | None = None, store: BatchStore | None = None
+) -> FastAPI:
+    """The whole HTTP front. `app.state.traffic` counts requests and begins a shutdown. `store` holds files and batches; without it
+    there are none."""
     traffic = Traffic()
     usage = UsageMeter([tenant_name(key) for key in config.api_keys] or [ANONYMOUS], usage_log)
+    service = Service(backend, tokenizer, config, int(time.time()), usage)
+    runner = None if store is None else BatchRunner(service, store, lambda: backend.is_ready() and not traffic.is_closing)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await backend.start()
         traffic.open()
+        if runner is not None:
+            runner.start()
         yield
         traffic.close()
+        if runner is not None:
+            await runner.stop()
         await backend.stop()
 
     # FastAPI's interactive documentation loads from a CDN, so only the OpenAPI page itself is served.
@@ -53,10 +66,15 @@ def create_app(backend: Backend, tokenizer: Tokenizer, config: ServerConfig, usa
     app.state.traffic = traffic
     app.add_middleware(FrontDoor, config=config, traffic=traffic)
     app.add_exception_handler(HTTPException, _answer_http_exception)
-    _add_api(app, Service(backend, tokenizer, config, int(time.time()), usage))
-    _add_operations(app, backend, traffic, usage)
+    _add_api(app, service)
+    if store is not None and runner is not None:
+        add_files(app, store.files, config.max_file_bytes)
+        add_batches(app, store, runner, config.max_body_bytes)
+    else:
+        _add_absence(app)
+    _add_operations(app, backend, traffic, usage, runner)
     app.mount("/static", StaticFiles(directory=STATIC), name="static")
-    app.openapi = openapi_page(app, [ChatRequest, CompletionRequest], has_keys=bool(config.api_keys))  # type: ignore[method-assign]
+    app.openapi = openapi_page(app, [ChatRequest, CompletionRequest, CreateBatch], has_keys=bool(config.api_keys))  # type: ignore[method-assign]
     return app
 
 
@@ -97,7 +115,15 @@ def _add_api(app: FastAPI, service: Service) -> None:
         return model(model_id)
 
 
-def _add_operations(app: FastAPI, backend: Backend, traffic: Traffic, usage: UsageMeter) -> None:
+def _add_absence(app: FastAPI) -> None:
+    @app.api_route("/v1/files{path:path}", methods=["GET", "POST", "DELETE"], include_in_schema=False)
+    @app.api_route("/v1/batches{path:path}", methods=["GET", "POST"], include_in_schema=False)
+    async def no_batches() -> None:
+        message = "this server keeps no files and batches: start it with --batch-dir and a folder for them"
+        raise ApiError(404, message, code="batches_disabled")
+
+
+def _add_operations(app: FastAPI, backend: Backend, traffic: Traffic, usage: UsageMeter, runner: BatchRunner | None) -> None:
     """The chat page, and what watches over a server asks for. None of these needs a key."""
 
     @app.get("/health", responses={503: {"model": Health, "description": "The engine has failed; restart the server"}})
@@ -113,7 +139,7 @@ def _add_operations(app: FastAPI, backend: Backend, traffic: Traffic, usage: Usa
 
     @app.get("/metrics", responses={200: {"content": {"text/plain": {}}}}, response_class=Response)
     async def metrics() -> Response:
-        text, content_type = metrics_text(backend.stats(), traffic.num_answered, usage.totals)
+        text, content_type = metrics_text(backend.stats(), traffic.num_answered, usage.totals, runner.counts() if runner else None)
         return Response(text, headers={"content-type": content_type})
 
     @app.get("/stats", include_in_schema=False)

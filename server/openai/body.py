@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
+from starlette.types import Message
 
 from server.openai.errors import ApiError, from_validation
 
@@ -14,19 +15,29 @@ Body = TypeVar("Body", bound=BaseModel)
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The body's bytes. Raises `ApiError` 413 as soon as it proves larger than `limit`, before reading the rest."""
+    """The body's bytes. Raises `ApiError` 413 for one that is `limited`'s."""
     content_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if content_type != "application/json" and not content_type.endswith("+json"):
         raise ApiError(400, f"the Content-Type is {content_type[:80]!r}: send application/json", code="invalid_content_type")
+    return await limited(request, limit).body()
+
+
+def limited(request: Request, limit: int) -> Request:
+    """The same request, whose body raises `ApiError` 413 as soon as it proves larger than `limit`, before the rest is read."""
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared[:20]) > limit:
         raise _too_large(limit)
-    raw = bytearray()
-    async for chunk in request.stream():
-        raw += chunk
-        if len(raw) > limit:
+    num_bytes = 0
+
+    async def receive() -> Message:
+        nonlocal num_bytes
+        message = await request.receive()
+        num_bytes += len(message.get("body", b""))
+        if num_bytes > limit:
             raise _too_large(limit)
-    return bytes(raw)
+        return message
+
+    return Request(request.scope, receive)
 
 
 def _too_large(limit: int) -> ApiError:

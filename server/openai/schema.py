@@ -16,8 +16,9 @@ from server.openai.errors import ErrorBody
 _MEANINGS = {
     400: "The request can't be served as asked",
     401: "No API key, or a wrong one",
-    404: "No such model",
+    404: "No such model, file or batch",
     408: "The request's timeout passed",
+    409: "The batch has ended",
     413: "The body is too large",
     429: "The queue is full; see Retry-After",
     500: "Internal error",
@@ -41,6 +42,12 @@ def documented_body(model: type[BaseModel]) -> dict[str, Any]:
         "schema": {"type": "string", "pattern": f"^{SESSION.pattern}$"},
     }
     return {"requestBody": body, "parameters": [session]}
+
+
+def documented_query(model: type[BaseModel]) -> dict[str, Any]:
+    """For a route's `openapi_extra`: its query has the fields of `model`."""
+    properties = model.model_json_schema()["properties"]
+    return {"parameters": [{"name": name, "in": "query", "schema": schema} for name, schema in properties.items()]}
 
 
 def openapi_page(app: FastAPI, bodies: Sequence[type[BaseModel]], *, has_keys: bool) -> Callable[[], dict[str, Any]]:

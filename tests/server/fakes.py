@@ -38,6 +38,7 @@ class FakeBackend:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.max_model_len = MAX_MODEL_LEN
+        self.max_batch_size = 8
         self.tokenizer = tokenizer
         self.seen: list[tuple[str, tuple[int, ...], SamplingParams]] = []
         self.contexts: list[RequestContext] = []
