@@ -12,12 +12,14 @@ ARGS ?=
 comma := ,
 BIN := .venv/bin
 PARITY := .venv-parity/bin
+GUIDELLM := .venv-guidellm/bin
 RUN_STAMP := .venv/.installed$(if $(EXTRA),-$(EXTRA))
 TEST_STAMP := .venv/.installed-test
 PARITY_STAMP := .venv-parity/.installed
+GUIDELLM_STAMP := .venv-guidellm/.installed
 CHECKED := jaxinfer pallas_kernels sharding checkpoints server tests benchmarks examples
 
-.PHONY: help demo serve test check fix golden test-parity bench clean
+.PHONY: help demo serve test check fix golden test-parity bench replay soak clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,8 +52,15 @@ golden: $(PARITY_STAMP) ## write the reference implementation's results anew to 
 bench: $(TEST_STAMP) $(PARITY_STAMP) ## this engine against transformers on this machine, one run, as ratios
 	@$(BIN)/python -m benchmarks.offline --peer-python $(PARITY)/python $(ARGS)
 
+replay: $(TEST_STAMP) $(GUIDELLM_STAMP) ## a service's trace against this server (TRACE=file, in the format of Mooncake's traces)
+	@test -n "$(TRACE)" || { echo "Give a trace: make replay TRACE=conversation_trace.jsonl (docs/load_tests.md says where there is one)."; exit 1; }
+	@$(BIN)/python -m benchmarks.replay --serve --trace "$(TRACE)" $(ARGS)
+
+soak: $(TEST_STAMP) ## overload, aborts, bad requests: what must hold (ARGS="--minutes 10")
+	@$(BIN)/python -m benchmarks.soak $(ARGS)
+
 clean: ## remove the virtual environments and what tools left (model and compilation caches stay)
-	rm -rf .venv .venv-parity build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .schemathesis
+	rm -rf .venv .venv-parity .venv-guidellm build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .schemathesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 %/bin/python:
@@ -74,3 +83,9 @@ $(PARITY_STAMP): pyproject.toml | $(PARITY)/python
 	@echo "installing jaxinfer, torch and transformers into .venv-parity (some minutes, once)"
 	@$(PARITY)/python -m pip install --quiet --disable-pip-version-check --editable '.[test,parity]'
 	@touch $@
+
+# torch as for parity: without its GPU parts where the index has such a build. Without guidellm a replay says that it is absent.
+$(GUIDELLM_STAMP): | $(GUIDELLM)/python
+	@echo "installing guidellm into .venv-guidellm (some minutes, once)"
+	@$(GUIDELLM)/python -m pip install --quiet --disable-pip-version-check 'guidellm>=0.8,<0.9' 'torch==2.13.0' \
+		&& touch $@ || echo "guidellm can't be installed here"

@@ -1,0 +1,138 @@
+"""A service's trace (Mooncake's format), scaled to a machine: which requests, when, how long, and prompts whose tokens are equal where
+the trace's hashes are.
+
+A line is a request: {"timestamp": milliseconds, "input_length": tokens, "output_length": tokens, "hash_ids": [...]}, a hash for each
+block of 512 prompt tokens (the last one may be partial); equal hashes stand for equal tokens after equal tokens. The public traces
+are of Mooncake, "Trading More Storage for Less Computation" (Qin et al., FAST'25), https://github.com/kvcache-ai/Mooncake."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+BLOCK = 512  # prompt tokens a hash of the trace stands for
+
+
+class TraceError(ValueError):
+    """A trace that can't be read; the message names the line."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    timestamp: float  # milliseconds
+    input_length: int
+    output_length: int
+    hash_ids: tuple[int, ...]
+
+    @property
+    def session(self) -> tuple[int, ...]:
+        """What the requests of one conversation have in common: its first two blocks. The first alone, the system prompt, is
+        nearly everyone's."""
+        return self.hash_ids[:2]
+
+
+def read_trace(path: Path) -> list[TraceRequest]:
+    """Requests in order of arrival. Raises `TraceError` for a line that is none, and for a trace without any."""
+    requests = []
+    with open(path, encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                try:
+                    requests.append(_parse(json.loads(line)))
+                except (ValueError, KeyError, TypeError) as error:
+                    raise TraceError(f"{path}, line {number}: {type(error).__name__}: {error}") from error
+    if not requests:
+        raise TraceError(f"{path} has no requests")
+    return sorted(requests, key=lambda r: r.timestamp)
+
+
+def _parse(row: dict) -> TraceRequest:
+    request = TraceRequest(float(row["timestamp"]), int(row["input_length"]), int(row["output_length"]), tuple(map(int, row["hash_ids"])))
+    if request.input_length < 1 or request.output_length < 1:
+        raise ValueError("input_length and output_length must be at least 1")
+    if len(request.hash_ids) != -(-request.input_length // BLOCK):
+        raise ValueError(f"{len(request.hash_ids)} hashes for {request.input_length} tokens: one for each {BLOCK} is right")
+    return request
+
+
+def pick(trace: Sequence[TraceRequest], count: int, how: str) -> list[TraceRequest]:
+    """About `count` requests (exactly for `how` "first"): the first ones, or those of whole
+    sessions, drawn from all over the trace. In order of arrival."""
+    if how == "first" or count >= len(trace):
+        return list(trace[:count])
+    sessions: dict[tuple[int, ...], list[int]] = {}
+    for number, request in enumerate(trace):
+        sessions.setdefault(request.session, []).append(number)
+    order = list(sessions.values())
+    random.Random(0).shuffle(order)  # the same in every run
+    chosen: list[int] = []
+    for members in order:
+        if len(chosen) + len(members) <= count:
+            chosen += members
+    if not chosen:
+        raise TraceError(f"no session of the trace has as few as {count} requests: pick the first ones instead")
+    return [trace[number] for number in sorted(chosen)]
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """`block_size` tokens stand for a block of the trace's; outputs are multiplied by `output`, times by `time`."""
+
+    block_size: int
+    output: float
+    time: float = 1.0
+
+    @classmethod
+    def of(cls, length: float, page_size: int, output: float | None = None, time: float = 1.0) -> Scale:
+        """The scale nearest `length` at which a block is whole pages, one at least: a server that caches whole pages then finds what
+        the trace shares, and nothing less."""
+        block_size = max(round(BLOCK * length / page_size), 1) * page_size
+        return cls(block_size, block_size / BLOCK if output is None else output, time)
+
+    @property
+    def length(self) -> float:
+        return self.block_size / BLOCK
+
+    def num_prompt(self, request: TraceRequest) -> int:
+        whole, rest = divmod(request.input_length, BLOCK)
+        return whole * self.block_size + -(-rest * self.block_size // BLOCK)
+
+    def num_output(self, request: TraceRequest) -> int:
+        return max(round(request.output_length * self.output), 1)
+
+    def fits(self, request: TraceRequest, max_model_len: int) -> bool:
+        return self.num_prompt(request) + self.num_output(request) <= max_model_len
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """Makes the prompts' tokens: from `low` to `high` - 1, a hash's the same wherever it stands. Another salt gives other tokens."""
+
+    scale: Scale
+    low: int
+    high: int
+    salt: int = 0
+
+    def tokens(self, request: TraceRequest) -> np.ndarray:
+        """int32[prompt tokens]."""
+        blocks = [self._block(hash_id) for hash_id in request.hash_ids]
+        return np.concatenate(blocks)[: self.scale.num_prompt(request)]
+
+    def _block(self, hash_id: int) -> np.ndarray:
+        rng = np.random.Generator(np.random.Philox(key=np.array([self.salt, hash_id % 2**64], np.uint64)))
+        return rng.integers(self.low, self.high, self.scale.block_size, dtype=np.int32)
+
+
+def pages_of(tokens: np.ndarray, page_size: int) -> Iterator[bytes]:
+    """A key for each whole page that a cache may hold of a prompt, from the first on: equal keys, equal tokens up to the page's
+    end. The last token is never among them: it has to be computed, so that there is something to sample from."""
+    so_far = hashlib.blake2b(digest_size=16)
+    for end in range(page_size, len(tokens), page_size):
+        so_far.update(tokens[end - page_size : end].tobytes())
+        yield so_far.digest()

@@ -1,0 +1,98 @@
+"""`jaxinfer serve` as a process of its own on a free port, and what it tells of itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from benchmarks.worker import ROOT
+
+START_TIMEOUT = 600.0  # seconds to load and compile
+STOP_TIMEOUT = 30.0  # seconds to end after SIGTERM
+
+
+class ServerError(RuntimeError):
+    """A server that doesn't start, or can't be asked."""
+
+
+class Server:
+    """Started by entering, stopped by leaving; `url` is its address. The port is free when it is chosen."""
+
+    def __init__(self, flags: Sequence[str]) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        # The log goes to a file, not a pipe: nobody reads it unless the server fails, and a full pipe would block it.
+        self._log = tempfile.TemporaryFile(mode="w+", encoding="utf-8", errors="replace")  # noqa: SIM115 - open as long as the server
+        command = [sys.executable, "-m", "server.cli", "serve", *flags, "--host", "127.0.0.1", "--port", str(port)]
+        self._process = subprocess.Popen(command, cwd=ROOT, stdout=self._log, stderr=subprocess.STDOUT)
+        self.pid = self._process.pid
+
+    def __enter__(self) -> Self:
+        deadline = time.monotonic() + START_TIMEOUT
+        try:
+            while not self._is_ready():
+                if self._process.poll() is not None or time.monotonic() > deadline:
+                    raise ServerError(f"the server did not become ready:\n{self.last_words()}")
+                time.sleep(0.2)
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._log.close()
+
+    def end(self) -> int | None:
+        """Send SIGTERM; returns the exit status, or None where it doesn't end in time."""
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            return self._process.wait(STOP_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def last_words(self, lines: int = 15) -> str:
+        self._log.seek(0)
+        return "".join(self._log.readlines()[-lines:])
+
+    def _is_ready(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/ready", timeout=5) as answer:
+                return bool(answer.status == 200)
+        except OSError:
+            return False
+
+
+def served_model(url: str) -> tuple[str, int | None]:
+    """The first model's name and its context in tokens, None where the server doesn't tell. Raises `ServerError`."""
+    headers = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"} if os.environ.get("OPENAI_API_KEY") else {}
+    try:
+        with urllib.request.urlopen(urllib.request.Request(f"{url}/v1/models", headers=headers), timeout=30) as answer:
+            model: dict[str, Any] = json.load(answer)["data"][0]
+    except (OSError, ValueError, LookupError) as error:
+        raise ServerError(
+            f"{url}/v1/models doesn't tell what is served ({error}): give the address of an OpenAI-compatible server"
+        ) from error
+    return model["id"], model.get("max_model_len")
+
+
+def parse_metrics(text: str) -> dict[str, float]:
+    """Prometheus' text -> value by name and labels, such as `jaxinfer_kv_pages_used{mesh="decode"}`."""
+    samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
+    return {s.name + ("{" + ",".join(f'{k}="{v}"' for k, v in s.labels.items()) + "}" if s.labels else ""): s.value for s in samples}
