@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from math import prod
 
 import jax
@@ -36,22 +37,25 @@ def load(source: TensorSource, targets: Mapping[str, jax.ShapeDtypeStruct], weig
 
 
 def _check(source: TensorSource, targets: Mapping[str, jax.ShapeDtypeStruct], weights: Mapping[str, Weight], weight_map: WeightMap) -> None:
-    names = set(source.names())
-    if missing := sorted(weight.tensor for weight in weights.values() if weight.tensor not in names):
+    names, called_for = set(source.names()), {name for weight in weights.values() for name in weight.tensors}
+    if missing := sorted(called_for - names):
         raise CheckpointError(
             f"{source.path}: {_some(missing)} missing, which this model's configuration calls for; fetch or convert the checkpoint again"
         )
-    if surplus := sorted(name for name in names - {weight.tensor for weight in weights.values()} if not weight_map.is_ignored(name)):
+    if surplus := sorted(name for name in names - called_for if not weight_map.is_ignored(name)):
         raise CheckpointError(
             f"{source.path}: {_some(surplus)} in the checkpoint but not in a model of this configuration: "
             "check that config.json belongs to these weights and that the architecture is supported"
         )
     for path, weight in weights.items():
-        shape, target = source.shape(weight.tensor), tuple(targets[path].shape)
-        if _groups(_oriented(shape, weight), target) is None:
+        target = tuple(targets[path].shape)
+        parts = _parts(source, weight, target)
+        fit = all(_groups(_oriented(source.shape(name), weight), part.shape) is not None for name, part in parts.items())
+        if not fit or sum(part.size for part in parts.values()) != target[weight.axis]:
+            shapes = " and ".join(f"tensor {name!r} has shape {list(source.shape(name))}" for name in weight.tensors)
             raise CheckpointError(
-                f"{source.path}: tensor {weight.tensor!r} has shape {list(shape)}, but the configuration calls for "
-                f"{list(target)}{' transposed' if weight.transpose else ''} (parameter {path!r}): check that the configuration belongs to these weights"
+                f"{source.path}: {shapes}, but the configuration calls for {list(target)}{' side by side' if len(parts) > 1 else ''}"
+                f"{' transposed' if weight.transpose else ''} (parameter {path!r}): check that the configuration belongs to these weights"
             )
 
 
@@ -61,30 +65,72 @@ def _some(names: list[str]) -> str:
 
 
 def _load_one(source: TensorSource, target: jax.ShapeDtypeStruct, weight: Weight) -> jax.Array:
-    parts: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
+    read: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
 
-    def part(index: Index | None) -> np.ndarray:
+    def shard(index: Index | None) -> np.ndarray:
         key = tuple(bounds(index, target.shape))
-        if key not in parts:  # devices that hold the same part share one read
-            parts[key] = _read_part(source, weight, target.shape, key).astype(target.dtype, copy=False)
-        return parts[key]
+        if key not in read:  # devices that hold the same shard share one read
+            read[key] = _read_shard(source, weight, target.shape, key, target.dtype)
+        return read[key]
 
-    return jax.make_array_from_callback(target.shape, target.sharding, part, dtype=target.dtype)
+    return jax.make_array_from_callback(target.shape, target.sharding, shard, dtype=target.dtype)
 
 
-def _read_part(source: TensorSource, weight: Weight, shape: tuple[int, ...], part: tuple[tuple[int, int], ...]) -> np.ndarray:
-    """The values of a parameter of `shape` within `part`, the (start, stop) of each dimension."""
-    groups = _groups(_oriented(source.shape(weight.tensor), weight), shape)
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A tensor's part of a parameter: `size` places along the weight's axis from `start` on."""
+
+    shape: tuple[int, ...]
+    start: int
+    size: int
+
+
+def _parts(source: TensorSource, weight: Weight, shape: tuple[int, ...]) -> dict[str, _Part]:
+    """Of each tensor of a parameter of `shape`, in order."""
+    axis = weight.axis % len(shape)
+    parts, start = {}, 0
+    for name in weight.tensors:
+        size = prod(source.shape(name)) * shape[axis] // prod(shape) if len(weight.tensors) > 1 else shape[axis]
+        parts[name] = _Part((*shape[:axis], size, *shape[axis + 1 :]), start, size)
+        start += size
+    return parts
+
+
+def _read_shard(
+    source: TensorSource, weight: Weight, shape: tuple[int, ...], within: tuple[tuple[int, int], ...], dtype: np.dtype
+) -> np.ndarray:
+    """The values of a parameter of `shape` within these (start, stop) of each dimension."""
+    if len(weight.tensors) == 1:
+        return _read_tensor(source, weight.tensors[0], weight, shape, within).astype(dtype, copy=False)
+    axis = weight.axis % len(shape)
+    values = np.empty([stop - start for start, stop in within], dtype)
+    first, last = within[axis]
+    for name, part in _parts(source, weight, shape).items():
+        start, stop = max(part.start, first), min(part.start + part.size, last)
+        if start < stop:
+            of_part = (*within[:axis], (start - part.start, stop - part.start), *within[axis + 1 :])
+            place = (*[slice(None)] * axis, slice(start - first, stop - first))
+            values[place] = _read_tensor(source, name, weight, part.shape, of_part)
+    return values
+
+
+def _read_tensor(
+    source: TensorSource, name: str, weight: Weight, shape: tuple[int, ...], within: tuple[tuple[int, int], ...]
+) -> np.ndarray:
+    """A tensor's values within these (start, stop) of each dimension of its part, which has this shape."""
+    groups = _groups(_oriented(source.shape(name), weight), shape)
     assert groups is not None
-    # Along each of the tensor's dimensions, read from the leading parameter dimension's first to its last; the others are cut after.
+    # Along each of the tensor's dimensions, read from the first to the last place of the outermost of the part's dimensions that it is
+    # split into (those of size 1 aside); the inner ones are cut after.
     ranges, read_shape, cut, at = [], [], [], 0
     for dims in groups:
-        (start, stop), inner = part[at], prod(dims[1:])
+        outer = next((i for i, size in enumerate(dims) if size > 1), 0)
+        (start, stop), inner = within[at + outer], prod(dims[outer + 1 :])
         ranges.append(slice(start * inner, stop * inner))
-        read_shape += [stop - start, *dims[1:]]
-        cut += [slice(None), *(slice(*r) for r in part[at + 1 : at + len(dims)])]
+        read_shape += [*dims[:outer], stop - start, *dims[outer + 1 :]]
+        cut += [*[slice(None)] * (outer + 1), *(slice(*r) for r in within[at + outer + 1 : at + len(dims)])]
         at += len(dims)
-    values = source.read(weight.tensor, tuple(reversed(ranges)) if weight.transpose else tuple(ranges))
+    values = source.read(name, tuple(reversed(ranges)) if weight.transpose else tuple(ranges))
     return (values.T if weight.transpose else values).reshape(read_shape)[tuple(cut)]
 
 

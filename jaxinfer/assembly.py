@@ -143,11 +143,12 @@ def _warm_up(prefill: PrefillRunner, decode: DecodeRunner) -> None:
         batch.query_len[0] = batch.kv_len[0] = min(size, prefill.max_model_len)
         jax.block_until_ready(prefill.run(batch))
     for size in decode.buckets:
-        steps = empty_decode_batch(size, decode.num_slots, decode.table_width)
+        steps = empty_decode_batch(size, decode.num_slots)
         steps.slots[0] = 0  # whoever gets the slot brings its own token
         jax.block_until_ready(decode.run(steps, decode.put(neutral_rows(size)), wants_logprobs=False))
     prefill.count_tokens(0, (), 0)
     decode.count_tokens(decode.num_slots, (), 0)
+    decode.seat(decode.num_slots, ())
 
 
 def _report(stats: EngineStats, config: EngineConfig, plan: Plan, programs: dict[str, Executable], pools: list[PagePool]) -> None:

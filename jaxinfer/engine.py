@@ -122,8 +122,10 @@ class Engine:
         waits = not launched and not decoded and prefill.num_in_flight > 0
         prefilled = prefill.collect(wait=waits)
         now = time.monotonic()
+        self._output.observe_gaps([d.sequence for d in decoded], now)
         deltas = [self._take_token(*token, now) for token in decoded]
         deltas += [self._take_first(*first, now) for first in prefilled]
+        self.stats.num_output_tokens += sum([len(delta.token_ids) for delta in deltas])
         self._update_gauges()
         self.stats.num_compilations_after_ready += COUNTER.num_surprises - surprises
         if launched:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
+
 from jaxinfer.request import FinishReason, OutputDelta, TokenLogprob
 from jaxinfer.sequence import Sequence
 from jaxinfer.stats import EngineStats
@@ -15,7 +18,9 @@ class OutputBuilder:
 
     def token(self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None, now: float) -> OutputDelta:
         """Append a token to its sequence; says what to send and whether it was the last. `now` is in seconds, time.monotonic()."""
-        self._observe(sequence, now)
+        if sequence.last_token_time is None:
+            self._stats.time_to_first_token.observe(now - sequence.request.arrival_time)
+        sequence.last_token_time = now
         sequence.token_ids.append(token_id)
         text, reason, stop_reason = self._text(sequence, token_id)
         logprobs = () if logprob is None else (logprob,)
@@ -54,11 +59,8 @@ class OutputBuilder:
         sequence.is_started = True
         return tuple(sequence.prompt_logprobs) if sequence.params.prompt_logprobs is not None else None, sequence.num_cached
 
-    def _observe(self, sequence: Sequence, now: float) -> None:
-        stats, last = self._stats, sequence.last_token_time
-        if last is None:
-            stats.time_to_first_token.observe(now - sequence.request.arrival_time)
-        else:
-            stats.inter_token_latency.observe(now - last)
-        sequence.last_token_time = now
-        stats.num_output_tokens += 1
+    def observe_gaps(self, sequences: Iterable[Sequence], now: float) -> None:
+        """Count the times since the last tokens of sequences that have another; most of a batch have the same."""
+        for last, count in Counter([s.last_token_time for s in sequences]).items():
+            if last is not None:
+                self._stats.inter_token_latency.observe(now - last, count)

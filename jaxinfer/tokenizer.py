@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,8 @@ class Tokenizer:
     """`vocab_size` counts added tokens too. `eos_token_ids` are all that end a reply; `bos_token_id` is None where there is none.
 
     `special_ids` are the tokens that `decode` leaves out unless asked. `is_byte_level`: every token is a run of bytes, and
-    decoding is joining them.
+    decoding is joining them. `token_bytes(token_id)` are the bytes one token stands for: a special token's those of its name, an
+    unknown id's none.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, bos: int | None, eos: Sequence[int], template: ChatTemplate) -> None:
@@ -51,6 +53,7 @@ class Tokenizer:
         self.eos_token_ids = tuple(dict.fromkeys(eos))
         self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
         self.is_byte_level = isinstance(backend.decoder, decoders.ByteLevel)
+        self.token_bytes = functools.cache(self._token_bytes)  # asked for every token of every sequence
 
     @classmethod
     def from_source(cls, source: TensorSource) -> Tokenizer:
@@ -77,8 +80,7 @@ class Tokenizer:
         """Write it as a tokenizer.json, which transformers reads."""
         self._backend.save(str(path))
 
-    def token_bytes(self, token_id: int) -> bytes:
-        """The bytes one token stands for; a special token's are those of its name, an unknown id's are none."""
+    def _token_bytes(self, token_id: int) -> bytes:
         token = self._backend.id_to_token(token_id)
         if token is None:
             return b""

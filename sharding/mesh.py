@@ -24,3 +24,8 @@ def make_mesh(device_ids: Sequence[int], devices: Sequence[jax.Device] | None = 
         raise ValueError(f"device {missing[0]} does not exist: this machine has {len(available)} {kind} device(s), numbered from 0{hint}")
     chosen = np.array([available[i] for i in device_ids])
     return Mesh(chosen, (TENSOR,), axis_types=(AxisType.Explicit,))
+
+
+def is_cpu(mesh: Mesh) -> bool:
+    """Whether a mesh's devices are the machine's own cores."""
+    return bool(mesh.devices.flat[0].platform == "cpu")

@@ -37,8 +37,8 @@ def prefill(model: model_on_mesh.OnMesh) -> Any:
 
 @pytest.fixture(scope="module")
 def decode(model: model_on_mesh.OnMesh) -> Any:
-    def logits(module: Any, pages: Any, batch: Any) -> Any:
-        hidden, pages = decode_program.forward(module, model.mesh, pages, batch.tokens, batch, ROWS)
+    def logits(module: Any, pages: Any, batch: Any, page_table: Any) -> Any:
+        hidden, pages = decode_program.forward(module, model.mesh, pages, batch.tokens, batch, page_table)
         return module.logits(hidden), pages
 
     return model.jit(logits)
@@ -58,11 +58,12 @@ def test_prefill_and_every_decode_step_have_the_references_logits(
         assert difference < read.MAX_LOGIT_DIFFERENCE, golden.name
         steps.append([of_prompt[-1]])
     for step in range(NUM_STEPS - 1):  # all rows at once, each fed the reference's token
-        batch = decode_batch.empty_batch(ROWS, ROWS, TABLE_WIDTH)
+        batch = decode_batch.empty_batch(ROWS, ROWS)
         for row, golden in enumerate(goldens):
-            batch.slots[row], batch.tokens[row], batch.positions[row] = row, golden.tokens[step], len(golden.prompt_ids) + step
-            batch.page_table[row] = tables[row]
-        logits, model.pool.array = decode(model.pool.array, batch)
+            position = len(golden.prompt_ids) + step
+            batch.slots[row], batch.tokens[row], batch.positions[row] = row, golden.tokens[step], position
+            batch.pages[row] = tables[row, position // model.pool.page_size]
+        logits, model.pool.array = decode(model.pool.array, batch, np.concatenate([tables, np.zeros_like(tables[:1])]))
         for row, found in enumerate(steps):
             found.append(np.asarray(logits[row]))
     for golden, found in zip(goldens, steps, strict=True):

@@ -27,6 +27,7 @@ class DecodeState(NamedTuple):
     """What stays on the device between steps: a place a slot, and one more for padding."""
 
     tokens: Int[Any, " S+1"]  # the last sampled
+    page_table: Int[Any, "S+1 W"]
     counts: TokenCounts
 
 
@@ -41,22 +42,27 @@ def decode_step(template: ModelTemplate, mesh: Mesh) -> DecodeStep:
     ) -> tuple[Pages, DecodeState, Sampled]:
         model = template.merge(weights)
         tokens = jnp.where(batch.tokens == ON_DEVICE, state.tokens[batch.slots], batch.tokens)
-        hidden, pages = forward(model, mesh, pages, tokens, batch, num_slots=state.tokens.shape[0] - 1)
+        page_table = state.page_table.at[batch.slots, batch.positions // pages.shape[4]].set(batch.pages)
+        hidden, pages = forward(model, mesh, pages, tokens, batch, page_table)
         sampled = sample(model, hidden, sampling, batch.num_generated, state.counts, batch.slots)
         counts = add_sampled(state.counts, batch.slots, sampled.tokens)
-        return pages, DecodeState(state.tokens.at[batch.slots].set(sampled.tokens), counts), sampled
+        return pages, DecodeState(state.tokens.at[batch.slots].set(sampled.tokens), page_table, counts), sampled
 
     return step
 
 
+def seat(page_table: Int[Array, "S+1 W"], slot: Int[Array, ""], row: Int[Array, " W"]) -> Int[Array, "S+1 W"]:
+    """Give a slot a sequence's page table."""
+    return page_table.at[slot].set(row)
+
+
 def forward(
-    model: CausalLM, mesh: Mesh, pages: Pages, tokens: Int[Array, " B"], batch: DecodeBatch, num_slots: int
+    model: CausalLM, mesh: Mesh, pages: Pages, tokens: Int[Array, " B"], batch: DecodeBatch, page_table: Int[Array, "S+1 W"]
 ) -> tuple[Float[Array, "B D"], Pages]:
     """Hidden states of the rows' tokens, and the pages with their keys and values written."""
-    page_size = pages.shape[4]
-    page_ids = jnp.take_along_axis(batch.page_table, (batch.positions // page_size)[:, None], axis=1)[:, 0]
+    num_slots = page_table.shape[0] - 1
     kv_len = jnp.where(batch.slots < num_slots, batch.positions + 1, 0)
-    attend = partial(_attend, mesh, page_ids, batch.positions % page_size, batch.page_table, kv_len)
+    attend = partial(_attend, mesh, batch.pages, batch.positions % pages.shape[4], page_table[batch.slots], kv_len)
     return model(tokens, batch.positions, pages, attend)
 
 

@@ -10,13 +10,15 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxinfer.decode.batch import DecodeBatch, empty_batch
-from jaxinfer.decode.program import DecodeState, decode_step
+from jaxinfer.decode.program import DecodeState, decode_step, seat
 from jaxinfer.kv_cache.pages import PagePool
+from jaxinfer.kv_cache.spec import NULL_PAGE
 from jaxinfer.runtime.compilation import Executable, ProgramSource, abstract_like
 from jaxinfer.runtime.load import ModelTemplate, Weights
 from jaxinfer.sampling.counting import abstract_counts, reset_arguments, reset_program
 from jaxinfer.sampling.params import SamplingRows, neutral_rows
 from jaxinfer.sampling.sampler import Sampled
+from sharding.mesh import is_cpu
 from sharding.partition import replicated
 from sharding.rules import Rules
 
@@ -37,6 +39,7 @@ class DecodeRunner:
     ) -> None:
         self._pool = pool
         self._mesh = mesh
+        self._is_on_accelerator = not is_cpu(mesh)
         self._max_model_len = max_model_len
         self.buckets = buckets
         self.num_slots = buckets[-1]
@@ -44,7 +47,11 @@ class DecodeRunner:
         self._abstract_weights = template.abstract(mesh, rules)
         on_mesh = replicated(mesh)
         counts = abstract_counts(self.num_slots + 1, template.config.vocab_size, on_mesh)
-        self._abstract_state = DecodeState(jax.ShapeDtypeStruct((self.num_slots + 1,), np.int32, sharding=on_mesh), counts)
+        self._abstract_state = DecodeState(
+            jax.ShapeDtypeStruct((self.num_slots + 1,), np.int32, sharding=on_mesh),
+            jax.ShapeDtypeStruct((self.num_slots + 1, self.table_width), np.int32, sharding=on_mesh),
+            counts,
+        )
         self._step = decode_step(template, mesh)
         self._dtype = template.dtype
         self._programs: dict[str, Executable] = {}
@@ -52,7 +59,9 @@ class DecodeRunner:
         self._state: DecodeState | None = None
 
     def programs(self) -> list[ProgramSource]:
-        """What to compile: a decode program a bucket, and the one that counts a sequence's tokens for its penalties."""
+        """What to compile: a decode program a bucket, and for sequences that join the ones that take their page tables and, for
+        penalties, count their tokens."""
+        seat_arguments = abstract_like(self._seat_arguments(0, ()), replicated(self._mesh))
         return [
             ProgramSource(
                 f"decode/{size}",
@@ -61,7 +70,7 @@ class DecodeRunner:
                     self._abstract_weights,
                     self._pool.abstract,
                     self._abstract_state,
-                    abstract_like(empty_batch(size, self.num_slots, self.table_width), replicated(self._mesh)),
+                    abstract_like(empty_batch(size, self.num_slots), replicated(self._mesh)),
                     abstract_like(neutral_rows(size), replicated(self._mesh)),
                 ),
                 self._mesh,
@@ -69,12 +78,26 @@ class DecodeRunner:
                 options=_xla_options(size, self._mesh, self._dtype),
             )
             for size in self.buckets
-        ] + [reset_program("decode/reset", self._abstract_state.counts, self._max_model_len, self._mesh)]
+        ] + [
+            ProgramSource("decode/seat", seat, (self._abstract_state.page_table, *seat_arguments), self._mesh, donated=(0,)),
+            reset_program("decode/reset", self._abstract_state.counts, self._max_model_len, self._mesh),
+        ]
 
     def start(self, programs: dict[str, Executable], weights: Weights) -> None:
         """Take the compiled programs and the weights; allocate what else stays on the device."""
         self._programs, self._weights = programs, weights
         self._state = jax.device_put(jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), self._abstract_state), replicated(self._mesh))
+
+    def seat(self, slot: int, page_ids: Sequence[int]) -> None:
+        """Make a sequence's page table known to a slot."""
+        assert self._state is not None
+        page_table = self._programs["decode/seat"](self._state.page_table, *self._seat_arguments(slot, page_ids))
+        self._state = self._state._replace(page_table=page_table)
+
+    def _seat_arguments(self, slot: int, page_ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        row = np.full(self.table_width, NULL_PAGE, np.int32)
+        row[: len(page_ids)] = page_ids
+        return np.asarray(slot, np.int32), row
 
     def count_tokens(self, slot: int, token_ids: Sequence[int], num_prompt: int) -> None:
         """Make a sequence's tokens known to the penalties of a slot."""
@@ -90,11 +113,11 @@ class DecodeRunner:
         """Start one step; returns arrays that the device is yet to fill."""
         program = self._programs[f"decode/{len(batch.slots)}"]
         self._pool.array, self._state, sampled = program(self._weights, self._pool.array, self._state, batch, rows)
-        for array in sampled if wants_logprobs else (sampled.tokens,):
-            array.copy_to_host_async()
+        if self._is_on_accelerator:  # else the host reads them where they are
+            for array in sampled if wants_logprobs else (sampled.tokens,):
+                array.copy_to_host_async()
         return sampled
 
 
 def _xla_options(num_rows: int, mesh: Mesh, dtype: jnp.dtype) -> dict[str, str]:
-    is_on_cpu = mesh.devices.flat[0].platform == "cpu"
-    return _EIGEN_OPTIONS if is_on_cpu and dtype == jnp.float32 and num_rows in _EIGEN_ROWS else {}
+    return _EIGEN_OPTIONS if is_cpu(mesh) and dtype == jnp.float32 and num_rows in _EIGEN_ROWS else {}

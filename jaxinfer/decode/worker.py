@@ -11,7 +11,6 @@ import numpy as np
 from jaxinfer.decode.batch import ON_DEVICE, DecodeBatch, empty_batch
 from jaxinfer.decode.runner import DecodeRunner
 from jaxinfer.decode.scheduler import DecodeScheduler, Preempt
-from jaxinfer.kv_cache.spec import NULL_PAGE
 from jaxinfer.request import TokenLogprob
 from jaxinfer.runtime.buckets import bucket_for
 from jaxinfer.sampling.params import SamplingRows, neutral_rows, set_row, uses_penalties
@@ -35,7 +34,6 @@ class _Rows:
     sequences: list[Sequence]
     epochs: list[int]
     batch: DecodeBatch
-    moves: np.ndarray  # int32 [B]: 1 for a row in use, 0 for padding
     sampling: SamplingRows  # on the device
     wants_logprobs: bool
 
@@ -53,10 +51,8 @@ class DecodeWorker:
         self.scheduler = scheduler
         self._runner = runner
         self._in_flight: deque[_InFlight] = deque()
-        # One place a slot, kept up as sequences join and grow; a step takes its rows' places.
+        # One place a slot, filled as sequences join; a step takes its rows' places.
         self._slot_rows = neutral_rows(runner.num_slots)
-        self._slot_pages = np.zeros((runner.num_slots, runner.table_width), np.int32)
-        self._slot_num_pages = [0] * runner.num_slots
         self._rows: _Rows | None = None
 
     @property
@@ -67,11 +63,8 @@ class DecodeWorker:
         """Take over a sequence whose pages have been handed over and whose newest token is not in them yet."""
         self.scheduler.join(sequence)
         slot = sequence.slot
-        blank = neutral_rows(1)
-        for column, empty in zip(self._slot_rows, blank, strict=True):
-            column[slot] = empty[0]
         set_row(self._slot_rows, slot, sequence.params, sequence.seed, sorted(sequence.end_tokens))
-        self._slot_num_pages[slot] = 0
+        self._runner.seat(slot, sequence.decode_pages)
         if uses_penalties(sequence.params):
             self._runner.count_tokens(slot, sequence.token_ids, sequence.num_prompt)
 
@@ -93,64 +86,36 @@ class DecodeWorker:
         sampled = Sampled(*(np.asarray(a) for a in step.sampled)) if step.wants_logprobs else None
         tokens = np.asarray(step.sampled.tokens).tolist()
         decoded: list[Decoded] = []
-        for row, (sequence, epoch) in enumerate(zip(step.sequences, step.epochs, strict=True)):
+        for row, (sequence, epoch, token) in enumerate(zip(step.sequences, step.epochs, tokens, strict=False)):
             if sequence.epoch != epoch or sequence.state is not SequenceState.RUNNING:
                 continue  # finished, aborted or preempted while the step ran: its token is dropped, and sampled again if need be
             sequence.num_in_flight -= 1
-            wants = sampled is not None and sequence.params.logprobs is not None
-            logprob = read_logprob(sampled, row, sequence.params.logprobs) if wants else None  # type: ignore[arg-type]
-            decoded.append(Decoded(sequence, tokens[row], logprob))
+            logprob = None
+            if sampled is not None and sequence.params.logprobs is not None:
+                logprob = read_logprob(sampled, row, sequence.params.logprobs)
+            decoded.append(Decoded(sequence, token, logprob))
         return decoded
 
     def _next_rows(self, sequences: list[Sequence]) -> _Rows:
-        rows, has_grown = self._rows, self._note_new_pages(sequences)
-        epochs = [s.epoch for s in sequences]
+        rows, epochs = self._rows, [s.epoch for s in sequences]
         is_same = rows is not None and rows.sequences == sequences and rows.epochs == epochs
-        if rows is None or not is_same or not all(s.num_in_flight for s in sequences):
+        if rows is None or not is_same or not all([s.num_in_flight for s in sequences]):
             self._rows = rows = self._compose(sequences, epochs)
-            return rows
-        rows.batch = DecodeBatch(
-            rows.batch.slots,
-            np.full_like(rows.batch.tokens, ON_DEVICE),
-            rows.batch.positions + rows.moves,
-            rows.batch.num_generated + rows.moves,
-            self._page_table(rows.batch.slots, len(sequences)) if has_grown else rows.batch.page_table,
-        )
+        else:
+            rows.batch = rows.batch.advanced(len(sequences))
+        # A sequence's pages end with the one for the token it feeds.
+        rows.batch.pages[: len(sequences)] = [s.decode_pages[-1] for s in sequences]
         return rows
-
-    def _note_new_pages(self, sequences: list[Sequence]) -> bool:
-        has_grown = False
-        for sequence in sequences:
-            slot, pages = sequence.slot, sequence.decode_pages
-            known = self._slot_num_pages[slot]
-            if len(pages) > known:
-                self._slot_pages[slot, known : len(pages)] = pages[known:]
-                self._slot_num_pages[slot] = len(pages)
-                has_grown = True
-        return has_grown
 
     def _compose(self, sequences: list[Sequence], epochs: list[int]) -> _Rows:
         num_rows = len(sequences)
-        batch = empty_batch(bucket_for(num_rows, self._runner.buckets), self._runner.num_slots, self._runner.table_width)
-        batch.slots[:num_rows] = [s.slot for s in sequences]
+        batch = empty_batch(bucket_for(num_rows, self._runner.buckets), self._runner.num_slots)
+        slots = [s.slot for s in sequences]
+        batch.slots[:num_rows] = slots
         # With a step under way the newest token is still on the device; otherwise the host has it.
         batch.tokens[:num_rows] = [ON_DEVICE if s.num_in_flight else s.token_ids[-1] for s in sequences]
         batch.positions[:num_rows] = [len(s.token_ids) - 1 + s.num_in_flight for s in sequences]
         batch.num_generated[:num_rows] = [s.num_output + s.num_in_flight for s in sequences]
         sampling = neutral_rows(len(batch.slots))
-        for column, of_slots in zip(sampling, self._slot_rows, strict=True):
-            column[:num_rows] = of_slots[batch.slots[:num_rows]]
-        return _Rows(
-            sequences,
-            epochs,
-            batch._replace(page_table=self._page_table(batch.slots, num_rows)),
-            (batch.slots < self._runner.num_slots).astype(np.int32),
-            self._runner.put(sampling),
-            bool(sampling.wants_logprobs.any()),
-        )
-
-    def _page_table(self, slots: np.ndarray, num_rows: int) -> np.ndarray:
-        table = np.empty((len(slots), self._runner.table_width), np.int32)
-        np.take(self._slot_pages, slots[:num_rows], axis=0, out=table[:num_rows])
-        table[num_rows:] = NULL_PAGE
-        return table
+        sampling.packed[:num_rows] = self._slot_rows.packed[slots]
+        return _Rows(sequences, epochs, batch, self._runner.put(sampling), bool(sampling.wants_logprobs.any()))

@@ -32,16 +32,15 @@ class AttendInLayer(Protocol):
 
 class Attention(nnx.Module):
     def __init__(self, size: int, num_heads: int, num_kv_heads: int, head_size: int, dtype: jnp.dtype, *, use_bias: bool) -> None:
-        embed, heads, kv_heads = (
-            {"embed": size},
-            {"heads": num_heads, "head_size": head_size},
-            {"kv_heads": num_kv_heads, "head_size": head_size},
-        )
-        self.q = Linear(embed, heads, dtype, use_bias=use_bias)
-        self.k = Linear(embed, kv_heads, dtype, use_bias=use_bias)
-        self.v = Linear(embed, kv_heads, dtype, use_bias=use_bias)
-        self.out = Linear(heads, embed, dtype, use_bias=use_bias)
+        self.heads_per_kv = num_heads // num_kv_heads
+        # One product for all three, by KV head: its query heads, its key, its value. Few large arrays: each costs the host time a call.
+        group = {"kv_heads": num_kv_heads, "q_k_v": self.heads_per_kv + 2, "head_size": head_size}
+        self.qkv = Linear({"embed": size}, group, dtype, use_bias=use_bias)
+        self.out = Linear({"heads": num_heads, "head_size": head_size}, {"embed": size}, dtype, use_bias=use_bias)
 
     def __call__(self, x: Float[Array, "T D"], cos_sin: CosSin, pages: Pages, attend: Attend) -> tuple[Float[Array, "T D"], Pages]:
-        attended, pages = attend(rotate(self.q(x), cos_sin), rotate(self.k(x), cos_sin), self.v(x), pages)
+        qkv, g = self.qkv(x), self.heads_per_kv
+        q, k, v = qkv[:, :, :g], qkv[:, :, g], qkv[:, :, g + 1]
+        q = q.reshape(len(q), -1, q.shape[-1])
+        attended, pages = attend(rotate(q, cos_sin), rotate(k, cos_sin), v, pages)
         return self.out(attended), pages

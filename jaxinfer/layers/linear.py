@@ -45,12 +45,11 @@ class Linear(nnx.Module):
         self.bias = weight(self.out_shape, tuple(out_axes), dtype) if use_bias else None
 
     def __call__(self, x: Float[Array, "T ..."]) -> Float[Array, "T ..."]:
-        # As one plain matrix product: XLA reorders the axes of a general one, and then transposes the weights in every step.
+        # As one plain matrix product over flat input axes: XLA reorders those of a general one, and then transposes the weights in every step.
         flat = x.reshape(x.shape[0], math.prod(self.in_shape))
-        kernel = self.kernel[...].reshape(math.prod(self.in_shape), math.prod(self.out_shape))
+        kernel = self.kernel[...].reshape(math.prod(self.in_shape), *self.out_shape)
         is_split = jax.typeof(flat).sharding.spec[1] is not None
-        y = product(flat, kernel, out_sharding=PartitionSpec() if is_split else None)
-        y = y.reshape(x.shape[0], *self.out_shape)
+        y = product(flat, kernel, equation="ti,i...->t...", out_sharding=PartitionSpec() if is_split else None)
         return y if self.bias is None else y + self.bias[...].astype(y.dtype)
 
 

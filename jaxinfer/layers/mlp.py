@@ -11,9 +11,9 @@ from jaxinfer.layers.linear import Linear, silu
 
 class GatedMLP(nnx.Module):
     def __init__(self, size: int, inner_size: int, dtype: jnp.dtype, *, use_bias: bool) -> None:
-        self.gate = Linear({"embed": size}, {"mlp": inner_size}, dtype, use_bias=use_bias)
-        self.up = Linear({"embed": size}, {"mlp": inner_size}, dtype, use_bias=use_bias)
+        self.gate_up = Linear({"embed": size}, {"gate_up": 2, "mlp": inner_size}, dtype, use_bias=use_bias)
         self.down = Linear({"mlp": inner_size}, {"embed": size}, dtype, use_bias=use_bias)
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        return self.down(silu(self.gate(x)) * self.up(x))
+        gate_up = self.gate_up(x)
+        return self.down(silu(gate_up[:, 0]) * gate_up[:, 1])

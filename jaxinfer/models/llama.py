@@ -40,17 +40,14 @@ class Llama(nnx.Module):
             "blocks.{layer}.attention_norm.scale": Weight("model.layers.{layer}.input_layernorm.weight"),
             "blocks.{layer}.mlp_norm.scale": Weight("model.layers.{layer}.post_attention_layernorm.weight"),
             **{
-                f"blocks.{{layer}}.{part}.{ours}.{kind}": Weight(
-                    f"model.layers.{{layer}}.{theirs}.{kind_theirs}", transpose=kind == "kernel"
+                f"blocks.{{layer}}.{ours}.{kind}": Weight(
+                    tuple(f"model.layers.{{layer}}.{name}.{kind_theirs}" for name in theirs), transpose=kind == "kernel", axis=-2
                 )
-                for part, ours, theirs in (
-                    ("attention", "q", "self_attn.q_proj"),
-                    ("attention", "k", "self_attn.k_proj"),
-                    ("attention", "v", "self_attn.v_proj"),
-                    ("attention", "out", "self_attn.o_proj"),
-                    ("mlp", "gate", "mlp.gate_proj"),
-                    ("mlp", "up", "mlp.up_proj"),
-                    ("mlp", "down", "mlp.down_proj"),
+                for ours, theirs in (
+                    ("attention.qkv", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+                    ("attention.out", ("self_attn.o_proj",)),
+                    ("mlp.gate_up", ("mlp.gate_proj", "mlp.up_proj")),
+                    ("mlp.down", ("mlp.down_proj",)),
                 )
                 for kind, kind_theirs in (("kernel", "weight"), ("bias", "bias"))
             },

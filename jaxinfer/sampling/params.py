@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Float32, Int32, UInt32
+from jaxtyping import Float32, Int32, UInt32
 
 from jaxinfer.request import MAX_LOGIT_BIAS, MAX_STOP_TOKENS, SamplingParams
 
@@ -16,43 +16,94 @@ _FOREVER = np.iinfo(np.int32).max
 _NOWHERE = np.iinfo(np.int32).max  # a token id that no vocabulary holds: dropped on the device
 
 
-class SamplingRows(NamedTuple):
-    """One row a sequence. They change only when a sequence joins or leaves, so runners keep them on the device between."""
+_COLUMNS = (
+    *("temperature", "top_k", "top_p", "min_p", "seed_high", "seed_low"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", "wants_logprobs"),
+)
+_AT = {name: place for place, name in enumerate(_COLUMNS)}
+_FIRST_BIAS = len(_COLUMNS)
 
-    temperature: Float32[Any, " B"]  # 0: greedy
-    top_k: Int32[Any, " B"]  # 0: off
-    top_p: Float32[Any, " B"]
-    min_p: Float32[Any, " B"]
-    seed: UInt32[Any, "B 2"]
-    repetition_penalty: Float32[Any, " B"]
-    presence_penalty: Float32[Any, " B"]
-    frequency_penalty: Float32[Any, " B"]
-    bias_tokens: Int32[Any, "B MAX_BIASES"]
-    bias_values: Float32[Any, "B MAX_BIASES"]
-    bias_until: Int32[Any, "B MAX_BIASES"]  # the bias holds while fewer tokens than this were generated
-    wants_logprobs: Bool[Any, " B"]
+
+class SamplingRows(NamedTuple):
+    """One row a sequence. They change only when a sequence joins or leaves, so runners keep them on the device between.
+
+    All in one array, whose columns have names here, on the host and on the device alike: each array costs the host microseconds a call.
+    """
+
+    packed: Int32[Any, "B X"]
+
+    @property
+    def temperature(self) -> Float32[Any, " B"]:
+        """0: greedy."""
+        return self._float("temperature")
+
+    @property
+    def top_k(self) -> Int32[Any, " B"]:
+        """0: off."""
+        return self.packed[:, _AT["top_k"]]
+
+    @property
+    def top_p(self) -> Float32[Any, " B"]:
+        return self._float("top_p")
+
+    @property
+    def min_p(self) -> Float32[Any, " B"]:
+        return self._float("min_p")
+
+    @property
+    def seed(self) -> UInt32[Any, "B 2"]:
+        return self.packed[:, _AT["seed_high"] : _AT["seed_low"] + 1].view(np.uint32)
+
+    @property
+    def repetition_penalty(self) -> Float32[Any, " B"]:
+        return self._float("repetition_penalty")
+
+    @property
+    def presence_penalty(self) -> Float32[Any, " B"]:
+        return self._float("presence_penalty")
+
+    @property
+    def frequency_penalty(self) -> Float32[Any, " B"]:
+        return self._float("frequency_penalty")
+
+    @property
+    def wants_logprobs(self) -> Int32[Any, " B"]:
+        """1 where they are wanted, else 0."""
+        return self.packed[:, _AT["wants_logprobs"]]
+
+    @property
+    def bias_tokens(self) -> Int32[Any, "B MAX_BIASES"]:
+        return self._biases(0)
+
+    @property
+    def bias_values(self) -> Float32[Any, "B MAX_BIASES"]:
+        return self._biases(1).view(np.float32)
+
+    @property
+    def bias_until(self) -> Int32[Any, "B MAX_BIASES"]:
+        """The bias holds while fewer tokens than this were generated."""
+        return self._biases(2)
+
+    def _float(self, name: str) -> Float32[Any, " B"]:
+        return self.packed[:, _AT[name]].view(np.float32)
+
+    def _biases(self, number: int) -> Int32[Any, "B MAX_BIASES"]:
+        start = _FIRST_BIAS + number * MAX_BIASES
+        return self.packed[:, start : start + MAX_BIASES]
 
 
 def neutral_rows(num_rows: int) -> SamplingRows:
     """Greedy rows with nothing switched on, as padding."""
-    return SamplingRows(
-        temperature=np.zeros(num_rows, np.float32),
-        top_k=np.zeros(num_rows, np.int32),
-        top_p=np.ones(num_rows, np.float32),
-        min_p=np.zeros(num_rows, np.float32),
-        seed=np.zeros((num_rows, 2), np.uint32),
-        repetition_penalty=np.ones(num_rows, np.float32),
-        presence_penalty=np.zeros(num_rows, np.float32),
-        frequency_penalty=np.zeros(num_rows, np.float32),
-        bias_tokens=np.full((num_rows, MAX_BIASES), _NOWHERE, np.int32),
-        bias_values=np.zeros((num_rows, MAX_BIASES), np.float32),
-        bias_until=np.zeros((num_rows, MAX_BIASES), np.int32),
-        wants_logprobs=np.zeros(num_rows, bool),
-    )
+    rows = SamplingRows(np.zeros((num_rows, _FIRST_BIAS + 3 * MAX_BIASES), np.int32))
+    rows.top_p[:] = 1.0
+    rows.repetition_penalty[:] = 1.0
+    rows.bias_tokens[:] = _NOWHERE
+    return rows
 
 
 def set_row(rows: SamplingRows, row: int, params: SamplingParams, seed: int, end_tokens: Sequence[int]) -> None:
-    """Fill one row. `seed` is the sequence's own; `end_tokens` are those that end it, held back until min_tokens."""
+    """Fill one row, whatever it held. `seed` is the sequence's own; `end_tokens` are those that end it, held back until min_tokens."""
+    rows.packed[row] = neutral_rows(1).packed[0]
     rows.temperature[row] = params.temperature
     rows.top_k[row] = params.top_k
     rows.top_p[row] = params.top_p

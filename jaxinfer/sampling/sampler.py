@@ -49,7 +49,7 @@ def sample(
     """One token a row from final hidden states. Rows that are all greedy and ask for nothing more take one pass over the scores, and
     no buffer of the vocabulary's size; otherwise see `sample_from_logits`."""
     has_bias = jnp.any(rows.bias_until > num_generated[:, None])
-    is_plain = ~(jnp.any(rows.temperature > 0) | any_penalty(rows) | has_bias | jnp.any(rows.wants_logprobs))
+    is_plain = ~(jnp.any(rows.temperature > 0) | any_penalty(rows) | has_bias | jnp.any(rows.wants_logprobs > 0))
 
     def plain() -> Sampled:
         return Sampled(head.best(hidden), *_no_logprobs(*jax.eval_shape(head.logits, hidden).shape))
@@ -71,7 +71,7 @@ def sample_from_logits(
         lambda: jnp.where(rows.temperature > 0, _draw(scores, rows, num_generated), greedy),
         lambda: greedy,
     )
-    return Sampled(tokens, *token_logprobs(logits, tokens, jnp.any(rows.wants_logprobs)))
+    return Sampled(tokens, *token_logprobs(logits, tokens, jnp.any(rows.wants_logprobs > 0)))
 
 
 def token_logprobs(

@@ -26,28 +26,24 @@ WEIGHTS = WeightMap(
         "norm.scale": Weight("model.norm.weight"),
         "blocks.{layer}.norm.scale": Weight(LAYER + "input_layernorm.weight"),
         "blocks.{layer}.mlp_norm.scale": Weight(LAYER + "post_attention_layernorm.weight"),
-        **{f"blocks.{{layer}}.{p}.kernel": Weight(f"{LAYER}self_attn.{p}_proj.weight", transpose=True) for p in "qkvo"},
-        **{f"blocks.{{layer}}.{p}.kernel": Weight(f"{LAYER}mlp.{p}_proj.weight", transpose=True) for p in ("gate", "up", "down")},
+        "blocks.{layer}.qkv.kernel": Weight(tuple(f"{LAYER}self_attn.{p}_proj.weight" for p in "qkv"), transpose=True, axis=-2),
+        "blocks.{layer}.o.kernel": Weight(f"{LAYER}self_attn.o_proj.weight", transpose=True),
+        "blocks.{layer}.gate_up.kernel": Weight(tuple(f"{LAYER}mlp.{p}_proj.weight" for p in ("gate", "up")), transpose=True, axis=1),
+        "blocks.{layer}.down.kernel": Weight(f"{LAYER}mlp.down_proj.weight", transpose=True),
     }
 )
 SHAPES = {
     "norm.scale": (tiny.HIDDEN,),
     "mlp_norm.scale": (tiny.HIDDEN,),
-    "q.kernel": (tiny.HIDDEN, tiny.HEADS, tiny.HEAD),
-    "k.kernel": (tiny.HIDDEN, tiny.KV_HEADS, tiny.HEAD),
-    "v.kernel": (tiny.HIDDEN, tiny.KV_HEADS, tiny.HEAD),
+    "qkv.kernel": (tiny.HIDDEN, tiny.KV_HEADS, tiny.HEADS // tiny.KV_HEADS + 2, tiny.HEAD),
     "o.kernel": (tiny.HEADS, tiny.HEAD, tiny.HIDDEN),
-    "gate.kernel": (tiny.HIDDEN, tiny.MLP),
-    "up.kernel": (tiny.HIDDEN, tiny.MLP),
+    "gate_up.kernel": (tiny.HIDDEN, 2, tiny.MLP),
     "down.kernel": (tiny.MLP, tiny.HIDDEN),
 }
 SPLIT = {  # over two devices, as tensor parallelism does
-    "q.kernel": P(None, "tensor"),
-    "k.kernel": P(None, "tensor"),
-    "v.kernel": P(None, "tensor"),
+    "qkv.kernel": P(None, "tensor"),
     "o.kernel": P("tensor"),
-    "gate.kernel": P(None, "tensor"),
-    "up.kernel": P(None, "tensor"),
+    "gate_up.kernel": P(None, None, "tensor"),
     "down.kernel": P("tensor"),
     "embedding.table": P("tensor"),
 }
@@ -66,11 +62,16 @@ def targets(on: Mesh, split: Mapping[str, P], dtype: jnp.dtype = jnp.float32) ->
     return {path: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(on, specs[path])) for path, shape in shapes.items()}
 
 
-def expected(path: str) -> np.ndarray:
-    weight = WEIGHTS.find(path)
-    array = ARRAYS[weight.tensor]
-    shape = SHAPES.get(path.split(".", 2)[-1], array.shape) if path.startswith("blocks") else array.shape
-    return (array.T if weight.transpose else array).reshape(shape)
+def expected(path: str, tensors: Mapping[str, np.ndarray] = ARRAYS) -> np.ndarray:
+    """The parameter, written out from the tensors that fill it."""
+    weight, part = WEIGHTS.find(path), path.split(".", 2)[-1]
+    arrays = [tensors[name].T if weight.transpose else tensors[name] for name in weight.tensors]
+    if part == "qkv.kernel":
+        q, k, v = (array.reshape(tiny.HIDDEN, tiny.KV_HEADS, -1, tiny.HEAD) for array in arrays)
+        return np.concatenate([q, k, v], axis=2)
+    if part == "gate_up.kernel":
+        return np.stack(arrays, axis=1)
+    return arrays[0].reshape(SHAPES[part]) if path.startswith("blocks") else arrays[0]
 
 
 @pytest.fixture
@@ -102,20 +103,35 @@ def test_devices_that_hold_the_same_read_it_once(source: SafetensorsSource) -> N
     assert source.bytes_read == NUM_BYTES
 
 
-@pytest.mark.parametrize("path", ["q.kernel", "k.kernel", "o.kernel", "gate.kernel", "down.kernel"])
+@pytest.mark.parametrize("path", ["qkv.kernel", "o.kernel", "gate_up.kernel", "down.kernel"])
 def test_each_device_reads_its_half_alone(source: SafetensorsSource, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     sizes = []
     read = source.read
     monkeypatch.setattr(source, "read", lambda *asked: (part := read(*asked), sizes.append((asked[0], part.nbytes)))[0])
     load(source, targets(mesh(0, 1), SPLIT), WEIGHTS)
-    name = WEIGHTS.find(f"blocks.1.{path}").tensor
-    assert [size for asked, size in sizes if asked == name] == [ARRAYS[name].nbytes // 2] * 2
+    for name in WEIGHTS.find(f"blocks.1.{path}").tensors:
+        assert [size for asked, size in sizes if asked == name] == [ARRAYS[name].nbytes // 2] * 2
 
 
 def test_a_split_of_an_inner_dimension_is_cut_from_what_covers_it(source: SafetensorsSource) -> None:
-    split = {"q.kernel": P(None, None, "tensor"), "o.kernel": P(None, "tensor")}  # by head size, across heads
+    split = {"qkv.kernel": P(None, None, None, "tensor"), "o.kernel": P(None, "tensor")}  # by head size, across heads
     for path, array in load(source, targets(mesh(0, 1), split), WEIGHTS).items():
         np.testing.assert_array_equal(array, expected(path), err_msg=path)
+
+
+def test_a_split_may_cut_through_the_tensors_that_lie_side_by_side(source: SafetensorsSource) -> None:
+    split = {"qkv.kernel": P(None, None, "tensor"), "gate_up.kernel": P(None, "tensor")}
+    for path, array in load(source, targets(mesh(0, 1), split), WEIGHTS).items():
+        np.testing.assert_array_equal(array, expected(path), err_msg=path)
+    assert source.bytes_read == NUM_BYTES
+
+
+def test_vectors_of_many_layers_are_stacked(source: SafetensorsSource) -> None:
+    paths = [f"blocks.{layer}.{norm}.scale" for layer in range(tiny.LAYERS) for norm in ("mlp_norm", "norm")]
+    shapes = {path: target for path, target in targets(mesh(0, 1), {}).items() if path not in paths}
+    stacked = jax.ShapeDtypeStruct((len(paths), tiny.HIDDEN), jnp.float32, sharding=NamedSharding(mesh(0, 1), P()))
+    loaded = load(source, {**shapes, "norms": stacked}, WEIGHTS.with_stack("norms", paths))
+    np.testing.assert_array_equal(loaded["norms"], np.stack([expected(path) for path in paths]))
 
 
 def test_two_meshes_load_from_one_source_in_another_type(source: SafetensorsSource) -> None:
@@ -131,9 +147,7 @@ def test_a_gguf_file_loads_like_the_folder_it_was_made_from(tmp_path: Path) -> N
     values = tiny.write_gguf(tmp_path / "tiny.gguf")
     source = GGUFSource(tmp_path / "tiny.gguf")
     for path, array in load(source, targets(mesh(0, 1), SPLIT), WEIGHTS).items():
-        weight = WEIGHTS.find(path)
-        value = values[weight.tensor]
-        np.testing.assert_array_equal(array, (value.T if weight.transpose else value).reshape(array.shape), err_msg=path)
+        np.testing.assert_array_equal(array, expected(path, values), err_msg=path)
 
 
 def refused(tmp_path: Path, arrays: dict[str, np.ndarray], weights: WeightMap = WEIGHTS) -> str:
@@ -164,26 +178,32 @@ def test_known_leftovers_are_let_be(tmp_path: Path) -> None:
     }
     tiny.write_safetensors(tmp_path, {**ARRAYS, **extra})
     weights = WeightMap(WEIGHTS.weights, ignored=("lm_head.weight",))
-    assert len(load(SafetensorsSource(tmp_path), targets(mesh(0), {}), weights)) == len(ARRAYS)
+    wanted = targets(mesh(0), {})
+    assert load(SafetensorsSource(tmp_path), wanted, weights).keys() == wanted.keys()
 
 
 @pytest.mark.parametrize(
     ("name", "shape", "wanted"),
     [
-        ("model.layers.1.self_attn.k_proj.weight", (tiny.HEADS * tiny.HEAD, tiny.HIDDEN), "[64, 2, 16] transposed"),
-        ("model.layers.1.mlp.up_proj.weight", (tiny.HIDDEN, tiny.MLP), "[64, 96] transposed"),
+        (
+            "model.layers.1.self_attn.k_proj.weight",
+            (tiny.HEADS * tiny.HEAD, tiny.HIDDEN),
+            "[64, 2, 4, 16] side by side transposed",
+        ),
+        ("model.layers.1.mlp.up_proj.weight", (tiny.HIDDEN, tiny.MLP), "[64, 2, 96] side by side transposed"),
         ("model.norm.weight", (tiny.HIDDEN, 1), "[64]"),
         ("model.embed_tokens.weight", (tiny.VOCAB // 2, tiny.HIDDEN), "[40, 64]"),
     ],
 )
 def test_a_misshapen_tensor_is_named_with_what_was_expected(tmp_path: Path, name: str, shape: tuple[int, ...], wanted: str) -> None:
     message = refused(tmp_path, {**ARRAYS, name: np.zeros(shape, np.float32)})
-    assert f"tensor '{name}' has shape {list(shape)}, but the configuration calls for {wanted}" in message
+    assert f"tensor '{name}' has shape {list(shape)}" in message
+    assert f", but the configuration calls for {wanted} (parameter" in message
 
 
 def test_a_parameter_without_an_entry_is_named(tmp_path: Path) -> None:
-    weights = WeightMap({path: weight for path, weight in WEIGHTS.weights.items() if "gate" not in path})
-    assert "parameter 'blocks.0.gate.kernel' has no entry in the model's weight map" in refused(tmp_path, ARRAYS, weights)
+    weights = WeightMap({path: weight for path, weight in WEIGHTS.weights.items() if "gate_up" not in path})
+    assert "parameter 'blocks.0.gate_up.kernel' has no entry in the model's weight map" in refused(tmp_path, ARRAYS, weights)
 
 
 def test_a_failure_in_one_tensor_leaves_nothing_loaded(source: SafetensorsSource, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """The decode program's forward pass, a token a row over pages, against the plain one."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -18,19 +19,21 @@ def test_every_step_of_every_row_has_the_plain_passes_logits(tiny_model_path, de
     texts = [random.integers(0, VOCAB, length).tolist() for length in (40, 17, 1, 29)]
     pages = np.split(random.permutation(np.arange(1, 64))[: 4 * 5].astype(np.int32), 4)
     slots = [6, 0, 3, 2]
+    page_table = np.zeros((NUM_SLOTS + 1, 5), np.int32)
+    page_table[slots] = pages
 
     @model.jit
     def step(module, pages, batch):
-        hidden, pages = forward(module, model.mesh, pages, batch.tokens, batch, NUM_SLOTS)
+        hidden, pages = forward(module, model.mesh, pages, batch.tokens, batch, jnp.asarray(page_table))
         return module.logits(hidden), pages
 
     found = [[] for _ in texts]
     for position in range(max(map(len, texts))):
-        batch = empty_batch(5, NUM_SLOTS, 5)  # one row of padding at least, more as texts end
+        batch = empty_batch(5, NUM_SLOTS)  # one row of padding at least, more as texts end
         running = [i for i, text in enumerate(texts) if position < len(text)]
         for row, i in enumerate(running):
             batch.slots[row], batch.tokens[row], batch.positions[row] = slots[i], texts[i][position], position
-            batch.page_table[row] = pages[i]
+            batch.pages[row] = pages[i][position // model.pool.page_size]
         logits, model.pool.array = step(model.pool.array, batch)
         for row, i in enumerate(running):
             found[i].append(np.asarray(logits[row]))

@@ -78,6 +78,7 @@ class FakeRunner:
         self._random = random
         self._last = np.zeros(self.num_slots, np.int64)
         self._counted: dict[int, list[int]] = {}
+        self._page_table = np.zeros((self.num_slots, self.table_width), np.int64)
 
     def count_tokens(self, row: int, token_ids: Sequence[int], num_prompt: int) -> None:
         assert 0 < num_prompt <= len(token_ids)
@@ -112,6 +113,10 @@ class FakePrefill(FakeRunner):
 
 
 class FakeDecode(FakeRunner):
+    def seat(self, slot: int, page_ids: Sequence[int]) -> None:
+        self._page_table[slot] = 0
+        self._page_table[slot, : len(page_ids)] = page_ids
+
     def put(self, rows: SamplingRows) -> SamplingRows:
         return rows
 
@@ -120,7 +125,9 @@ class FakeDecode(FakeRunner):
         for row, slot in enumerate(batch.slots):
             if slot < self.num_slots:
                 fed = int(self._last[slot]) if batch.tokens[row] == ON_DEVICE else int(batch.tokens[row])
-                tokens[row] = self.extend(batch.page_table[row], int(batch.positions[row]), [fed], rows, row, int(slot))
+                position = int(batch.positions[row])
+                self._page_table[slot, position // self.pool.shape[1]] = batch.pages[row]
+                tokens[row] = self.extend(self._page_table[slot], position, [fed], rows, row, int(slot))
                 self._last[slot] = tokens[row]
                 self._counted.setdefault(int(slot), []).append(int(tokens[row]))
         return self.result(tokens)

@@ -37,7 +37,8 @@ def test_an_axis_that_does_not_divide_is_named():
 
 def test_every_axis_of_the_model_is_split_or_whole_on_purpose(tiny_model_path):
     model = model_on_mesh.put(tiny_model_path, (0, 1))
-    whole = {path for path, weight in zip(model.template.paths, model.weights, strict=True) if weight.sharding.is_fully_replicated}
+    leaves = zip(model.template.leaves, model.weights, strict=True)
+    whole = {path for leaf, weight in leaves if weight.sharding.is_fully_replicated for path in leaf.paths}
     assert {path.rpartition(".")[0].rpartition(".")[2] or path for path in whole} == {"attention_norm", "mlp_norm", "norm"}
     assert all(isinstance(weight, jax.Array) for weight in model.weights)
     assert model.pool.abstract.sharding.shard_shape(model.pool.abstract.shape)[3] == 1, "one of two KV heads on each device"
