@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 DEFAULT_NAMES = ("SmolLM2-135M-Instruct", "default")  # what --model default is served as
 DEMO_PROMPT = "Explain in a few sentences why the sky is blue."
-KEYS_VARIABLE = "JAXINFER_API_KEYS"
+KEYS_VARIABLE, PRIORITY_KEYS_VARIABLE = "JAXINFER_API_KEYS", "JAXINFER_PRIORITY_KEYS"
 
 USER_ERROR = 2
 INTERRUPTED = 130  # as shells report a command that Ctrl+C ended
@@ -156,16 +156,20 @@ def _serve(arguments: argparse.Namespace) -> int:
     from server.graceful import GracefulServer
     from server.local_backend import LocalBackend
     from server.openai.app import create_app
+    from server.usage_log import UsageLog
 
     config = _server_config(arguments)
     console = Console(stderr=True)
+    usage_log = UsageLog(config.usage_log) if config.usage_log else nullcontext()
     store = closing(BatchStore(Path(config.batch_dir).expanduser())) if config.batch_dir else nullcontext()
-    with _listening_socket(config) as listener, store as batches:  # before the long start, which a failure would waste
+    with _listening_socket(config) as listener, usage_log as log, store as batches:  # before the long start, which a failure would waste
         engine = _start_engine(arguments, console)
         console.print(summary_table(engine.stats))
         host, port = listener.getsockname()[:2]
         message = f"{config.model_name} is ready on http://{f'[{host}]' if ':' in host else host}:{port}"
-        app = create_app(LocalBackend(engine), engine.tokenizer, config, store=batches)
+        # More prompts than may wait would always be too many.
+        config = dataclasses.replace(config, max_prompts=min(config.max_prompts, engine.config.schedule.max_queue_size))
+        app = create_app(LocalBackend(engine), engine.tokenizer, config, log, batches)
         GracefulServer(app, config, on_started=lambda: console.print(message, highlight=False)).run(sockets=[listener])
     return 0
 
@@ -174,6 +178,8 @@ def _server_config(arguments: argparse.Namespace) -> ServerConfig:
     fields = given(arguments, dataclasses.fields(ServerConfig))
     if keys := os.environ.get(KEYS_VARIABLE):
         fields.setdefault("api_keys", tuple(key.strip() for key in keys.split(",")))
+    if keys := os.environ.get(PRIORITY_KEYS_VARIABLE):
+        fields.setdefault("priority_keys", tuple(key.strip() for key in keys.split(",")))
     fields.setdefault("served_model_name", _model_names(arguments))
     return ServerConfig(**fields)
 

@@ -18,7 +18,9 @@ class ServerConfig:
     port: int = _flag(8000, "port to listen on; 0: any free one")
     served_model_name: tuple[str, ...] = _flag((), "names clients may ask for, the first one reported; from --model if not given")
     api_keys: tuple[str, ...] = _flag((), "keys of which clients must send one; also from the environment, JAXINFER_API_KEYS")
-    priority_keys: tuple[str, ...] = _flag((), "those of the API keys whose requests may go ahead of others; all if none is given")
+    priority_keys: tuple[str, ...] = _flag(
+        (), "those of the API keys whose requests may go ahead of others, all if none is given; also from JAXINFER_PRIORITY_KEYS"
+    )
     request_timeout: float | None = _flag(None, "most seconds a request may take, whatever its timeout says; then it is given up")
     usage_log: str | None = _flag(None, "file to append a JSON line to for each request: whose it was, its tokens, its device time")
     max_body_size: str = _flag("32MiB", "largest request body; above it a request is answered 413")

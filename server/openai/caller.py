@@ -13,7 +13,6 @@ from server.openai.protocol import TIERS, SamplingBody
 from server.usage import Asked
 
 ANONYMOUS = "anonymous"  # the tenant of a server without keys
-BATCH_PRIORITY = 20  # behind every service tier
 SESSION_HEADER = "x-session-affinity"
 SESSION = re.compile(r"[!-~]{1,256}")  # visible ASCII
 

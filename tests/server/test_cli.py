@@ -88,6 +88,9 @@ def test_flags_that_make_no_sense_are_refused(arguments):
         (("generate", ""), "the prompt is empty"),
         (("serve", "--port", "99999"), "port is 99999"),
         (("serve", "--max-body-size", "big"), "max_body_size is 'big'"),
+        (("serve", "--request-timeout", "0"), "request_timeout is 0.0: give seconds above 0"),
+        (("serve", "--api-keys", "a", "--priority-keys", "a,secret"), "priority_keys has a key that is not one of api_keys"),
+        (("serve", "--usage-log", "no/such/folder/usage.jsonl"), "usage_log is 'no/such/folder/usage.jsonl': No such file or directory"),
         (("serve", "--host", "203.0.113.1"), "can't listen on 203.0.113.1 port 8000"),
         (("batch", "no-such.jsonl", "out.jsonl"), "no-such.jsonl"),
     ],
@@ -163,6 +166,22 @@ def test_batch_says_what_is_left_when_the_engine_fails(monkeypatch, capsys, tmp_
     assert "run the same command again for the rest" in error
 
 
+@pytest.mark.parametrize(("max_queue_size", "max_prompts"), [(4, 4), (1000, 128)])
+def test_more_prompts_than_may_wait_are_refused_for_good(engines, monkeypatch, max_queue_size, max_prompts):
+    served = []
+
+    class Server:
+        def __init__(self, app, config, on_started):
+            served.append(config)
+
+        def run(self, sockets):
+            pass
+
+    monkeypatch.setattr("server.graceful.GracefulServer", Server)
+    assert run("serve", "--port", "0", "--max-queue-size", str(max_queue_size)) == 0
+    assert [config.max_prompts for config in served] == [max_prompts]
+
+
 @pytest.mark.parametrize(
     ("flags", "names"),
     [
@@ -181,6 +200,8 @@ def test_api_keys_may_come_from_the_environment(monkeypatch):
     monkeypatch.setenv(cli.KEYS_VARIABLE, "one, two")
     assert cli._server_config(cli._parser().parse_args(["serve"])).api_keys == ("one", "two")
     assert cli._server_config(cli._parser().parse_args(["serve", "--api-keys", "three"])).api_keys == ("three",)
+    monkeypatch.setenv(cli.PRIORITY_KEYS_VARIABLE, "two")
+    assert cli._server_config(cli._parser().parse_args(["serve"])).priority_keys == ("two",)
 
 
 def test_a_flag_is_never_guessed_from_its_beginning(capsys):

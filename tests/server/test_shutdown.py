@@ -26,7 +26,7 @@ class Slow(ScriptedEngine):
 
 sys.modules["jaxinfer.engine"] = types.SimpleNamespace(Engine=Slow)
 from server.cli import main
-main(["serve", "--port", "0", "--model", "tiny", "--shutdown-timeout", sys.argv[1]])
+main(["serve", "--port", "0", "--model", "tiny", "--shutdown-timeout", *sys.argv[1:]])
 """
 BODY = {"model": "tiny", "prompt": "x", "max_tokens": 15, "stream": True}
 
@@ -35,8 +35,10 @@ BODY = {"model": "tiny", "prompt": "x", "max_tokens": 15, "stream": True}
 def serve():
     processes = []
 
-    def serve(patience):
-        process = subprocess.Popen([sys.executable, "-c", SCRIPT, str(patience)], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    def serve(patience, *flags):
+        process = subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, str(patience), *map(str, flags)], cwd=ROOT, stderr=subprocess.PIPE, text=True
+        )
         processes.append(process)
         for line in process.stderr:
             if " is ready on " in line:
@@ -78,6 +80,25 @@ def test_what_does_not_finish_in_time_is_aborted(serve):
         with pytest.raises(httpx.RemoteProtocolError):
             list(lines)
     assert process.wait(20) == 0
+
+
+def test_the_usage_log_is_complete_when_the_process_ends(serve, tmp_path):
+    log = tmp_path / "usage.jsonl"
+    process, url = serve(1.0, "--usage-log", log)
+    with httpx.Client(base_url=url) as client:
+        answer = client.post("/v1/completions", json=BODY | {"max_tokens": 5, "stream": False})
+        with client.stream("POST", "/v1/completions", json=BODY | {"max_tokens": 400}) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            os.kill(process.pid, signal.SIGTERM)
+            with pytest.raises(httpx.RemoteProtocolError):
+                list(lines)
+    assert process.wait(20) == 0
+    finished, cut = [json.loads(line) for line in log.read_text().splitlines()]
+    assert (finished["outcome"], finished["output_tokens"], finished["finish_reasons"]) == ("finished", 5, ["length"])
+    assert finished["id"] == answer.json()["id"]
+    assert (cut["outcome"], cut["finish_reasons"]) == ("disconnected", [None])
+    assert 0 < cut["output_tokens"] < 400
 
 
 def test_an_idle_server_ends_at_once(serve):

@@ -7,9 +7,10 @@ import pytest
 from fastapi.testclient import TestClient
 
 from jaxinfer.request import FinishReason, RequestContext
+from server.batches.runner import PRIORITY
 from server.config import ServerConfig
 from server.openai.app import create_app
-from server.openai.caller import ANONYMOUS, BATCH_PRIORITY, Caller, tenant_name
+from server.openai.caller import ANONYMOUS, Caller, tenant_name
 from server.openai.protocol import TIERS, CompletionRequest
 from tests.server.fakes import ANSWER
 from tests.server.sse import chunks_of, events_of
@@ -77,7 +78,7 @@ def test_only_priority_keys_go_ahead_of_others_where_there_are_any(ask):
 
 def test_a_batchs_priority_is_its_own_and_behind_every_tier():
     body = CompletionRequest(model="tiny", prompt="x", service_tier="priority")
-    assert Caller(priority=BATCH_PRIORITY).context(body).priority == BATCH_PRIORITY > max(TIERS.values())
+    assert Caller(priority=PRIORITY).context(body).priority == PRIORITY > max(TIERS.values())
 
 
 def test_a_key_is_a_tenant_whose_name_does_not_give_it_away(ask):
