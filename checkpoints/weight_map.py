@@ -21,19 +21,15 @@ class Weight:
     transposed fills [D, N*H] or [D, N, H]; two of [F, D] transposed and joined along axis -2 fill [D, 2, F].
     """
 
-    tensors: tuple[str, ...]  # or one name
+    tensors: tuple[str, ...]
     transpose: bool = False
     axis: int = 0  # of the parameter, along which several tensors lie; each takes as much of it as its size calls for
-
-    def __post_init__(self) -> None:
-        if isinstance(self.tensors, str):
-            object.__setattr__(self, "tensors", (self.tensors,))
 
 
 @dataclass(frozen=True)
 class WeightMap:
     """`weights`: parameter path -> Weight, with "{layer}" for the layer's number on both sides, such as
-    "layers.{layer}.attention.out.kernel": Weight("model.layers.{layer}.self_attn.o_proj.weight", transpose=True).
+    "layers.{layer}.attention.out.kernel": Weight(("model.layers.{layer}.self_attn.o_proj.weight",), transpose=True).
     `ignored`: shell patterns of tensors that may be in a checkpoint though no parameter takes them."""
 
     weights: Mapping[str, Weight]

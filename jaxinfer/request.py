@@ -6,7 +6,6 @@ import enum
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 MAX_TOP_LOGPROBS = 20  # alternatives a step can report; the compiled programs return this many, OpenAI's limit too
 MAX_LOGIT_BIAS = 300  # entries of `logit_bias`, OpenAI's limit
@@ -158,7 +157,8 @@ class DeviceUsage:
     decode_seconds: float
 
 
-class OutputDelta(NamedTuple):
+@dataclass(slots=True)  # not frozen, which would make making one, done for each token, three times as dear
+class OutputDelta:
     """What one engine step added to one sequence of a request. `text` never ends inside a character or a possible stop string."""
 
     request_id: str

@@ -34,11 +34,11 @@ class LlamaBlock(nnx.Module):
 class Llama(nnx.Module):
     weight_map = WeightMap(
         {
-            "embedding.table": Weight("model.embed_tokens.weight"),
-            "head.table": Weight("lm_head.weight"),
-            "norm.scale": Weight("model.norm.weight"),
-            "blocks.{layer}.attention_norm.scale": Weight("model.layers.{layer}.input_layernorm.weight"),
-            "blocks.{layer}.mlp_norm.scale": Weight("model.layers.{layer}.post_attention_layernorm.weight"),
+            "embedding.table": Weight(("model.embed_tokens.weight",)),
+            "head.table": Weight(("lm_head.weight",)),
+            "norm.scale": Weight(("model.norm.weight",)),
+            "blocks.{layer}.attention_norm.scale": Weight(("model.layers.{layer}.input_layernorm.weight",)),
+            "blocks.{layer}.mlp_norm.scale": Weight(("model.layers.{layer}.post_attention_layernorm.weight",)),
             **{
                 f"blocks.{{layer}}.{ours}.{kind}": Weight(
                     tuple(f"model.layers.{{layer}}.{name}.{kind_theirs}" for name in theirs), transpose=kind == "kernel", axis=-2

@@ -58,7 +58,7 @@ class ModelTemplate:
 
     def merge(self, weights: Weights) -> CausalLM:
         """The module with these arrays in it, for use inside a program."""
-        parameters = {}
+        parameters: dict[int, Array] = {}
         for leaf, array in zip(self.leaves, weights, strict=True):
             parameters |= zip(leaf.places, array if leaf.is_stack else (array,), strict=True)
         return nnx.merge(self.graph, jax.tree.unflatten(self.structure, [parameters[place] for place in range(len(parameters))]))

@@ -22,14 +22,14 @@ from tests.checkpoints import tiny
 LAYER = "model.layers.{layer}."
 WEIGHTS = WeightMap(
     {
-        "embedding.table": Weight("model.embed_tokens.weight"),
-        "norm.scale": Weight("model.norm.weight"),
-        "blocks.{layer}.norm.scale": Weight(LAYER + "input_layernorm.weight"),
-        "blocks.{layer}.mlp_norm.scale": Weight(LAYER + "post_attention_layernorm.weight"),
+        "embedding.table": Weight(("model.embed_tokens.weight",)),
+        "norm.scale": Weight(("model.norm.weight",)),
+        "blocks.{layer}.norm.scale": Weight((LAYER + "input_layernorm.weight",)),
+        "blocks.{layer}.mlp_norm.scale": Weight((LAYER + "post_attention_layernorm.weight",)),
         "blocks.{layer}.qkv.kernel": Weight(tuple(f"{LAYER}self_attn.{p}_proj.weight" for p in "qkv"), transpose=True, axis=-2),
-        "blocks.{layer}.o.kernel": Weight(f"{LAYER}self_attn.o_proj.weight", transpose=True),
+        "blocks.{layer}.o.kernel": Weight((f"{LAYER}self_attn.o_proj.weight",), transpose=True),
         "blocks.{layer}.gate_up.kernel": Weight(tuple(f"{LAYER}mlp.{p}_proj.weight" for p in ("gate", "up")), transpose=True, axis=1),
-        "blocks.{layer}.down.kernel": Weight(f"{LAYER}mlp.down_proj.weight", transpose=True),
+        "blocks.{layer}.down.kernel": Weight((f"{LAYER}mlp.down_proj.weight",), transpose=True),
     }
 )
 SHAPES = {

@@ -8,14 +8,14 @@ from checkpoints.source import CheckpointError
 from checkpoints.weight_map import Weight, WeightMap
 
 MAP = WeightMap(
-    {"head.table": Weight("lm_head.weight"), "blocks.{layer}.experts.3.up": Weight("h.{layer}.e3.up", transpose=True)},
+    {"head.table": Weight(("lm_head.weight",)), "blocks.{layer}.experts.3.up": Weight(("h.{layer}.e3.up",), transpose=True)},
     ignored=("*.scale_shift",),
 )
 
 
 def test_a_layers_number_goes_over_to_the_tensors_name() -> None:
-    assert MAP.find("blocks.12.experts.3.up") == Weight("h.12.e3.up", transpose=True)
-    assert MAP.find("head.table") == Weight("lm_head.weight")
+    assert MAP.find("blocks.12.experts.3.up") == Weight(("h.12.e3.up",), transpose=True)
+    assert MAP.find("head.table") == Weight(("lm_head.weight",))
 
 
 @pytest.mark.parametrize("path", ["head.bias", "blocks.0.experts.4.up", "blocks.experts.3.up"])
