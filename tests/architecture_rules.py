@@ -58,6 +58,7 @@ JAX_FREE = (
     "jaxinfer/kv_cache/radix_cache.py",
     "jaxinfer/kv_cache/manager.py",
     "jaxinfer/kv_tiers/*.py",
+    "jaxinfer/prefill/queue.py",
     "jaxinfer/prefill/scheduler.py",
     "jaxinfer/prefill/batch.py",
     "jaxinfer/decode/scheduler.py",

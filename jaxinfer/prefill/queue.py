@@ -1,0 +1,167 @@
+"""WaitingQueue: whose turn it is. Urgent work first, none starves, and tenants share in tokens. Imports no JAX."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from heapq import merge
+from operator import attrgetter
+
+from jaxinfer.sequence import Sequence
+
+_order = attrgetter("order")
+
+
+@dataclass(slots=True)
+class _Line:
+    """One tenant's waiting sequences of one priority, oldest first."""
+
+    priority: int
+    sequences: list[Sequence] = field(default_factory=list)
+    overtaken_at: float | None = None  # when one of a better level went first, for the first time since this line was served
+
+
+class WaitingQueue:
+    """Sequences that wait for pages and a place in the batch.
+
+    Levels: a lower one goes first. A sequence's level is its priority, and one less for each `ageing_seconds` that its line has been passed
+    over, down to the best priority that waits: so batch work at 20 gets a turn after at most 20 of them however much interactive work at 0
+    there is, and default work overtakes fresh priority work in the same way. Only the first of a line ages, and from when another was
+    preferred to it: work behind much of its own kind is not starving, and a long batch must not turn urgent by being long. A sequence keeps
+    the level that it was admitted at: what got its turn by ageing is not preempted for the kind of work that it waited for, and goes back
+    to where it was.
+
+    Tenants that have work at the best level take turns by deficit round robin (Shreedhar and Varghese, 1996). Outputs are not known before
+    they are made, so a turn lasts while the tenant's deficit is positive, and what it costs too much is a debt that its next turns pay:
+    tenants that wait all the time get tokens within a quantum and a request of each other. A turn that more urgent work interrupts goes on
+    afterwards. A tenant that has nothing waiting loses what is left of its turn but keeps its debt, so that pausing pays nothing. What a
+    tenant gets while no other waits deprives nobody: it is free, and when nobody waits at all debts are forgotten.
+
+    Finding who is next takes time in proportion to the tenants and priorities that wait, not to the sequences.
+    """
+
+    def __init__(self, ageing_seconds: float, quantum: int, clock: Callable[[], float] = time.monotonic) -> None:
+        assert ageing_seconds > 0, ageing_seconds
+        assert quantum > 0, quantum
+        self._ageing_seconds = ageing_seconds
+        self._quantum = quantum  # tokens
+        self._clock = clock
+        self._lines: dict[str, dict[int, _Line]] = {}  # by tenant, the next in the round first; then by priority
+        self._deficits: dict[str, int] = {}  # tokens; above 0 within a turn only
+
+    def __len__(self) -> int:
+        return sum(len(line.sequences) for line in self._all_lines())
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """Oldest first."""
+        return merge(*(line.sequences for line in self._all_lines()), key=_order)
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        line = self._lines.get(sequence.request.context.tenant, {}).get(sequence.request.context.priority)
+        if line is None:
+            return False
+        place = bisect_left(line.sequences, sequence.order, key=_order)
+        return sequence in line.sequences[place : place + 1]
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a new or a preempted sequence: before all of its tenant and priority that came later."""
+        context = sequence.request.context
+        lines = self._lines.setdefault(context.tenant, {})
+        insort(lines.setdefault(context.priority, _Line(context.priority)).sequences, sequence, key=_order)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a sequence, wherever it stands."""
+        context = sequence.request.context
+        assert sequence in self, f"sequence {sequence.order} does not wait"
+        lines = self._lines[context.tenant]
+        waiting = lines[context.priority].sequences
+        del waiting[bisect_left(waiting, sequence.order, key=_order)]
+        if not waiting:
+            del lines[context.priority]
+        if not lines:
+            del self._lines[context.tenant]
+            self._deficits[context.tenant] = min(self._deficits.get(context.tenant, 0), 0)
+        if not self._lines:
+            self._deficits.clear()
+
+    def head(self) -> Sequence | None:
+        """Who is next; None if nobody waits. Changes nothing."""
+        if not self._lines:
+            return None
+        best = self._best_priority()
+        firsts = self._firsts(best, best, self._clock())
+        return firsts[min(firsts, key=self._num_visits)]  # the first in turn of equals
+
+    def level(self, sequence: Sequence) -> int:
+        """The level at which a waiting sequence's line stands now."""
+        context = sequence.request.context
+        return self._level(self._lines[context.tenant][context.priority], self._best_priority(), self._clock())
+
+    def pop(self, sequence: Sequence, num_tokens: int | None = None) -> None:
+        """A sequence was admitted, as a rule the head: it gets the level it was admitted at, and its tenant pays for its tokens, or for the
+        `num_tokens` of them that are to be computed."""
+        context, now, best = sequence.request.context, self._clock(), self._best_priority()
+        served = self._lines[context.tenant][context.priority]
+        sequence.level = self._level(served, best, now)
+        for line in self._all_lines():
+            if line.overtaken_at is None and self._level(line, best, now) > sequence.level:
+                line.overtaken_at = now
+        served.overtaken_at = None
+        self._take_turn(context.tenant, list(self._firsts(sequence.level, best, now)))
+        self.charge(context.tenant, len(sequence.token_ids) if num_tokens is None else num_tokens)
+        self.remove(sequence)
+
+    def charge(self, tenant: str, num_tokens: int) -> None:
+        """A tenant got tokens: those it puts out, and what `pop` does not know of."""
+        deficit = self._deficits.get(tenant, 0)
+        others_wait = len(self._lines) > (tenant in self._lines)
+        left = deficit - num_tokens if others_wait else max(deficit - num_tokens, min(deficit, 0))
+        self._deficits[tenant] = left
+        if left <= 0 < deficit:
+            self._to_end(tenant)
+
+    def _all_lines(self) -> Iterator[_Line]:
+        return (line for lines in self._lines.values() for line in lines.values())
+
+    def _best_priority(self) -> int:
+        return min(line.priority for line in self._all_lines())
+
+    def _level(self, line: _Line, best: int, now: float) -> int:
+        level = line.priority
+        if line.overtaken_at is not None:
+            level -= int((now - line.overtaken_at) / self._ageing_seconds)
+        admitted = line.sequences[0].level
+        return max(level if admitted is None else min(level, admitted), best)
+
+    def _firsts(self, level: int, best: int, now: float) -> dict[str, Sequence]:
+        """Of each tenant that has any, its oldest sequence at a level or a better one; tenants in the order of their turns."""
+        firsts = {}
+        for tenant, lines in self._lines.items():
+            heads = [line.sequences[0] for line in lines.values() if self._level(line, best, now) <= level]
+            if heads:
+                firsts[tenant] = min(heads, key=_order)
+        return firsts
+
+    def _num_visits(self, tenant: str) -> int:
+        """How often the round must come to a tenant, each time with a quantum, until its deficit is positive."""
+        deficit = self._deficits.get(tenant, 0)
+        return 0 if deficit > 0 else -deficit // self._quantum + 1
+
+    def _take_turn(self, tenant: str, contenders: list[str]) -> None:
+        """Let the round go on until it is a tenant's turn. Tenants that do not contend now are not visited and keep their places."""
+        num_visits, place = self._num_visits(tenant), contenders.index(tenant)
+        if not num_visits:
+            return
+        for i, other in enumerate(contenders):
+            deficit = self._deficits.get(other, 0)
+            granted = (num_visits if i <= place else num_visits - 1) * self._quantum
+            self._deficits[other] = deficit + granted if i == place else min(deficit + granted, max(deficit, 0))
+        rounds_before = contenders[place:] if num_visits > 1 else []
+        for other in rounds_before + contenders[:place]:
+            self._to_end(other)
+
+    def _to_end(self, tenant: str) -> None:
+        if tenant in self._lines:
+            self._lines[tenant] = self._lines.pop(tenant)
