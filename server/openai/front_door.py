@@ -8,6 +8,7 @@ import uuid
 from collections import Counter
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.config import ServerConfig
@@ -80,7 +81,7 @@ class FrontDoor:
                 if caller.session is not None:
                     echoed[SESSION_HEADER] = caller.session
             await self._app(scope, receive, send_counted)
-        except ClientGone:
+        except (ClientGone, ClientDisconnect):  # the latter within the request's body
             pass
         except Exception as error:
             if status:  # too late for an answer: the connection breaks, which tells the client that it is incomplete

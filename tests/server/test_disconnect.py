@@ -103,3 +103,14 @@ def wait_until(condition):
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_leaving_within_the_body_is_no_error_of_the_server(backend, tokenizer, config, caplog):
+    app = create_app(backend, tokenizer, config)
+    with served(app) as url:
+        with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as connection:
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{")
+            wait_until(lambda: app.state.traffic.num_open == 1)
+        wait_until(lambda: app.state.traffic.num_open == 0)
+    assert app.state.traffic.num_answered == {("POST", "/v1/completions", 499): 1}
+    assert not caplog.records
