@@ -24,11 +24,13 @@ from jaxinfer.kv_transfer.same_mesh import SameMeshTransfer
 from jaxinfer.models.config import ArchitectureConfig
 from jaxinfer.plan import Plan, RolePlan, make_plan
 from jaxinfer.prefill.batch import empty_batch as empty_prefill_batch
+from jaxinfer.prefill.queue import WaitingQueue
 from jaxinfer.prefill.runner import PrefillRunner
 from jaxinfer.prefill.scheduler import PrefillScheduler
 from jaxinfer.prefill.worker import PrefillWorker
 from jaxinfer.runtime.buckets import prefill_rows
 from jaxinfer.runtime.compilation import COUNTER, Executable, compile_programs, use_persistent_cache
+from jaxinfer.runtime.device_clock import DeviceClock
 from jaxinfer.runtime.load import Weights, load_weights, random_weights
 from jaxinfer.sampling.params import neutral_rows
 from jaxinfer.stats import EngineStats
@@ -62,8 +64,10 @@ def assemble(config: EngineConfig, stats: EngineStats) -> Parts:
     tokenizer = Tokenizer.from_source(source)
     spec, schedule = plan.page_spec, config.schedule
 
-    pools = [_pool(plan, role) for role in ((plan.decode,) if plan.shares_mesh else (plan.prefill, plan.decode))]
-    managers = [KVManager(spec, role.num_pages) for role in ((plan.decode,) if plan.shares_mesh else (plan.prefill, plan.decode))]
+    roles = (plan.decode,) if plan.shares_mesh else (plan.prefill, plan.decode)
+    pools = [_pool(plan, role) for role in roles]
+    cache, clocks = config.cache, [DeviceClock() for _ in roles]
+    managers = [KVManager(spec, role.num_pages, prefix_cache=cache.prefix_cache, session_seconds=cache.session_seconds) for role in roles]
     prefill_runner = PrefillRunner(
         plan.template, plan.prefill.mesh, plan.prefill.rules, pools[0], schedule.prefill_buckets, plan.max_model_len
     )
@@ -86,12 +90,13 @@ def assemble(config: EngineConfig, stats: EngineStats) -> Parts:
             transfer = CrossMeshTransfer(programs, (pools[0], managers[0]), (pools[-1], managers[-1]))
             transfer.warm_up()
     _report(stats, config, plan, programs, pools)
+    queue = WaitingQueue(schedule.ageing_seconds, quantum=schedule.prefill_chunk_size)
     return Parts(
         config,
         plan,
         tokenizer,
-        PrefillWorker(PrefillScheduler(managers[0], schedule.prefill_chunk_size, schedule.prefill_buckets), prefill_runner),
-        DecodeWorker(DecodeScheduler(managers[-1], decode_runner.num_slots), decode_runner),
+        PrefillWorker(PrefillScheduler(managers[0], queue, schedule.prefill_buckets), prefill_runner, clocks[0]),
+        DecodeWorker(DecodeScheduler(managers[-1], decode_runner.num_slots), decode_runner, clocks[-1]),
         transfer,
         managers[0],
         managers[-1],

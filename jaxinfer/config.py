@@ -42,6 +42,8 @@ class DeviceConfig:
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
     page_size: int = _flag(16, "tokens a KV page")
+    prefix_cache: bool = _flag(True, "keep the pages of finished requests, for those that start with the same tokens")
+    session_seconds: float = _flag(300.0, "how long pages that a session used (x-session-affinity) are kept ahead of others")
     kv_memory: str = _flag(
         "auto", "KV page memory of each mesh, such as 512MiB; auto: 512MiB on CPU, 85% of what weights leave free on GPU"
     )
@@ -59,6 +61,9 @@ class ScheduleConfig:
         512, "most prompt tokens in one prefill step; longer prompts go in chunks, so that decoding goes on between them"
     )
     prefill_buckets: tuple[int, ...] = _flag((32, 128, 512), "token counts a prefill program is compiled for")
+    ageing_seconds: float = _flag(
+        3.0, "after each such time that others were preferred to it, waiting work counts as one priority more urgent (flex is 10, batch 20)"
+    )
     max_queue_size: int = _flag(256, "requests that may wait; above it a server answers 429")
 
 
@@ -94,6 +99,10 @@ class EngineConfig:
                 raise ConfigError(
                     f"kv_disk is {cache.kv_disk}, but its pages come by way of host memory: give kv_host_memory too, such as 1GiB"
                 )
+        if not cache.session_seconds >= 0:
+            raise ConfigError(f"session_seconds is {cache.session_seconds}: it must be at least 0")
+        if not schedule.ageing_seconds > 0:
+            raise ConfigError(f"ageing_seconds is {schedule.ageing_seconds}: it must be over 0")
         for name in ("max_batch_size", "prefill_chunk_size", "max_queue_size"):
             _at_least(name, getattr(schedule, name), 1)
         for name, most in (("decode_buckets", schedule.max_batch_size), ("prefill_buckets", schedule.prefill_chunk_size)):
@@ -179,6 +188,7 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "str | None": ("text or None", lambda value: value is None or isinstance(value, str)),
     "bool": ("True or False", lambda value: isinstance(value, bool)),
     "int": ("an integer", _is_int),
+    "float": ("a number", lambda value: isinstance(value, (int, float)) and not isinstance(value, bool)),
     "int | None": ("an integer or None", lambda value: value is None or _is_int(value)),
     "tuple[int, ...]": ("integers, such as (0, 1)", lambda value: isinstance(value, tuple) and all(map(_is_int, value))),
 }

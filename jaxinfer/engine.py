@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import secrets
 import time
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from jaxinfer.output import OutputBuilder
 from jaxinfer.plain_forward import PlainForward
 from jaxinfer.request import ANYONE, FinishReason, OutputDelta, Request, RequestContext, RequestError, SamplingParams, TokenLogprob
 from jaxinfer.runtime.compilation import COUNTER, TOTAL
-from jaxinfer.sequence import Sequence, SequenceState, SharedPrefix
+from jaxinfer.sequence import Meter, Sequence, SequenceState
 from jaxinfer.stats import EngineStats
 
 
@@ -34,7 +35,8 @@ class Engine:
         # Some checkpoints' tokenizers know more tokens than the model has embeddings for, some models have spare ones.
         self._vocab_size = min(self.tokenizer.vocab_size, self._parts.plan.template.config.vocab_size)
         self._requests: dict[str, list[Sequence]] = {}  # the unfinished sequences of each request
-        self._prefilled: list[Sequence] = []  # hand-offs that wait for decode pages, oldest first
+        self._prefilled: list[Sequence] = []  # hand-offs that wait for decode pages, in turn
+        self._deadlines: list[tuple[float, str]] = []  # a heap
         self._num_arrived = 0
         self._output = OutputBuilder(self.tokenizer, self.stats)
         self._update_gauges()
@@ -75,9 +77,10 @@ class Engine:
         end_tokens = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(self.tokenizer.eos_token_ids))
         room = self.max_model_len - len(prompt_token_ids)
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        prefix = SharedPrefix(num_sharers=params.n - 1) if params.n > 1 else None
-        sequences = [
-            Sequence(
+        meter = Meter()
+        sequences: list[Sequence] = []
+        for index in range(params.n):
+            sequence = Sequence(
                 request,
                 index,
                 self._num_arrived + index,
@@ -86,17 +89,19 @@ class Engine:
                 room if params.max_tokens is None else params.max_tokens,
                 IncrementalDetokenizer(self.tokenizer, params.stop, min_tokens=params.min_tokens),
                 list(request.prompt_token_ids),
-                prefix,
+                meter,
+                sequences[0] if sequences else None,
             )
-            for index in range(params.n)
-        ]
+            sequences.append(sequence)
         self._num_arrived += params.n
         self._requests[request_id] = sequences
         for sequence in sequences:
             self._parts.prefill.scheduler.add(sequence)
+        if context.deadline is not None:
+            heapq.heappush(self._deadlines, (context.deadline, request_id))
         self.stats.num_requests += 1
         self.stats.num_prompt_tokens += len(request.prompt_token_ids)
-        self.stats.num_waiting = len(self._parts.prefill.scheduler.waiting)
+        self.stats.num_waiting = self._parts.prefill.scheduler.num_waiting
 
     def abort(self, request_id: str) -> bool:
         """Drop a request wherever it stands and free its pages on both meshes; False if there is none of that id (any more)."""
@@ -113,17 +118,20 @@ class Engine:
         surprises = COUNTER.num_surprises
         started = time.thread_time()  # this thread's own: waiting for the device, or for a core the device keeps, is not the host's work
         prefill, decode = self._parts.prefill, self._parts.decode
+        deltas = self._time_out()
         self._launch_prefill()
         self._hand_over()
-        launched = decode.launch(self._preempt_youngest)
+        launched = decode.launch(self._preempt_last)
         self.stats.num_decode_steps += launched
         # One decode step stays under way; the last one of a batch is read as soon as nothing follows it.
-        decoded = decode.collect() if decode.num_in_flight > (1 if launched else 0) else []
-        waits = not launched and not decoded and prefill.num_in_flight > 0
-        prefilled = prefill.collect(wait=waits)
+        is_due = decode.num_in_flight > (1 if launched else 0)
+        # On one mesh prefill steps that were launched before the decode step end before it: reading them first costs no time and tells theirs.
+        until = decode.oldest_launch if is_due and self._parts.plan.shares_mesh else 0.0
+        prefilled = prefill.collect(wait=not is_due and not launched, until=until)
+        decoded = decode.collect() if is_due else []
         now = time.monotonic()
         self._output.observe_gaps([d.sequence for d in decoded], now)
-        deltas = [self._take_token(*token, now) for token in decoded]
+        deltas += [self._take_token(*token, now) for token in decoded]
         deltas += [self._take_first(*first, now) for first in prefilled]
         self.stats.num_output_tokens += sum([len(delta.token_ids) for delta in deltas])
         self._update_gauges()
@@ -132,32 +140,44 @@ class Engine:
             self.stats.host_seconds += time.thread_time() - started
         return deltas
 
+    def _time_out(self) -> list[OutputDelta]:
+        """End the requests whose deadline has passed."""
+        deltas = []
+        while self._deadlines and self._deadlines[0][0] <= time.monotonic():
+            deadline, request_id = heapq.heappop(self._deadlines)
+            sequences = self._requests.get(request_id, [])
+            if sequences and sequences[0].context.deadline == deadline:  # else it ended, and another has its id perhaps
+                deltas += [self._end(sequence, self._output.cut(sequence, FinishReason.TIMEOUT)) for sequence in list(sequences)]
+        return deltas
+
     def _launch_prefill(self) -> None:
         parts, scheduler = self._parts, self._parts.prefill.scheduler
-        if not scheduler.waiting and not scheduler.prefilling:
+        if not scheduler.num_waiting and not scheduler.prefilling:
             return
         num_running = len(parts.decode.scheduler.running) + len(self._prefilled)
-        num_admitted = num_running + len(scheduler.prefilling)
         # Running sequences grow: leave each a page, or what is admitted now would be preempted at once.
         keep_free = num_running if parts.plan.shares_mesh else 0
-        free_slots = self.config.schedule.max_batch_size - num_admitted
-        chunks = parts.prefill.launch(free_slots, keep_free)
-        if not chunks and not num_admitted and parts.prefill.num_in_flight == 0:
-            self._release_prefixes()
+        free_slots = self.config.schedule.max_batch_size - num_running - len(scheduler.prefilling)
+        chunks = parts.prefill.launch(self.config.schedule.prefill_chunk_size, free_slots, keep_free, self._make_room)
         now = time.monotonic()
         for chunk in chunks:
-            if chunk.sequence.first_scheduled_time is None:
-                chunk.sequence.first_scheduled_time = now
-                self.stats.queue_seconds.observe(now - chunk.sequence.request.arrival_time)
-                self.stats.num_cached_tokens += chunk.sequence.num_cached
+            sequence = chunk.sequence
+            if sequence.first_scheduled_time is None:
+                sequence.first_scheduled_time = now
+                self.stats.queue_seconds.observe(now - sequence.request.arrival_time)
+                if sequence.leader is None:
+                    sequence.meter.queue_seconds = now - sequence.request.arrival_time
+                    self.stats.num_cached_tokens += sequence.num_cached
         self.stats.num_prefill_steps += bool(chunks)
 
-    def _release_prefixes(self) -> None:
-        """Nothing runs and nothing can be admitted: what later requests keep for their siblings is in the way of the oldest."""
-        for sequence in reversed(self._parts.prefill.scheduler.waiting):
-            if sequence.prefix is not None and sequence.prefix.pages:
-                self._parts.prefill_manager.unshare(sequence.prefix)
-                return
+    def _make_room(self, waiting: Sequence) -> bool:
+        """Preempt a running sequence that is less urgent than one that waits."""
+        level = self._parts.prefill.scheduler.queue.level(waiting)
+        holders = [s for s in (*self._parts.decode.scheduler.running, *self._prefilled) if s.turn[0] > level]
+        if not holders:
+            return False
+        self._preempt(max(holders, key=lambda s: s.turn))
+        return True
 
     def _hand_over(self) -> None:
         for sequence in list(self._prefilled):
@@ -168,55 +188,59 @@ class Engine:
             self._parts.decode.join(sequence)
         self.stats.num_pages_moved = self._parts.transfer.num_pages_moved
 
-    def _preempt_youngest(self) -> Sequence | None:
-        """Take back the pages of the decode pool's youngest holder and queue it to be computed again. Its tokens are kept."""
+    def _preempt_last(self) -> Sequence | None:
+        """Preempt the last in turn of those that hold pages of the decode pool."""
         holders = list(self._parts.decode.scheduler.running)
         if self._parts.plan.shares_mesh:
             holders += [s for s in self._prefilled if s.prefill_pages] + self._parts.prefill.scheduler.prefilling
         if not holders:
             return None
-        victim = max(holders, key=lambda s: s.order)
+        victim = max(holders, key=lambda s: s.turn)
+        self._preempt(victim)
+        return victim
+
+    def _preempt(self, victim: Sequence) -> None:
+        """Take a sequence's pages back and queue it again. Its tokens are kept, and those of its pages that nobody needs meanwhile."""
         self._release(victim)
         victim.epoch += 1
-        victim.num_computed = victim.num_cached = victim.num_in_flight = 0
+        victim.num_computed = victim.num_in_flight = 0
         victim.state = SequenceState.WAITING
-        self._parts.prefill.scheduler.add_back(victim)
+        self._parts.prefill.scheduler.add(victim)
         self.stats.num_preemptions += 1
-        return victim
 
     def _release(self, sequence: Sequence) -> None:
         """Give back whatever a sequence holds on either mesh."""
         if sequence.state is SequenceState.RUNNING:
-            self._parts.decode.scheduler.leave(sequence)
+            self._parts.decode.leave(sequence)
         elif sequence in self._prefilled:
             self._prefilled.remove(sequence)
         self._parts.prefill.scheduler.remove(sequence)
 
     def _take_first(self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None, now: float) -> OutputDelta:
-        """A sequence's prompt is in the cache: let its siblings start from it, and take the token sampled at its end."""
-        if sequence.prefix is not None and sequence.index == 0:
-            self._parts.prefill_manager.share(sequence.prefix, sequence.prefill_pages, sequence.num_prompt)
-            sequence.prefix.prompt_logprobs = sequence.prompt_logprobs
-            sequence.prefix = None
+        """A sequence's prompt is in the cache: take the token sampled at its end."""
         if sequence.max_tokens == 0:
-            delta = self._output.nothing(sequence)
-            self._finish(sequence, FinishReason.LENGTH)
-            return delta
+            return self._end(sequence, self._output.nothing(sequence))
         delta = self._take_token(sequence, token_id, logprob, now)
         if not sequence.is_finished:
             self._prefilled.append(sequence)
-            self._prefilled.sort(key=lambda s: s.order)
+            self._prefilled.sort(key=lambda s: s.turn)
         return delta
 
     def _take_token(self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None, now: float) -> OutputDelta:
         delta = self._output.token(sequence, token_id, logprob, now)
-        if delta.finish_reason is not None:
-            self._finish(sequence, delta.finish_reason)
+        return delta if delta.finish_reason is None else self._end(sequence, delta)
+
+    def _end(self, sequence: Sequence, delta: OutputDelta) -> OutputDelta:
+        """Finish a sequence with its last delta."""
+        assert delta.finish_reason is not None
+        self._finish(sequence, delta.finish_reason)
+        delta.device_usage = sequence.meter.read()
         return delta
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         self._release(sequence)
         sequence.state = SequenceState.FINISHED
+        self._parts.prefill.scheduler.queue.charge(sequence.context.tenant, sequence.num_output)
         unfinished = self._requests[sequence.request.request_id]
         unfinished.remove(sequence)
         if not unfinished:
@@ -225,9 +249,10 @@ class Engine:
 
     def _update_gauges(self) -> None:
         stats, parts = self.stats, self._parts
-        stats.num_waiting = len(parts.prefill.scheduler.waiting)
+        stats.num_waiting = parts.prefill.scheduler.num_waiting
         stats.num_prefilling = len(parts.prefill.scheduler.prefilling) + len(self._prefilled)
         stats.num_running = len(parts.decode.scheduler.running)
         stats.prefill_pages_used, stats.decode_pages_used = parts.prefill_manager.num_used, parts.decode_manager.num_used
+        stats.prefill_pages_cached, stats.decode_pages_cached = parts.prefill_manager.num_cached, parts.decode_manager.num_cached
         stats.peak_pages_used = max(stats.peak_pages_used, stats.decode_pages_used)
         stats.num_compilations = TOTAL.num_compilations

@@ -24,12 +24,10 @@ class OutputBuilder:
         sequence.token_ids.append(token_id)
         text, reason, stop_reason = self._text(sequence, token_id)
         logprobs = () if logprob is None else (logprob,)
-        if sequence.is_started:
-            return OutputDelta(sequence.request.request_id, sequence.index, text, (token_id,), logprobs, reason, stop_reason)
-        text = self._opening(sequence) + text
-        return OutputDelta(
-            sequence.request.request_id, sequence.index, text, (token_id,), logprobs, reason, stop_reason, *self._first_only(sequence)
-        )
+        delta = OutputDelta(sequence.request.request_id, sequence.index, text, (token_id,), logprobs, reason, stop_reason)
+        if not sequence.is_started:
+            self._open(sequence, delta)
+        return delta
 
     def _text(self, sequence: Sequence, token_id: int) -> tuple[str, FinishReason | None, str | int | None]:
         detokenizer = sequence.detokenizer
@@ -44,20 +42,23 @@ class OutputBuilder:
 
     def nothing(self, sequence: Sequence) -> OutputDelta:
         """The only delta of a sequence that was to generate no token."""
-        text = self._opening(sequence)
-        return OutputDelta(
-            sequence.request.request_id, sequence.index, text, (), (), FinishReason.LENGTH, None, *self._first_only(sequence)
-        )
+        delta = OutputDelta(sequence.request.request_id, sequence.index, finish_reason=FinishReason.LENGTH)
+        self._open(sequence, delta)
+        return delta
 
-    def _opening(self, sequence: Sequence) -> str:
-        if not sequence.params.echo:
-            return ""
-        return self._tokenizer.decode(list(sequence.request.prompt_token_ids), skip_special_tokens=False)
+    def cut(self, sequence: Sequence, reason: FinishReason) -> OutputDelta:
+        """The last delta of a sequence that is not to go on."""
+        return OutputDelta(sequence.request.request_id, sequence.index, sequence.detokenizer.flush(), finish_reason=reason)
 
-    def _first_only(self, sequence: Sequence) -> tuple[tuple[TokenLogprob | None, ...] | None, int]:
-        """A first delta's prompt log-probabilities and cached tokens."""
+    def _open(self, sequence: Sequence, delta: OutputDelta) -> None:
+        """Put into a first delta what only that has."""
         sequence.is_started = True
-        return tuple(sequence.prompt_logprobs) if sequence.params.prompt_logprobs is not None else None, sequence.num_cached
+        delta.cached_tokens = sequence.num_cached
+        delta.device_usage = sequence.meter.read()  # who goes away before the end is billed the prompt
+        if sequence.params.prompt_logprobs is not None:
+            delta.prompt_logprobs = tuple(sequence.prompt_logprobs)
+        if sequence.params.echo:
+            delta.text = self._tokenizer.decode(list(sequence.request.prompt_token_ids), skip_special_tokens=False) + delta.text
 
     def observe_gaps(self, sequences: Iterable[Sequence], now: float) -> None:
         """Count the times since the last tokens of sequences that have another; most of a batch have the same."""

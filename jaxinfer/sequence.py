@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass, field
 
 from jaxinfer.detokenizer import IncrementalDetokenizer
-from jaxinfer.request import Request, SamplingParams, TokenLogprob
+from jaxinfer.request import DeviceUsage, Request, RequestContext, SamplingParams, TokenLogprob
 
 
 class SequenceState(enum.Enum):
@@ -17,14 +17,16 @@ class SequenceState(enum.Enum):
     FINISHED = enum.auto()
 
 
-@dataclass(slots=True, eq=False)
-class SharedPrefix:
-    """Whole pages of a prompt that a request's n sequences read together, held until the last of them has them."""
+@dataclass(slots=True)
+class Meter:
+    """What a request has taken so far, its n sequences together."""
 
-    pages: list[int] = field(default_factory=list)
-    is_ready: bool = False  # the first sequence has filled them
-    num_sharers: int = 0  # sequences that have yet to take them
-    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)  # of the first sequence, which scored the whole prompt
+    queue_seconds: float = 0.0  # until its first tokens were computed
+    prefill_seconds: float = 0.0  # its share of the device's time
+    decode_seconds: float = 0.0
+
+    def read(self) -> DeviceUsage:
+        return DeviceUsage(self.queue_seconds, self.prefill_seconds, self.decode_seconds)
 
 
 @dataclass(slots=True, eq=False)
@@ -37,14 +39,16 @@ class Sequence:
     max_tokens: int
     detokenizer: IncrementalDetokenizer
     token_ids: list[int]  # prompt and output
-    prefix: SharedPrefix | None = None
+    meter: Meter = field(default_factory=Meter)
+    leader: Sequence | None = None  # the request's first sequence, which computes the prompt for this one
     state: SequenceState = SequenceState.WAITING
     num_computed: int = 0  # tokens whose KV a prefill step was started for
-    num_cached: int = 0  # prompt tokens whose pages were found
+    num_cached: int = 0  # prompt tokens whose pages were found when it was first admitted
     num_in_flight: int = 0  # tokens being sampled whose values the host has not read
     prefill_pages: list[int] = field(default_factory=list)
     decode_pages: list[int] = field(default_factory=list)
     slot: int = -1
+    seconds_at_join: float = 0.0  # of a row of the decode batch
     level: int | None = None  # of urgency, at which it was last admitted: lower goes first
     epoch: int = 0  # counts preemptions: a step started in an earlier epoch has nothing to say any more
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
@@ -55,6 +59,21 @@ class Sequence:
     @property
     def params(self) -> SamplingParams:
         return self.request.params
+
+    @property
+    def context(self) -> RequestContext:
+        return self.request.context
+
+    @property
+    def turn(self) -> tuple[int, int]:
+        """Admitted sequences are served in this order, and give way in the opposite one."""
+        assert self.level is not None
+        return self.level, self.order
+
+    @property
+    def needs_prompt_scores(self) -> bool:
+        """Whether its prompt's log-probabilities are still to be computed."""
+        return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt
 
     @property
     def num_prompt(self) -> int:

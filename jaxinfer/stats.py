@@ -53,6 +53,8 @@ class EngineStats:
     prefill_pages: int = 0
     decode_pages_used: int = 0
     decode_pages: int = 0
+    prefill_pages_cached: int = 0  # kept by the prefix cache, those in use among them
+    decode_pages_cached: int = 0
     peak_pages_used: int = 0  # most decode pages ever in use at once
     # Counters
     num_requests: int = 0

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from jaxinfer.kv_cache.manager import KVManager
 from jaxinfer.sequence import Sequence, SequenceState
 
-# Takes pages from the youngest sequence that holds any of the pool and queues it for recomputing; returns it, None if there is none.
+# Takes pages from the last in turn of the sequences that hold any of the pool and queues it for recomputing; returns it, None if there is none.
 Preempt = Callable[[], Sequence | None]
 
 
@@ -31,12 +31,14 @@ class DecodeScheduler:
         self.running.remove(sequence)
         heapq.heappush(self._free_slots, sequence.slot)
         sequence.slot = -1
+        # The newest token's key and value are not written yet, or only by a step whose result nobody reads.
+        self._manager.keep(sequence.decode_pages, sequence.token_ids, len(sequence.token_ids) - 1, sequence.context)
         self._manager.free(sequence.decode_pages)
 
     def schedule(self, preempt: Preempt) -> list[Sequence]:
-        """The next step's sequences, each with a page for the token it feeds. Oldest first, so that they are served before pages run out."""
+        """The next step's sequences, each with a page for the token it feeds. The most urgent first, so that they are served before pages run out."""
         scheduled: list[Sequence] = []
-        for sequence in sorted(self.running, key=lambda s: s.order):
+        for sequence in sorted(self.running, key=lambda s: s.turn):
             if sequence.state is not SequenceState.RUNNING or not sequence.can_decode_more():
                 continue
             if self._find_page(sequence, preempt):

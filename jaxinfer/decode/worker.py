@@ -13,6 +13,7 @@ from jaxinfer.decode.runner import DecodeRunner
 from jaxinfer.decode.scheduler import DecodeScheduler, Preempt
 from jaxinfer.request import TokenLogprob
 from jaxinfer.runtime.buckets import bucket_for
+from jaxinfer.runtime.device_clock import DeviceClock
 from jaxinfer.sampling.params import SamplingRows, neutral_rows, set_row, uses_penalties
 from jaxinfer.sampling.reading import read_logprob
 from jaxinfer.sampling.sampler import Sampled
@@ -25,6 +26,7 @@ class _InFlight:
     epochs: list[int]
     sampled: Sampled
     wants_logprobs: bool
+    launched_at: float  # seconds, of the mesh's clock
 
 
 @dataclass(slots=True)
@@ -47,9 +49,12 @@ class Decoded(NamedTuple):
 
 
 class DecodeWorker:
-    def __init__(self, scheduler: DecodeScheduler, runner: DecodeRunner) -> None:
+    def __init__(self, scheduler: DecodeScheduler, runner: DecodeRunner, clock: DeviceClock) -> None:
         self.scheduler = scheduler
         self._runner = runner
+        self._clock = clock
+        self._row_seconds = 0.0  # of the device's time that a row has had which ran from the start
+        self.step_seconds = 0.0  # that the last step took
         self._in_flight: deque[_InFlight] = deque()
         # One place a slot, filled as sequences join; a step takes its rows' places.
         self._slot_rows = neutral_rows(runner.num_slots)
@@ -59,10 +64,21 @@ class DecodeWorker:
     def num_in_flight(self) -> int:
         return len(self._in_flight)
 
+    @property
+    def oldest_launch(self) -> float:
+        """When the oldest step under way was launched, in seconds of the mesh's clock."""
+        return self._in_flight[0].launched_at
+
+    def leave(self, sequence: Sequence) -> None:
+        """Take a running sequence out of the batch."""
+        sequence.meter.decode_seconds += self._row_seconds - sequence.seconds_at_join
+        self.scheduler.leave(sequence)
+
     def join(self, sequence: Sequence) -> None:
         """Take over a sequence whose pages have been handed over and whose newest token is not in them yet."""
         self.scheduler.join(sequence)
         slot = sequence.slot
+        sequence.seconds_at_join = self._row_seconds
         set_row(self._slot_rows, slot, sequence.params, sequence.seed, sorted(sequence.end_tokens))
         self._runner.seat(slot, sequence.decode_pages)
         if uses_penalties(sequence.params):
@@ -74,8 +90,9 @@ class DecodeWorker:
         if not sequences:
             return False
         rows = self._next_rows(sequences)
+        launched_at = self._clock.now()
         sampled = self._runner.run(rows.batch, rows.sampling, rows.wants_logprobs)
-        self._in_flight.append(_InFlight(sequences, rows.epochs, sampled, rows.wants_logprobs))
+        self._in_flight.append(_InFlight(sequences, rows.epochs, sampled, rows.wants_logprobs, launched_at))
         for sequence in sequences:
             sequence.num_in_flight += 1
         return True
@@ -85,6 +102,8 @@ class DecodeWorker:
         step = self._in_flight.popleft()
         sampled = Sampled(*(np.asarray(a) for a in step.sampled)) if step.wants_logprobs else None
         tokens = np.asarray(step.sampled.tokens).tolist()
+        self.step_seconds = self._clock.ended(step.launched_at)
+        self._row_seconds += self.step_seconds / len(step.sequences)
         decoded: list[Decoded] = []
         for row, (sequence, epoch, token) in enumerate(zip(step.sequences, step.epochs, tokens, strict=False)):
             if sequence.epoch != epoch or sequence.state is not SequenceState.RUNNING:

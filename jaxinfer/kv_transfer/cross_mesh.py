@@ -59,18 +59,21 @@ class CrossMeshTransfer:
         self.num_pages_moved = 0
 
     def move(self, sequence: Sequence, keep_free: int) -> bool:
-        """See `KVTransfer`. Nothing here waits: both devices run what they are given in order, so the pages given back on the
-        prefill mesh are read before any later program writes to them."""
-        if not self._decode_manager.grow(
-            sequence.decode_pages, len(sequence.prefill_pages) * self._prefill_manager.spec.page_size, keep_free
-        ):
+        """See `KVTransfer`. Moves only what the decode mesh does not hold already. Nothing here waits: both devices run what they are given
+        in order, so the pages given back on the prefill mesh are read before any later program writes to them."""
+        prefill, decode = sequence.prefill_pages, sequence.decode_pages
+        num_tokens, page_size = len(sequence.token_ids) - 1, self._prefill_manager.spec.page_size  # the newest token is not in a page yet
+        held = self._decode_manager.take_cached(decode, sequence.token_ids, num_tokens, sequence.context) // page_size
+        if not self._decode_manager.grow(decode, len(prefill) * page_size, keep_free):
+            self._decode_manager.free(decode)
             return False
         most = MOVE_BUCKETS[-1]
-        for start in range(0, len(sequence.prefill_pages), most):
-            source, target = sequence.prefill_pages[start : start + most], sequence.decode_pages[start : start + most]
+        for start in range(held, len(prefill), most):
+            source, target = prefill[start : start + most], decode[start : start + most]
             self._move(source, target, bucket_for(len(source), MOVE_BUCKETS))
             self.num_pages_moved += len(source)
-        self._prefill_manager.free(sequence.prefill_pages)
+        self._decode_manager.keep(decode, sequence.token_ids, num_tokens, sequence.context)
+        self._prefill_manager.free(prefill)
         return True
 
     def warm_up(self) -> None:

@@ -43,14 +43,8 @@ def build_batch(chunks: Sequence[Chunk], num_tokens: int, table_width: int) -> P
         if chunk.is_last:
             set_row(batch.sampling, row, sequence.params, sequence.seed, sorted(sequence.end_tokens))
         start += -(-chunk.length // QUERY_TILE) * QUERY_TILE
-    wants = any(wants_prompt_logprobs(chunk) for chunk in chunks)
+    wants = any(chunk.sequence.needs_prompt_scores for chunk in chunks)
     return batch._replace(wants_prompt_logprobs=np.asarray(wants))
-
-
-def wants_prompt_logprobs(chunk: Chunk) -> bool:
-    """Whether this chunk's prompt tokens are to be scored: not again after a preemption, nor where a sibling has scored them."""
-    sequence = chunk.sequence
-    return sequence.params.prompt_logprobs is not None and len(sequence.prompt_logprobs) < sequence.num_prompt
 
 
 def empty_batch(num_tokens: int, num_rows: int, table_width: int) -> PrefillBatch:

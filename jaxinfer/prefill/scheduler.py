@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from jaxinfer.kv_cache.manager import KVManager
+from jaxinfer.prefill.queue import WaitingQueue
 from jaxinfer.runtime.buckets import QUERY_TILE, prefill_rows
 from jaxinfer.sequence import Sequence, SequenceState
 
@@ -25,73 +26,98 @@ class Chunk:
         return self.sequence.state is SequenceState.PREFILLING and self.sequence.epoch == self.epoch
 
 
-class PrefillScheduler:
-    """First come, first served, in chunks under a token budget. A sequence gets pages for all its tokens when it is admitted, so that
-    a prompt half computed never waits for pages."""
+# Preempts a running sequence that is less urgent than this one; False if there is none.
+MakeRoom = Callable[[Sequence], bool]
 
-    def __init__(self, manager: KVManager, chunk_size: int, buckets: tuple[int, ...]) -> None:
+
+class PrefillScheduler:
+    """Chunks of prompts under a token budget, the most urgent first. A sequence gets pages for all its tokens when it is admitted, so that
+    a prompt half computed never waits for pages; those of a cached prefix come filled."""
+
+    def __init__(self, manager: KVManager, queue: WaitingQueue, buckets: tuple[int, ...]) -> None:
         self._manager = manager
-        self._chunk_size = chunk_size
         self._buckets = buckets
-        self.waiting: deque[Sequence] = deque()
+        self.queue = queue
+        self._held: dict[Sequence, list[Sequence]] = {}  # sequences that start from the prompt of a first one, until it is computed
         self.prefilling: list[Sequence] = []  # admitted: they hold pages, and some of their tokens are not in them yet
 
-    def add(self, sequence: Sequence) -> None:
-        """Queue a new sequence."""
-        self.waiting.append(sequence)
+    @property
+    def waiting(self) -> list[Sequence]:
+        """All that hold nothing yet, oldest first."""
+        return sorted([*self.queue, *(s for held in self._held.values() for s in held)], key=lambda s: s.order)
 
-    def add_back(self, sequence: Sequence) -> None:
-        """Queue a preempted sequence again, before all that came after it."""
-        place = next((i for i, other in enumerate(self.waiting) if other.order > sequence.order), len(self.waiting))
-        self.waiting.insert(place, sequence)
+    @property
+    def num_waiting(self) -> int:
+        return len(self.queue) + sum(map(len, self._held.values()))
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a new sequence, or one that was preempted."""
+        leader = sequence.leader
+        if leader is not None and leader.state in (SequenceState.WAITING, SequenceState.PREFILLING) and not leader.num_output:
+            self._held.setdefault(leader, []).append(sequence)
+        else:
+            self.queue.add(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence and give its prefill pages back; steps under way may still write to them, before any new owner does."""
         if sequence.state is SequenceState.WAITING:
-            self.waiting.remove(sequence)
+            held = self._held.get(sequence.leader, []) if sequence.leader is not None else []
+            if sequence in held:
+                held.remove(sequence)
+            else:
+                self.queue.remove(sequence)
         elif sequence.state is SequenceState.PREFILLING:
             self.prefilling.remove(sequence)
-        if sequence.prefix is not None and sequence.index > 0:
-            self._manager.leave(sequence.prefix)
-            sequence.prefix = None
-        self._manager.free(sequence.prefill_pages)
+        self._held = {leader: held for leader, held in self._held.items() if held}
+        if sequence.prefill_pages:
+            self._manager.keep(sequence.prefill_pages, sequence.token_ids, sequence.num_computed, sequence.context)
+            self._manager.free(sequence.prefill_pages)
 
     def done(self, sequence: Sequence) -> None:
         """All of a sequence's tokens are in its pages."""
         self.prefilling.remove(sequence)
         sequence.state = SequenceState.PREFILLED
+        self._manager.keep(sequence.prefill_pages, sequence.token_ids, sequence.num_computed, sequence.context)
+        for sibling in self._held.pop(sequence, []):
+            self.queue.add(sibling)
 
-    def schedule(self, num_free_slots: int, keep_free: int) -> list[Chunk]:
-        """The next step's chunks, in order; admits at most `num_free_slots` waiting sequences, leaving `keep_free` pages in the pool."""
+    def schedule(self, budget: int, num_free_slots: int, keep_free: int, make_room: MakeRoom) -> list[Chunk]:
+        """The next step's chunks, in order, of at most `budget` tokens; admits at most `num_free_slots` waiting sequences and those that
+        room is made for, leaving `keep_free` pages in the pool."""
         chunks: list[Chunk] = []
-        budget = self._chunk_size
-        for sequence in self.prefilling:
-            budget = self._add_chunk(chunks, sequence, budget)
-        while budget > 0 and num_free_slots > 0 and self.waiting and self._has_row(chunks):
-            sequence = self.waiting[0]
-            if not self._admit(sequence, keep_free):
-                break
-            self.waiting.popleft()
-            self.prefilling.append(sequence)
-            num_free_slots -= 1
-            budget = self._add_chunk(chunks, sequence, budget)
+        admitted = sorted(self.prefilling, key=lambda s: s.turn, reverse=True)  # the first at the end
+        is_open = True
+        while budget > 0 and self._has_row(chunks):
+            head = self.queue.head() if is_open else None
+            if head is None or (admitted and admitted[-1].turn <= (self.queue.level(head), head.order)):
+                if not admitted:
+                    break
+                budget = self._add_chunk(chunks, admitted.pop(), budget)
+            elif num_free_slots > 0 and self._admit(head, keep_free):
+                num_free_slots -= 1
+                budget = self._add_chunk(chunks, head, budget)
+            elif make_room(head):
+                num_free_slots += 1
+            else:
+                is_open = False  # nobody overtakes the one that waits for room
         return chunks
 
     def _admit(self, sequence: Sequence, keep_free: int) -> bool:
-        prefix = sequence.prefix
-        # Siblings of one request wait until the first has computed the prompt, then start from its pages.
-        if prefix is not None and sequence.index > 0 and not prefix.is_ready:
+        table, num_tokens = sequence.prefill_pages, len(sequence.token_ids)
+        if sequence.leader is not None:
+            sequence.prompt_logprobs = sequence.leader.prompt_logprobs
+        # The last token is computed anew, to sample from; a prompt that is to be scored, all of it.
+        most = 0 if sequence.needs_prompt_scores else num_tokens - 1
+        num_cached = self._manager.take_cached(table, sequence.token_ids, most, sequence.context)
+        if not self._manager.grow(table, num_tokens, keep_free):
+            self._manager.free(table)
             return False
-        shared = prefix.pages if prefix is not None and sequence.index > 0 else []
-        missing = self._manager.spec.pages_for(len(sequence.token_ids)) - len(shared)
-        if self._manager.num_free - missing < keep_free:
-            return False
-        if prefix is not None and sequence.index > 0:
-            sequence.num_cached = sequence.num_computed = self._manager.take_shared(prefix, sequence.prefill_pages)
-            sequence.prompt_logprobs = prefix.prompt_logprobs
-            sequence.prefix = None
-        grown = self._manager.grow(sequence.prefill_pages, len(sequence.token_ids))
-        assert grown
+        self.queue.pop(sequence, num_tokens - num_cached)
+        self.prefilling.append(sequence)
+        sequence.num_computed = num_cached
+        if sequence.first_scheduled_time is None:
+            # What siblings start from was computed for the request: its cached tokens are those that its first sequence found.
+            sequence.num_cached = num_cached if sequence.leader is None else sequence.leader.num_cached
         sequence.state = SequenceState.PREFILLING
         return True
 

@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxinfer.prefill.batch import build_batch, wants_prompt_logprobs
+from jaxinfer.prefill.batch import build_batch
 from jaxinfer.prefill.runner import PrefillResult, PrefillRunner
-from jaxinfer.prefill.scheduler import Chunk, PrefillScheduler
+from jaxinfer.prefill.scheduler import Chunk, MakeRoom, PrefillScheduler
 from jaxinfer.request import TokenLogprob
+from jaxinfer.runtime.device_clock import DeviceClock
 from jaxinfer.sampling.params import uses_penalties
 from jaxinfer.sampling.reading import read_logprob
 from jaxinfer.sequence import Sequence
@@ -24,6 +25,7 @@ class _InFlight:
     chunks: list[Chunk]
     starts: list[int]  # of each chunk in the packed tokens
     result: PrefillResult
+    launched_at: float  # seconds, of the mesh's clock
 
 
 class Prefilled(NamedTuple):
@@ -35,20 +37,21 @@ class Prefilled(NamedTuple):
 
 
 class PrefillWorker:
-    def __init__(self, scheduler: PrefillScheduler, runner: PrefillRunner) -> None:
+    def __init__(self, scheduler: PrefillScheduler, runner: PrefillRunner, clock: DeviceClock) -> None:
         self.scheduler = scheduler
         self._runner = runner
+        self._clock = clock
         self._in_flight: deque[_InFlight] = deque()
 
     @property
     def num_in_flight(self) -> int:
         return len(self._in_flight)
 
-    def launch(self, num_free_slots: int, keep_free: int) -> list[Chunk]:
-        """Start the next step, if there is one and not enough are under way already; returns its chunks."""
+    def launch(self, budget: int, num_free_slots: int, keep_free: int, make_room: MakeRoom) -> list[Chunk]:
+        """Start the next step, if there is one and not enough are under way already; returns its chunks. See `PrefillScheduler.schedule`."""
         if len(self._in_flight) >= _MOST_IN_FLIGHT:
             return []
-        chunks = self.scheduler.schedule(num_free_slots, keep_free)
+        chunks = self.scheduler.schedule(budget, num_free_slots, keep_free, make_room)
         if not chunks:
             return []
         batch = build_batch(chunks, self.scheduler.bucket(chunks), self._runner.table_width)
@@ -56,31 +59,41 @@ class PrefillWorker:
             if chunk.is_last and uses_penalties(chunk.sequence.params):
                 self._runner.count_tokens(row, chunk.sequence.token_ids, chunk.sequence.num_prompt)
         starts = [int(start) for start in batch.query_start[: len(chunks)]]
-        self._in_flight.append(_InFlight(chunks, starts, self._runner.run(batch)))
+        launched_at = self._clock.now()
+        self._in_flight.append(_InFlight(chunks, starts, self._runner.run(batch), launched_at))
         return chunks
 
-    def collect(self, wait: bool) -> list[Prefilled]:
-        """Read the finished steps; with `wait`, the oldest whether it has finished or not."""
+    def collect(self, *, wait: bool, until: float = 0.0) -> list[Prefilled]:
+        """Read the steps that have ended; whether they have or not, those launched before `until`, and with `wait` the oldest."""
         prefilled: list[Prefilled] = []
-        while self._in_flight and (wait or self._in_flight[0].result.sampled.tokens.is_ready()):
+        while self._in_flight:
+            oldest = self._in_flight[0]
+            if not (wait or oldest.launched_at < until or oldest.result.sampled.tokens.is_ready()):
+                break
             prefilled += self._read(self._in_flight.popleft())
             wait = False
         return prefilled
 
     def _read(self, step: _InFlight) -> list[Prefilled]:
         sampled = type(step.result.sampled)(*(np.asarray(a) for a in step.result.sampled))
+        self._meter(step.chunks, self._clock.ended(step.launched_at))
         prefilled: list[Prefilled] = []
         for row, (chunk, start) in enumerate(zip(step.chunks, step.starts, strict=True)):
             sequence = chunk.sequence
             if not chunk.is_current:  # aborted or preempted since: another prefill of the same sequence begins from nothing
                 continue
-            if step.result.prompt_scores is not None and wants_prompt_logprobs(chunk):
+            if step.result.prompt_scores is not None and sequence.needs_prompt_scores:
                 self._read_prompt_scores(step.result, chunk, start)
             if chunk.is_last:
                 self.scheduler.done(sequence)
                 logprob = None if sequence.params.logprobs is None else read_logprob(sampled, row, sequence.params.logprobs)
                 prefilled.append(Prefilled(sequence, int(sampled.tokens[row]), logprob))
         return prefilled
+
+    def _meter(self, chunks: list[Chunk], seconds: float) -> None:
+        num_tokens = sum(chunk.length for chunk in chunks)
+        for chunk in chunks:
+            chunk.sequence.meter.prefill_seconds += seconds * chunk.length / num_tokens
 
     def _read_prompt_scores(self, result: PrefillResult, chunk: Chunk, start: int) -> None:
         sequence, scores = chunk.sequence, result.prompt_scores

@@ -1,6 +1,7 @@
 from jaxinfer.decode.scheduler import DecodeScheduler
 from jaxinfer.kv_cache.manager import KVManager
 from jaxinfer.kv_cache.spec import PageSpec
+from jaxinfer.request import RequestContext
 from jaxinfer.sequence import Sequence, SequenceState
 from tests import sequences
 
@@ -12,6 +13,7 @@ def scheduler(num_pages: int, num_slots: int = 4) -> tuple[DecodeScheduler, KVMa
 
 def joined(running: DecodeScheduler, manager: KVManager, length: int, **params: object) -> Sequence:
     sequence = sequences.make(length, **params)
+    sequence.level = sequence.context.priority
     assert manager.grow(sequence.decode_pages, length)
     running.join(sequence)
     return sequence
@@ -40,6 +42,12 @@ def test_tokens_in_flight_count():
     assert running.schedule(never) == [], "two tokens and one in flight are all it may have"
 
 
+def test_the_least_urgent_gives_way_before_the_youngest() -> None:
+    running, manager = scheduler(10)
+    batch, old, young = (joined(running, manager, 4, context=RequestContext(priority=p)) for p in (20, 0, 0))
+    assert running.schedule(never) == [old, young, batch]
+
+
 def test_the_youngest_gives_way_when_pages_run_out():
     running, manager = scheduler(4)
     old, middle, young = (joined(running, manager, 4) for _ in range(3))
@@ -48,7 +56,7 @@ def test_the_youngest_gives_way_when_pages_run_out():
     preempted = []
 
     def preempt() -> Sequence:
-        victim = max(running.running, key=lambda s: s.order)
+        victim = max(running.running, key=lambda s: s.turn)
         running.leave(victim)
         victim.state = SequenceState.WAITING
         preempted.append(victim)

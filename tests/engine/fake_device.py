@@ -21,10 +21,12 @@ from jaxinfer.kv_cache.spec import PageSpec
 from jaxinfer.kv_transfer.cross_mesh import CrossMeshTransfer
 from jaxinfer.kv_transfer.same_mesh import SameMeshTransfer
 from jaxinfer.prefill.batch import PrefillBatch
+from jaxinfer.prefill.queue import WaitingQueue
 from jaxinfer.prefill.runner import PrefillResult
 from jaxinfer.prefill.scheduler import PrefillScheduler
 from jaxinfer.prefill.worker import PrefillWorker
 from jaxinfer.request import SamplingParams
+from jaxinfer.runtime.device_clock import DeviceClock
 from jaxinfer.sampling.params import SamplingRows
 from jaxinfer.sampling.sampler import Sampled
 from jaxinfer.sequence import Sequence as EngineSequence
@@ -155,17 +157,20 @@ def fake_engine(config: EngineConfig, num_pages: int, *, seed: int = 0) -> Engin
 
     def assemble(config: EngineConfig, stats: EngineStats) -> Parts:
         pools = [np.full((num_pages + 1, size), -1, np.int64) for _ in range(1 if shares_mesh else 2)]
-        managers = [KVManager(PageSpec(1, 1, 1, size, 8), num_pages + 1) for _ in pools]
+        spec, keeps = PageSpec(1, 1, 1, size, 8), config.cache.prefix_cache
+        managers = [KVManager(spec, num_pages + 1, prefix_cache=keeps) for _ in pools]
+        clocks = [DeviceClock() for _ in pools]
         prefill, decode = FakePrefill(pools[0], config, max_model_len, random), FakeDecode(pools[-1], config, max_model_len, random)
         schedule = config.schedule
+        queue = WaitingQueue(schedule.ageing_seconds, schedule.prefill_chunk_size)
         return Parts(
             config,
             SimpleNamespace(
                 max_model_len=max_model_len, shares_mesh=shares_mesh, template=SimpleNamespace(config=SimpleNamespace(vocab_size=VOCAB))
             ),  # type: ignore[arg-type]
             TOKENIZER,
-            PrefillWorker(PrefillScheduler(managers[0], schedule.prefill_chunk_size, schedule.prefill_buckets), prefill),  # type: ignore[arg-type]
-            DecodeWorker(DecodeScheduler(managers[-1], decode.num_slots), decode),  # type: ignore[arg-type]
+            PrefillWorker(PrefillScheduler(managers[0], queue, schedule.prefill_buckets), prefill, clocks[0]),  # type: ignore[arg-type]
+            DecodeWorker(DecodeScheduler(managers[-1], decode.num_slots), decode, clocks[-1]),  # type: ignore[arg-type]
             SameMeshTransfer() if shares_mesh else FakeCrossMesh(pools, managers),
             managers[0],
             managers[-1],

@@ -13,19 +13,21 @@ def audit(engine: Engine) -> None:
     """Assert that every page has just the owners that its reference count says, and every sequence what its state says."""
     parts = engine._parts
     sequences = [sequence for of_request in engine._requests.values() for sequence in of_request]
-    prefixes = {id(s.prefix): s.prefix for s in sequences if s.prefix is not None}.values()
     owners = {id(m): Counter[int]() for m in (parts.prefill_manager, parts.decode_manager)}
     for sequence in sequences:
         owners[id(parts.prefill_manager)].update(sequence.prefill_pages)
         owners[id(parts.decode_manager)].update(sequence.decode_pages)
-    for prefix in prefixes:
-        owners[id(parts.prefill_manager)].update(prefix.pages)
     for manager in (parts.prefill_manager, parts.decode_manager):
         owned = owners[id(manager)]
         references = {page: manager._allocator.references(page) for page in range(manager.num_pages + 1)}
         assert {page: count for page, count in references.items() if count} == dict(owned)
         assert manager.num_used == len(owned)
         assert NULL_PAGE not in owned
+        cached = {page for page in range(manager.num_pages + 1) if manager._allocator.is_cached(page)}
+        assert manager.num_cached == len(cached)
+        assert manager.num_free == manager.num_pages - len(owned), "what nobody reads is to be had"
+        free = manager._allocator._free
+        assert len(set(free)) == len(free) == manager.num_pages - len(cached | set(owned))
 
     prefill, decode = parts.prefill.scheduler, parts.decode.scheduler
     in_state = {state: [s for s in sequences if s.state is state] for state in SequenceState}
@@ -35,7 +37,6 @@ def audit(engine: Engine) -> None:
     assert set(decode.running) == set(in_state[SequenceState.RUNNING])
     assert not in_state[SequenceState.FINISHED]
     assert len(prefill.waiting) + len(prefill.prefilling) + len(engine._prefilled) + len(decode.running) == len(sequences)
-    assert [s.order for s in prefill.waiting] == sorted(s.order for s in prefill.waiting)
     for sequence in in_state[SequenceState.WAITING]:
         assert not sequence.prefill_pages
         assert not sequence.decode_pages

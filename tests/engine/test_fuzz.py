@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 
@@ -10,7 +11,7 @@ import pytest
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine import Engine
-from jaxinfer.request import FinishReason, RequestError, SamplingParams
+from jaxinfer.request import FinishReason, RequestContext, RequestError, SamplingParams
 from tests.engine.fake_device import TOKENIZER, VOCAB, expected_tokens, fake_engine
 from tests.engine.page_audit import assert_all_free, audit
 
@@ -50,23 +51,45 @@ def random_params(random: np.random.Generator) -> SamplingParams:
     )
 
 
+def random_context(random: np.random.Generator) -> RequestContext:
+    return RequestContext(
+        tenant=str(random.choice(["", "a", "b"])),
+        namespace=str(random.choice(["", "", "a"])),
+        session=str(random.integers(3)) if random.random() < 0.3 else None,
+        priority=int(random.choice([0, 0, 0, 10, 20])),
+        deadline=time.monotonic() + float(random.choice([0.0, 0.05])) if random.random() < 0.05 else None,
+    )
+
+
+def random_prompt(random: np.random.Generator, followed: dict[str, Followed], most: int) -> list[int]:
+    """New from the first token on, or as one before it for a while, its answer included."""
+    prompt = random.integers(0, VOCAB, int(random.integers(1, most))).tolist()
+    if followed and random.random() < 0.6:
+        known = followed[f"r{random.integers(len(followed))}"]
+        start = (known.prompt + known.tokens[0])[: int(random.integers(1, most))]
+        prompt = (start + prompt[len(start) :])[: most - 1]
+    return prompt
+
+
 def run(engine: Engine, random: np.random.Generator) -> dict[str, Followed]:
     """Requests come in bursts, some go away, and at last all that is left is served."""
     followed: dict[str, Followed] = {}
     for _ in range(STEPS):
         if random.random() < 0.12:
             for _ in range(int(random.integers(1, 4))):
-                prompt = random.integers(0, VOCAB, int(random.integers(1, engine.max_model_len - 8))).tolist()
+                prompt = random_prompt(random, followed, engine.max_model_len - 8)
                 request_id, params = f"r{len(followed)}", random_params(random)
                 try:
-                    engine.add_request(request_id, prompt, params)
+                    engine.add_request(request_id, prompt, params, random_context(random))
                 except RequestError as error:
                     assert error.code == "context_length_exceeded"
                     continue
                 followed[request_id] = Followed(prompt, params)
-        if random.random() < 0.04 and (open_requests := [i for i, r in followed.items() if len(r.reasons) < r.params.n]):
+        if random.random() < 0.04 and (
+            open_requests := [i for i, r in followed.items() if len(r.reasons) < r.params.n and not r.is_aborted]
+        ):
             request_id = str(random.choice(open_requests))
-            assert engine.abort(request_id) == (not followed[request_id].is_aborted)
+            assert engine.abort(request_id)
             followed[request_id].is_aborted = True
             audit(engine)
         take_step(engine, followed)
@@ -77,7 +100,8 @@ def run(engine: Engine, random: np.random.Generator) -> dict[str, Followed]:
     raise AssertionError("the engine never came to an end")
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(
     ("meshes", "num_pages", "page_size", "max_batch_size", "chunk_size"),
     [
@@ -91,11 +115,15 @@ def run(engine: Engine, random: np.random.Generator) -> dict[str, Followed]:
         ("two", 400, 16, 32, 512),
     ],
 )
-def test_every_request_ends_once_with_its_tokens_and_no_page_is_lost(meshes, num_pages, page_size, max_batch_size, chunk_size, seed):
+def test_every_request_ends_once_with_its_tokens_and_no_page_is_lost(
+    meshes, num_pages, page_size, max_batch_size, chunk_size, seed, prefix_cache
+):
     config = EngineConfig.of(
         max_model_len=min(120, num_pages * page_size),
         decode_devices=(0,) if meshes == "shared" else (1,),
         page_size=page_size,
+        prefix_cache=prefix_cache,
+        ageing_seconds=0.05,
         max_batch_size=max_batch_size,
         decode_buckets=(1, 4, 8),
         prefill_buckets=(32, 64),
@@ -110,7 +138,7 @@ def test_every_request_ends_once_with_its_tokens_and_no_page_is_lost(meshes, num
     for request in followed.values():
         for index in range(request.params.n):
             expected = expected_tokens(request.prompt, request.params, index, engine.max_model_len)
-            if request.is_aborted:
+            if request.is_aborted or request.reasons[index] is FinishReason.TIMEOUT:
                 assert request.tokens[index] == expected[: len(request.tokens[index])]
                 continue
             num_finished += 1
@@ -123,5 +151,6 @@ def test_every_request_ends_once_with_its_tokens_and_no_page_is_lost(meshes, num
     assert engine.stats.finished[FinishReason.STOP] + engine.stats.finished[FinishReason.LENGTH] >= num_finished
     if num_pages <= 30:
         assert engine.stats.num_preemptions > 10
+    assert (engine.stats.num_cached_tokens > 0) == prefix_cache
     if meshes == "two":
         assert engine.stats.num_pages_moved > 100

@@ -1,10 +1,14 @@
 from jaxinfer.kv_cache.manager import KVManager
+from jaxinfer.kv_cache.radix_cache import digests, token_bytes
 from jaxinfer.kv_cache.spec import PageSpec
-from jaxinfer.sequence import SharedPrefix
+from jaxinfer.request import ANYONE, RequestContext
+
+
+SPEC = PageSpec(num_layers=2, num_kv_heads=1, head_size=4, page_size=4, bytes_per_value=4)
 
 
 def manager(num_pages: int = 10) -> KVManager:
-    return KVManager(PageSpec(num_layers=2, num_kv_heads=1, head_size=4, page_size=4, bytes_per_value=4), num_pages + 1)
+    return KVManager(SPEC, num_pages + 1)
 
 
 def test_a_table_grows_by_whole_pages():
@@ -28,46 +32,69 @@ def test_growing_too_far_changes_nothing():
     assert pages.grow(table, 24, keep_free=100), "nothing is needed"
 
 
-def test_a_prefix_shares_all_whole_pages_before_the_last_token():
-    for num_tokens, num_shared in ((1, 0), (4, 0), (5, 1), (8, 1), (9, 2)):
-        pages, table, prefix = manager(), [], SharedPrefix(num_sharers=1)
-        pages.grow(table, num_tokens)
-        pages.share(prefix, table, num_tokens)
-        assert prefix.is_ready
-        assert prefix.pages == table[:num_shared]
-        sibling = []
-        assert pages.take_shared(prefix, sibling) == 4 * num_shared
-        assert sibling == table[:num_shared]
+def test_a_finished_sequences_pages_are_found_by_the_next_and_go_when_room_is_needed():
+    pages, table, tokens = manager(), [], list(range(13))
+    pages.grow(table, 13)
+    first = list(table)
+    pages.keep(table, tokens, 13, ANYONE)
+    pages.free(table)
+    assert (pages.num_used, pages.num_cached, pages.num_free) == (0, 3, 10)
+    assert pages.take_cached(table, [*tokens[:8], 99, 99, 99, 99, 99], 12, ANYONE) == 8
+    assert table == first[:2]
+    other: list[int] = []
+    assert not pages.grow(other, 4 * 9), "two of ten are read"
+    assert pages.grow(other, 4 * 8)
+    assert pages.num_cached == 2, "the third page went"
+    pages.free(other)
+    pages.free(table)
+    assert pages.num_free == 10
+
+
+def test_no_more_is_taken_than_asked_for_and_only_within_a_namespace():
+    pages, table, tokens = manager(), [], list(range(12))
+    pages.grow(table, 12)
+    pages.keep(table, tokens, 12, ANYONE)
+    found: list[int] = []
+    assert pages.take_cached(found, tokens, 11, ANYONE) == 8
+    pages.free(found)
+    assert pages.take_cached(found, tokens, 3, ANYONE) == 0
+    assert pages.take_cached(found, tokens, 12, RequestContext(namespace="another")) == 0
+    assert pages.num_used == 3
+
+
+def test_pages_that_are_about_to_be_used_anew_can_be_saved():
+    pages, table, saved = manager(), [], []
+    pages.save_evicted = saved.extend
+    pages.grow(table, 12)
+    held = list(table)
+    pages.keep(table, list(range(12)), 12, ANYONE)
+    pages.free(table)
+    pages.grow(table, 40)
+    assert [node.page for node in saved] == held[::-1], "leaves first"
+    assert saved[-1].digest == digests("", token_bytes(range(12)), 4, 1)[0]
+
+
+def test_pages_of_a_session_stay_longer():
+    now = [0.0]
+    pages = KVManager(SPEC, 11, session_seconds=60, clock=lambda: now[0])
+    for start, context in ((0, RequestContext(session="s")), (100, ANYONE)):
+        table: list[int] = []
+        pages.grow(table, 20)
+        pages.keep(table, range(start, start + 20), 20, context)
         pages.free(table)
-        assert pages.num_used == num_shared, "the sibling's own"
-        pages.free(sibling)
-        assert pages.num_used == 0
-
-
-def test_a_prefix_is_held_until_the_last_sequence_has_it_or_leaves():
-    pages, table, prefix = manager(), [], SharedPrefix(num_sharers=3)
-    pages.grow(table, 12)
-    pages.share(prefix, table, 12)
+    table = []
+    pages.grow(table, 20)
+    assert pages.take_cached([], range(100, 120), 20, ANYONE) == 0, "younger, but of no session"
     pages.free(table)
-    first, second = [], []
-    pages.take_shared(prefix, first)
-    pages.leave(prefix)
-    assert pages.num_used == 2
-    pages.take_shared(prefix, second)
-    assert prefix.pages == []
-    pages.free(first)
-    pages.free(second)
-    assert pages.num_used == 0
+    kept: list[int] = []
+    assert pages.take_cached(kept, range(20), 20, ANYONE) == 20
+    pages.free(kept)
 
 
-def test_a_prefix_given_back_early_leaves_nothing_to_take():
-    pages, table, prefix = manager(), [], SharedPrefix(num_sharers=2)
+def test_without_a_prefix_cache_nothing_is_kept():
+    pages, table = KVManager(SPEC, 11, prefix_cache=False), []
     pages.grow(table, 12)
-    pages.share(prefix, table, 12)
+    pages.keep(table, range(12), 12, ANYONE)
     pages.free(table)
-    pages.unshare(prefix)
-    assert pages.num_used == 0
-    late = []
-    assert pages.take_shared(prefix, late) == 0
-    pages.leave(prefix)
-    assert (late, pages.num_used, prefix.num_sharers) == ([], 0, 0)
+    assert pages.take_cached(table, range(12), 12, ANYONE) == 0
+    assert pages.num_cached == 0

@@ -3,14 +3,31 @@ import pytest
 
 from jaxinfer.kv_cache.manager import KVManager
 from jaxinfer.kv_cache.spec import PageSpec
-from jaxinfer.prefill.scheduler import Chunk, PrefillScheduler
+from jaxinfer.prefill.queue import WaitingQueue
+from jaxinfer.prefill.scheduler import Chunk, MakeRoom, PrefillScheduler
+from jaxinfer.request import RequestContext
 from jaxinfer.runtime.buckets import QUERY_TILE, prefill_rows, query_tile
-from jaxinfer.sequence import SequenceState, SharedPrefix
+from jaxinfer.sequence import Sequence, SequenceState
 from tests import sequences
 
 
-def scheduler(num_pages: int = 1000, chunk_size: int = 128, buckets: tuple[int, ...] = (32, 128)) -> PrefillScheduler:
-    return PrefillScheduler(KVManager(PageSpec(1, 1, 1, 16, 4), num_pages + 1), chunk_size, buckets)
+NO_ROOM = lambda waiting: False  # noqa: E731
+
+
+class Scheduler(PrefillScheduler):
+    """With the arguments that most tests give."""
+
+    chunk_size = 128
+
+    def next(self, num_free_slots: int = 9, keep_free: int = 0, make_room: MakeRoom = NO_ROOM) -> list[Chunk]:
+        return self.schedule(self.chunk_size, num_free_slots, keep_free, make_room)
+
+
+def scheduler(num_pages: int = 1000, chunk_size: int = 128, buckets: tuple[int, ...] = (32, 128), prefix_cache: bool = False) -> Scheduler:
+    manager = KVManager(PageSpec(1, 1, 1, 16, 4), num_pages + 1, prefix_cache=prefix_cache)
+    made = Scheduler(manager, WaitingQueue(10.0, 512), buckets)
+    made.chunk_size = chunk_size
+    return made
 
 
 def shape(chunks: list[Chunk]) -> list[tuple[int, int, bool]]:
@@ -22,28 +39,28 @@ def test_first_come_first_served_within_the_budget_of_whole_tiles():
     for length in (40, 10, 50, 5):
         queue.add(sequences.make(length))
     # 40 tokens use up two tiles, 10 one, and one tile is left for part of 50.
-    assert shape(queue.schedule(9, 0)) == [(0, 40, True), (0, 10, True), (0, 32, False)]
-    assert shape(queue.schedule(9, 0)) == [(32, 18, True), (0, 5, True)]
-    assert queue.schedule(9, 0) == []
+    assert shape(queue.next()) == [(0, 40, True), (0, 10, True), (0, 32, False)]
+    assert shape(queue.next()) == [(32, 18, True), (0, 5, True)]
+    assert queue.next() == []
 
 
 def test_long_prompts_go_in_chunks():
     queue = scheduler()
     queue.add(sequences.make(300))
-    assert [shape(queue.schedule(9, 0)) for _ in range(4)] == [[(0, 128, False)], [(128, 128, False)], [(256, 44, True)], []]
+    assert [shape(queue.next()) for _ in range(4)] == [[(0, 128, False)], [(128, 128, False)], [(256, 44, True)], []]
 
 
 def test_admission_stops_at_slots_rows_and_pages():
     queue = scheduler(chunk_size=512, buckets=(512,))
     for _ in range(12):
         queue.add(sequences.make(3))
-    assert len(queue.schedule(2, 0)) == 2
-    assert len(queue.schedule(99, 0)) == prefill_rows(512) == 8
+    assert len(queue.next(2)) == 2
+    assert len(queue.next(99)) == prefill_rows(512) == 8
     few = scheduler(num_pages=5)
     for length in (33, 1, 1):
         few.add(sequences.make(length))
-    assert len(few.schedule(9, keep_free=2)) == 1, "3 pages of 5, and 2 are to stay free"
-    assert len(few.schedule(9, keep_free=1)) == 1
+    assert len(few.next(keep_free=2)) == 1, "3 pages of 5, and 2 are to stay free"
+    assert len(few.next(keep_free=1)) == 1
     assert len(few.waiting) == 1
 
 
@@ -51,13 +68,13 @@ def test_none_overtakes_the_oldest_that_waits():
     queue = scheduler(num_pages=4)
     queue.add(sequences.make(100))
     queue.add(sequences.make(1))
-    assert queue.schedule(9, 0) == []
+    assert queue.next() == []
 
 
 def test_a_sequence_gets_pages_for_its_whole_prompt_and_gives_them_back():
     queue, sequence = scheduler(num_pages=20), sequences.make(300)
     queue.add(sequence)
-    queue.schedule(9, 0)
+    queue.next()
     assert len(sequence.prefill_pages) == 19
     assert sequence.state is SequenceState.PREFILLING
     queue.remove(sequence)
@@ -65,49 +82,115 @@ def test_a_sequence_gets_pages_for_its_whole_prompt_and_gives_them_back():
     assert queue.prefilling == []
     other = sequences.make(320)
     queue.add(other)
-    assert shape(queue.schedule(9, 0)) == [(0, 128, False)]
+    assert shape(queue.next()) == [(0, 128, False)]
 
 
 def test_a_preempted_sequence_goes_before_those_that_came_later():
     queue, old, middle, young = scheduler(), *(sequences.make(1) for _ in range(3))
     queue.add(old)
     queue.add(young)
-    queue.add_back(middle)
-    assert list(queue.waiting) == [old, middle, young]
-    queue.waiting.clear()
-    queue.add_back(young)
-    queue.add_back(old)
-    assert list(queue.waiting) == [old, young]
+    queue.add(middle)
+    assert queue.waiting == [old, middle, young]
 
 
 def test_a_chunk_of_an_earlier_epoch_is_not_current():
     queue, sequence = scheduler(), sequences.make(10)
     queue.add(sequence)
-    [chunk] = queue.schedule(9, 0)
+    [chunk] = queue.next()
     assert chunk.is_current
     queue.remove(sequence)
     sequence.state, sequence.epoch, sequence.num_computed = SequenceState.WAITING, 1, 0
     assert not chunk.is_current
-    queue.add_back(sequence)
-    [again] = queue.schedule(9, 0)
+    queue.add(sequence)
+    [again] = queue.next()
     assert again.is_current
     assert not chunk.is_current
 
 
-def test_siblings_wait_for_the_first_and_start_from_its_pages():
-    queue, prefix = scheduler(), SharedPrefix(num_sharers=2)
-    first, *siblings = (sequences.make(40, index=index, prefix=prefix, n=3) for index in range(3))
-    for sequence in (first, *siblings):
+def test_siblings_wait_for_the_first_and_start_from_its_pages_and_nobody_waits_for_them():
+    queue, first = scheduler(prefix_cache=True), sequences.make(40, n=3)
+    siblings = [sequences.make(40, leader=first, n=3) for _ in range(2)]
+    other = sequences.make(10)
+    for sequence in (first, *siblings, other):
         queue.add(sequence)
-    assert [chunk.sequence for chunk in queue.schedule(9, 0)] == [first]
-    assert queue.schedule(9, 0) == []
-    queue._manager.share(prefix, first.prefill_pages, 40)
-    chunks = queue.schedule(9, 0)
+    assert queue.num_waiting == 4
+    assert [chunk.sequence for chunk in queue.next()] == [first, other]
+    assert queue.next() == []
+    queue.done(first)
+    chunks = queue.next()
     assert [chunk.sequence for chunk in chunks] == siblings
     assert shape(chunks) == [(32, 8, True)] * 2
-    assert [sibling.num_cached for sibling in siblings] == [32, 32]
+    assert [sibling.num_cached for sibling in siblings] == [0, 0], "computed for the request, once"
     assert {tuple(sequence.prefill_pages[:2]) for sequence in (first, *siblings)} == {tuple(first.prefill_pages[:2])}
     assert len({sequence.prefill_pages[2] for sequence in (first, *siblings)}) == 3
+
+
+def test_siblings_go_with_their_first():
+    queue, first = scheduler(), sequences.make(40, n=2)
+    sibling = sequences.make(40, leader=first, n=2)
+    for sequence in (first, sibling):
+        queue.add(sequence)
+    queue.remove(first)
+    queue.remove(sibling)
+    assert queue.num_waiting == 0
+    assert queue.next() == []
+
+
+def test_a_known_prefix_is_not_computed_again_but_for_its_last_token():
+    queue, first, second, longer = scheduler(prefix_cache=True), *(sequences.make(length) for length in (64, 64, 100))
+    queue.add(first)
+    assert shape(queue.next()) == [(0, 64, True)]
+    queue.done(first)
+    queue.remove(first)
+    queue.add(second)
+    queue.add(longer)
+    assert shape(queue.next()) == [(48, 16, True), (64, 36, True)]
+    assert (first.num_cached, second.num_cached, longer.num_cached) == (0, 48, 64)
+
+
+def test_a_prompt_that_is_to_be_scored_is_computed_whole():
+    queue, first, scored = scheduler(prefix_cache=True), sequences.make(64), sequences.make(64, prompt_logprobs=1)
+    queue.add(first)
+    queue.next()
+    queue.done(first)
+    queue.add(scored)
+    assert shape(queue.next()) == [(0, 64, True)]
+
+
+def test_what_a_preempted_sequence_had_computed_is_found_again():
+    queue, sequence = scheduler(prefix_cache=True), sequences.make(300)
+    queue.add(sequence)
+    queue.next()
+    queue.next()
+    queue.remove(sequence)
+    sequence.state, sequence.num_computed, sequence.epoch = SequenceState.WAITING, 0, 1
+    queue.add(sequence)
+    assert shape(queue.next()) == [(256, 44, True)]
+
+
+def test_urgent_work_goes_before_prompts_half_computed_and_work_that_waits():
+    queue = scheduler()
+    batch, late = (sequences.make(300, context=RequestContext(priority=20)) for _ in range(2))
+    queue.add(batch)
+    queue.add(late)
+    assert [chunk.sequence for chunk in queue.next()] == [batch]
+    urgent = sequences.make(40)
+    queue.add(urgent)
+    assert [(chunk.sequence, chunk.length) for chunk in queue.next()] == [(urgent, 40), (batch, 64)]
+
+
+def test_room_is_made_for_the_head_alone_and_nobody_overtakes_it():
+    queue, asked = scheduler(num_pages=4), []
+    urgent, small = sequences.make(100), sequences.make(1)
+    queue.add(urgent)
+    queue.add(small)
+
+    def make_room(waiting: Sequence) -> bool:
+        asked.append(waiting)
+        return len(asked) < 3
+
+    assert queue.next(make_room=make_room) == []
+    assert asked == [urgent] * 3
 
 
 @pytest.mark.parametrize(
@@ -120,7 +203,7 @@ def test_every_step_fits_its_bucket_and_all_tokens_are_computed_once(chunk_size,
     for _ in range(400):
         if random.random() < 0.4:
             queue.add(sequences.make(int(random.choice([1, 15, 31, 32, 33, 64, 200, 500]))))
-        chunks = queue.schedule(int(random.integers(0, 5)), 0)
+        chunks = queue.next(int(random.integers(0, 5)))
         if chunks:
             bucket, at = queue.bucket(chunks), 0
             assert bucket in buckets
