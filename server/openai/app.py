@@ -12,6 +12,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import FileResponse, JSONResponse
 from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
+from starlette.routing import Match, Route
 
 from jaxinfer.tokenizer import Tokenizer
 from server.backend import Backend
@@ -158,6 +159,12 @@ async def _answer_http_exception(request: Request, error: Exception) -> Response
         case 404:
             error = ApiError(404, f"unknown URL: {request.method} {quoted(request.url.path)}", code="unknown_url")
         case 405:
-            headers = getattr(error, "headers", None)
+            headers = {"Allow": ", ".join(_methods_of(request))}
             error = ApiError(405, f"{quoted(request.url.path)} doesn't take {request.method}", code="method_not_allowed", headers=headers)
     return from_exception(error).response()
+
+
+def _methods_of(request: Request) -> list[str]:
+    """What the path takes, over all its routes: the framework's own answer names those of the first."""
+    routes = [route for route in request.app.routes if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE]
+    return sorted({method for route in routes for method in route.methods or ()})

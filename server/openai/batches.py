@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, Self
 
 from fastapi import FastAPI, Request
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from server.batches.batch_store import BatchStore, StoredBatch, UnknownFile
 from server.batches.database import in_thread
@@ -30,6 +30,8 @@ class CreateBatch(StrictModel):
 
 
 class BatchQuery(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
     after: str | None = Field(None, pattern="^batch_", description="the last id of the page before")
     limit: int = Field(20, ge=1, le=100)
 

@@ -6,7 +6,7 @@ from typing import Any, Literal, Self
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import FileResponse
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.datastructures import FormData, UploadFile
 from starlette.requests import ClientDisconnect
 
@@ -37,6 +37,8 @@ class FileUpload(StrictModel):
 
 
 class FileQuery(BaseModel):
+    model_config = ConfigDict(extra="forbid")  # a query is text, so nothing else of StrictModel holds
+
     after: str | None = Field(None, pattern="^file-", description="the last id of the page before")
     limit: int = Field(10_000, ge=1, le=10_000)
     order: Literal["asc", "desc"] = "desc"
@@ -82,6 +84,7 @@ class FileDeleted(BaseModel):
 
 _UPLOAD_BODY = {
     "type": "object",
+    "additionalProperties": False,
     "required": ["file", "purpose"],
     "properties": {
         "file": {"type": "string", "format": "binary"},
@@ -89,6 +92,7 @@ _UPLOAD_BODY = {
         "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
         "expires_after[seconds]": {"type": "integer", "minimum": 3600, "maximum": 30 * DAY},
     },
+    "dependentRequired": {"expires_after[anchor]": ["expires_after[seconds]"], "expires_after[seconds]": ["expires_after[anchor]"]},
 }
 _DOCUMENTED_UPLOAD = {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _UPLOAD_BODY}}}}
 

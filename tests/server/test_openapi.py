@@ -1,29 +1,36 @@
 """Schemathesis asks the app whatever its own OpenAPI page allows, and what it forbids."""
 
+import tempfile
+from pathlib import Path
+
 import schemathesis
 from fastapi import FastAPI
 from hypothesis import HealthCheck, settings
 from schemathesis.checks import CHECKS
 
+from server.batches.batch_store import BatchStore
 from server.config import ServerConfig
 from server.openai.app import create_app
 from tests.server.fakes import FakeBackend, byte_tokenizer
 
 KEY = "a-key"
+FOLDER = tempfile.TemporaryDirectory()
 
 
 def make_app() -> FastAPI:
     tokenizer = byte_tokenizer()
-    return create_app(FakeBackend(tokenizer), tokenizer, ServerConfig(served_model_name=("tiny",), api_keys=(KEY,)))
+    config = ServerConfig(served_model_name=("tiny",), api_keys=(KEY,))
+    return create_app(FakeBackend(tokenizer), tokenizer, config, store=BatchStore(Path(FOLDER.name)))
 
 
 schema = schemathesis.openapi.from_asgi("/openapi.json", make_app())
 EXAMPLES = settings(max_examples=60, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 
 
-# What a schema can't say: fields that depend on one another, and what the model and its context hold.
+# What a schema can't say: fields that depend on one another, and what the model, its context and the folder hold.
 DEPENDENT = {"priority", "top_logprobs", "stream_options", "max_tokens", "max_completion_tokens", "min_tokens", "best_of"}
 OF_THE_MODEL = {"logit_bias", "stop_token_ids", "prompt", "messages"}
+OF_THE_FOLDER = {"input_file_id"}
 
 
 @schema.parametrize()
@@ -32,5 +39,5 @@ def test_the_app_does_what_its_page_says(case):
     if isinstance(case.body, dict) and isinstance(case.body.get("model"), str):
         case.body["model"] = "tiny"  # a model of another name is 404 whatever else is asked
     response = case.call(headers={"Authorization": f"Bearer {KEY}"})
-    is_dependent = response.status_code == 400 and response.json()["error"]["param"] in DEPENDENT | OF_THE_MODEL
+    is_dependent = response.status_code == 400 and response.json()["error"]["param"] in DEPENDENT | OF_THE_MODEL | OF_THE_FOLDER
     case.validate_response(response, excluded_checks=[CHECKS.get_one("positive_data_acceptance")] if is_dependent else [])
