@@ -38,6 +38,24 @@ def test_pages_are_there_after_a_restart_oldest_first(tmp_path):
     assert opened(path).stored[-1].key == key_of(1)
 
 
+@pytest.mark.parametrize("slots", [(3, 1), (1, 3)])
+def test_of_a_page_that_was_written_twice_the_newer_counts(tmp_path, slots):
+    file = opened(tmp_path / "kv")
+    for slot in slots:
+        file.write(slot, key_of(0), page_of(key_of(0)))
+    file.close()
+    [stored] = opened(tmp_path / "kv").stored
+    assert stored.slot == slots[1]
+
+
+def test_pages_that_were_cut_off_are_not_promised(tmp_path):
+    fill(tmp_path / "kv", 4)
+    os.truncate(tmp_path / "kv", disk_size(3) - ALIGNMENT + PAGE_BYTES - 1)
+    file = opened(tmp_path / "kv")
+    assert [page.slot for page in file.stored] == [0, 1]
+    assert file.refused == {"torn": 2}
+
+
 def test_tables_and_pages_never_overlap(tmp_path):
     size = 100 * ALIGNMENT
     fill(tmp_path / "kv", 95, size, page_bytes=ALIGNMENT)

@@ -56,7 +56,6 @@ def test_a_full_disk_is_used_as_far_as_it_goes(tiers, monkeypatch, caplog, error
 
 def test_a_disk_that_was_full_is_asked_again(tiers, monkeypatch):
     now = 0.0
-    monkeypatch.setattr(disk_tier, "PATIENCE", 60.0)
     monkeypatch.setattr("jaxinfer.kv_tiers.tiers.time.monotonic", lambda: now)
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", full_after(2))
@@ -93,6 +92,14 @@ def test_a_failing_disk_has_a_rest_and_serves_what_it_has(tiers, monkeypatch, ca
     put(tiers, 21)
     assert tiers.stats().disk_pages == 4
     assert tiers.stats().num_failed_writes == 1
+
+
+def test_a_disk_that_fails_again_and_again_is_told_once(tiers, monkeypatch, caplog):
+    monkeypatch.setattr(disk_tier, "PATIENCE", 0.0)
+    monkeypatch.setattr(os, "pwrite", full_after(-1, errno.EIO))
+    put(tiers, 0, 1, 2)
+    assert (tiers.stats().num_failed_writes, tiers.stats().num_dropped) == (3, 3)
+    assert len(caplog.records) == 1
 
 
 def test_overwriting_can_fail_too(tiers, monkeypatch):
