@@ -31,7 +31,7 @@ class Turnstile:
     def __init__(self, backend: Backend, is_open: Callable[[], bool]) -> None:
         self._backend, self._is_open = backend, is_open
         self._most_sequences = backend.max_batch_size - backend.max_batch_size // 8
-        self._most_waiting = max(2, backend.max_batch_size // 4)
+        self._most_waiting = max(2, backend.max_batch_size // 16)
         self._entering: deque[tuple[Pass, asyncio.Future[None]]] = deque()
         self._changed = asyncio.Event()
         self._num_inside = 0  # sequences

@@ -8,7 +8,6 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import FileResponse
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.datastructures import FormData, UploadFile
-from starlette.requests import ClientDisconnect
 
 from server.batches.database import in_thread
 from server.batches.file_store import FileStore, StoredFile
@@ -16,7 +15,6 @@ from server.openai.body import check, limited
 from server.openai.errors import ApiError, quoted
 from server.openai.protocol import StrictModel
 from server.openai.schema import documented_errors, documented_query
-from server.openai.stream import ClientGone
 
 DAY = 24 * 3600
 DEFAULT_SECONDS = 30 * DAY  # that an uploaded file is kept, as OpenAI has it
@@ -102,14 +100,11 @@ def add_files(app: FastAPI, files: FileStore, max_file_bytes: int) -> None:
 
     @app.post("/v1/files", responses=documented_errors(400, 401, 413, 500, 503), openapi_extra=_DOCUMENTED_UPLOAD)
     async def upload_file(request: Request) -> FileObject:
-        try:
-            async with limited(request, max_file_bytes + FORM_OVERHEAD).form(max_files=1, max_fields=8) as form:
-                upload, fields = _read_form(form, max_file_bytes)
-                seconds = DEFAULT_SECONDS if fields.expires_after is None else fields.expires_after.seconds
-                name = (upload.filename or "file")[:MAX_NAME]
-                return FileObject.of(await in_thread(files.add, request.state.caller.tenant, name, upload.file, seconds))
-        except ClientDisconnect:
-            raise ClientGone from None
+        async with limited(request, max_file_bytes + FORM_OVERHEAD).form(max_files=1, max_fields=8) as form:
+            upload, fields = _read_form(form, max_file_bytes)
+            seconds = DEFAULT_SECONDS if fields.expires_after is None else fields.expires_after.seconds
+            name = (upload.filename or "file")[:MAX_NAME]
+            return FileObject.of(await in_thread(files.add, request.state.caller.tenant, name, upload.file, seconds))
 
     @app.get("/v1/files", responses=documented_errors(400, 401, 500, 503), openapi_extra=documented_query(FileQuery))
     async def list_files(request: Request) -> FileList:
