@@ -42,6 +42,7 @@ class Record:
     arrivals: list[float] = field(default_factory=list)  # of the events that bring text
     outcome: Outcome = Outcome.UNFINISHED
     status: int = 0  # 0: no HTTP answer
+    code: str = ""  # the error's, where the answer is one in OpenAI's form
     message: str = ""
     prompt_tokens: int | None = None
     output_tokens: int | None = None
@@ -70,6 +71,7 @@ class Request:
     body: bytes
     leaves_after: int | None = None  # go away after this many events of the stream
     leaves_at: float | None = None  # go away after this many seconds
+    sends_half: bool = False  # of the body: the server waits for the rest until the client goes away
     headers: Mapping[str, str] = field(default_factory=lambda: {"Content-Type": "application/json"})
 
     @classmethod
@@ -111,11 +113,15 @@ async def send(session: aiohttp.ClientSession, request: Request, record: Record 
 
 
 async def _exchange(session: aiohttp.ClientSession, request: Request, record: Record) -> None:
-    async with session.post(request.path, data=request.body, headers=request.headers) as response:
+    headers = dict(request.headers)
+    data: bytes | AsyncIterator[bytes] = request.body
+    if request.sends_half:
+        headers["Content-Length"], data = str(len(request.body)), _half(request.body)
+    async with session.post(request.path, data=data, headers=headers) as response:
         record.status = response.status
         if response.status != 200:
-            record.message = (await response.text(errors="replace"))[:QUOTED]
-            record.outcome = _outcome_of(response.status)
+            text = await response.text(errors="replace")
+            record.outcome, record.message, record.code = _outcome_of(response.status), text[:QUOTED], _code_of(text)
         elif response.content_type == "text/event-stream":
             await _read_stream(response, request.leaves_after, record)
         else:
@@ -124,6 +130,18 @@ async def _exchange(session: aiohttp.ClientSession, request: Request, record: Re
             record.choices = [_text(choice) for choice in answer["choices"]]
             _take_usage(answer.get("usage"), record)
             record.outcome = Outcome.ANSWERED
+
+
+async def _half(body: bytes) -> AsyncIterator[bytes]:
+    yield body[: len(body) // 2]
+    await asyncio.Event().wait()
+
+
+def _code_of(text: str) -> str:
+    try:
+        return str(json.loads(text)["error"]["code"])
+    except (ValueError, LookupError, TypeError):
+        return ""
 
 
 def _outcome_of(status: int) -> Outcome:
@@ -143,7 +161,7 @@ async def _read_stream(response: aiohttp.ClientResponse, leaves_after: int | Non
             return
         event = json.loads(data)
         if "error" in event:
-            record.outcome, record.message = Outcome.FAILED, str(event["error"])[:QUOTED]
+            record.outcome, record.message, record.code = Outcome.FAILED, str(event["error"])[:QUOTED], _code_of(data.decode())
             return
         _take_usage(event.get("usage"), record)
         for choice in event["choices"]:

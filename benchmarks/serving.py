@@ -67,9 +67,13 @@ class Server:
         except subprocess.TimeoutExpired:
             return None
 
-    def last_words(self, lines: int = 15) -> str:
+    def log(self) -> list[str]:
+        """The lines so far."""
         self._log.seek(0)
-        return "".join(self._log.readlines()[-lines:])
+        return self._log.read().splitlines()
+
+    def last_words(self, lines: int = 15) -> str:
+        return "\n".join(self.log()[-lines:])
 
     def _is_ready(self) -> bool:
         try:

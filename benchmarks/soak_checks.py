@@ -1,0 +1,150 @@
+"""What must hold of a server after a soak. Each check has its figure and says what it would have had to be."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from benchmarks.http_load import Outcome, Record
+from benchmarks.soak_traffic import Sent
+from benchmarks.soak_watch import Sample
+
+SETTLING = 0.25  # share of a phase that is not measured: what the phase before left is worked off
+GROWTH = 1.0  # MiB a minute of which memory may seem to grow
+KEPT = 0.9  # share of the peak throughput that must be left under overload
+WINDOW = 10.0  # seconds of which memory's least is taken
+MIN_MEMORY, MIN_PHASE = 150.0, 20.0  # seconds below which memory, and a phase's throughput, say nothing
+ERRORS = ("ERROR", "CRITICAL", "Traceback")  # how lines of a log begin that mustn't be there
+SPARE = 4  # files and threads that may be open more than before
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    name: str
+    is_held: bool | None  # None: the soak was too short to say
+    figure: str
+    limit: str
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A stretch of the soak. `load` is the rate over the capacity, None where the loop is closed."""
+
+    load: float | None
+    start: float  # seconds since the watch began
+    end: float
+
+    @property
+    def name(self) -> str:
+        return "full" if self.load is None else f"{self.load:g}x"
+
+    @property
+    def measured_from(self) -> float:
+        return self.start + SETTLING * (self.end - self.start)
+
+
+def throughput(samples: Sequence[Sample], phase: Phase) -> float | None:
+    """Output tokens a second of the phase once it has settled; None where there are too few samples."""
+    within = [s for s in samples if phase.measured_from <= s.at <= phase.end]
+    if len(within) < 2:
+        return None
+    return (within[-1].output_tokens - within[0].output_tokens) / (within[-1].at - within[0].at)
+
+
+def throughputs(samples: Sequence[Sample], phases: Sequence[Phase]) -> dict[str, float]:
+    """Of each load, the median of its phases."""
+    found: dict[str, list[float]] = {}
+    for phase in phases:
+        if (rate := throughput(samples, phase)) is not None:
+            found.setdefault(phase.name, []).append(rate)
+    return {name: statistics.median(rates) for name, rates in found.items()}
+
+
+def overload_check(samples: Sequence[Sample], phases: Sequence[Phase], overload: float) -> Check:
+    """Throughput under the highest load against the best there was under any."""
+    rates, name = throughputs(samples, phases), f"{overload:g}x"
+    title, limit = f"throughput at {name} overload", f"at least {KEPT:.0%} of the peak"
+    shortest = min(p.end - p.measured_from for p in phases)
+    if shortest < MIN_PHASE or name not in rates:
+        return Check(title, None, f"a phase measures {shortest:.0f} s: too short", limit)
+    peak = max(rates, key=lambda load: rates[load])
+    share = rates[name] / rates[peak] if rates[peak] else 0.0
+    return Check(title, share >= KEPT, f"{share:.0%} ({rates[name]:,.0f} of {rates[peak]:,.0f} tokens/s, at {peak} load)", limit)
+
+
+def growth(samples: Sequence[Sample], start: float, end: float) -> float | None:
+    """MiB a minute between two times: of the least memory in each window, since a step's buffers come and go, the median slope of
+    all pairs (Theil and Sen), which a few jumps don't move. None where there are too few windows."""
+    windows: dict[int, list[float]] = {}
+    for sample in samples:
+        if start <= sample.at <= end:
+            windows.setdefault(int((sample.at - start) // WINDOW), []).append(sample.rss)
+    if len(windows) < 3:
+        return None
+    at, least = np.array(list(windows)) * WINDOW / 60, np.array([min(rss) for rss in windows.values()])
+    earlier, later = np.triu_indices(len(at), 1)
+    return float(np.median((least[later] - least[earlier]) / (at[later] - at[earlier])))
+
+
+def memory_check(samples: Sequence[Sample], phases: Sequence[Phase]) -> Check:
+    """Flat in the second half of the soak: by then every load and size of request has been met."""
+    start, end = (phases[0].start + phases[-1].end) / 2, phases[-1].end
+    slope, limit = growth(samples, start, end), f"at most {GROWTH:g} MiB/min"
+    if slope is None or end - start < MIN_MEMORY:
+        return Check("memory flat", None, f"its second half is {end - start:.0f} s: too short", limit)
+    within = [s.rss for s in samples if start <= s.at <= end]
+    return Check("memory flat", slope <= GROWTH, f"{slope:+.2f} MiB/min ({min(within):,.0f} to {max(within):,.0f} MiB)", limit)
+
+
+def page_check(last: Sample) -> Check:
+    figure = f"{last.pages_used:.1%} of the pages held, {last.waiting + last.running:.0f} requests left"
+    return Check("no page lost", last.is_idle, figure, "none after the last answer")
+
+
+def handle_check(before: Sample, last: Sample) -> Check:
+    files, threads = last.num_files - before.num_files, last.num_threads - before.num_threads
+    return Check(
+        "no socket or thread lost",
+        max(files, threads) <= SPARE,
+        f"{files:+d} files, {threads:+d} threads",
+        f"at most {SPARE} more than before",
+    )
+
+
+def answer_check(pairs: Sequence[tuple[Sent, Record]], metrics: Mapping[str, float]) -> Check:
+    """Every request got what it may get, by the client's account, and no 5xx by the server's."""
+    wrong = Counter(
+        f"{sent.kind}: {record.outcome} {record.status or ''} {record.code}".strip() for sent, record in pairs if not sent.is_right(record)
+    )
+    told = sum(count for name, count in metrics.items() if name.startswith("jaxinfer_http_requests_total") and 'code="5' in name)
+    counts = Counter(record.outcome for _, record in pairs)
+    figure = ", ".join(f"{counts[outcome]:,} {outcome}" for outcome in Outcome if counts[outcome])
+    if wrong or told:
+        figure += "; wrong: " + "; ".join(
+            [*(f"{count} {what}" for what, count in wrong.most_common(5)), f"{told:.0f} 5xx told by the server"]
+        )
+    return Check("every request answered or refused", not wrong and not told, figure, "no hang, no 5xx, no broken answer")
+
+
+def compilation_check(last: Sample) -> Check:
+    return Check("nothing compiled while serving", not last.compilations, f"{last.compilations:.0f} compilations", "0")
+
+
+def same_answer_check(before: Record, after: Record) -> Check:
+    is_same = before.outcome is after.outcome is Outcome.ANSWERED and before.choices == after.choices
+    return Check("the same answer as before", is_same, "equal" if is_same else f"{after.outcome}: {after.choices}", "equal greedy tokens")
+
+
+def log_check(lines: Sequence[str]) -> Check:
+    errors = [line for line in lines if line.lstrip().startswith(ERRORS)]
+    return Check("no error in the log", not errors, errors[0][:200] if errors else "none", "none")
+
+
+def end_check(status: int | None) -> Check:
+    return Check(
+        "ends when told to", status == 0, "still there" if status is None else f"exit status {status}", "exit status 0 after SIGTERM"
+    )

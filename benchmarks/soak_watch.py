@@ -1,0 +1,109 @@
+"""Looking on while a server works: its process from outside, its metrics from inside, once a second."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import psutil
+
+from benchmarks.serving import parse_metrics
+
+PERIOD = 1.0  # seconds
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    at: float  # seconds since the watch began
+    rss: float  # MiB
+    num_files: int  # open files and sockets
+    num_threads: int
+    waiting: float
+    running: float
+    pages_used: float  # held by requests, as a share of all, on the fuller mesh
+    output_tokens: float  # counters
+    prompt_tokens: float
+    preemptions: float
+    compilations: float
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self.waiting or self.running or self.pages_used)
+
+
+class Watch:
+    """`samples` grows while it is entered. What the server doesn't answer in time is not sampled: `num_missed` counts it."""
+
+    def __init__(self, session: aiohttp.ClientSession, pid: int) -> None:
+        self._session, self._process = session, psutil.Process(pid)
+        self.start = time.perf_counter()
+        self.samples: list[Sample] = []
+        self.num_missed = 0
+        self.metrics: dict[str, float] = {}  # the last ones read, whole
+
+    def now(self) -> float:
+        return time.perf_counter() - self.start
+
+    async def look(self) -> Sample:
+        """One sample. Raises what the network or the operating system does."""
+        async with self._session.get("/metrics", timeout=aiohttp.ClientTimeout(total=30)) as answer:
+            self.metrics = parse_metrics(await answer.text())
+        with self._process.oneshot():
+            sample = Sample(
+                at=self.now(),
+                rss=self._process.memory_info().rss / MIB,
+                num_files=self._process.num_fds(),
+                num_threads=self._process.num_threads(),
+                **_figures(self.metrics),
+            )
+        self.samples.append(sample)
+        return sample
+
+    @asynccontextmanager
+    async def watching(self) -> AsyncIterator[None]:
+        """Sample once a second."""
+
+        async def watch() -> None:
+            while True:
+                began = time.perf_counter()
+                try:
+                    await self.look()
+                except (aiohttp.ClientError, TimeoutError):
+                    self.num_missed += 1
+                await asyncio.sleep(max(began + PERIOD - time.perf_counter(), 0))
+
+        task = asyncio.create_task(watch())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def until_idle(self, patience: float) -> Sample:
+        """Look until the server holds no request and no page, or patience ends; the last sample."""
+        deadline = time.perf_counter() + patience
+        while True:
+            sample = await self.look()
+            if sample.is_idle or time.perf_counter() > deadline:
+                return sample
+            await asyncio.sleep(0.2)
+
+
+def _figures(metrics: dict[str, float]) -> dict[str, Any]:
+    meshes = ("prefill", "decode")
+    shares = [metrics[f'jaxinfer_kv_pages_used{{mesh="{m}"}}'] / metrics[f'jaxinfer_kv_pages_total{{mesh="{m}"}}'] for m in meshes]
+    return {
+        "waiting": metrics["jaxinfer_requests_waiting"],
+        "running": metrics["jaxinfer_requests_prefilling"] + metrics["jaxinfer_requests_running"],
+        "pages_used": max(shares),
+        "output_tokens": metrics["jaxinfer_output_tokens_total"],
+        "prompt_tokens": metrics["jaxinfer_prompt_tokens_total"],
+        "preemptions": metrics["jaxinfer_preemptions_total"],
+        "compilations": metrics["jaxinfer_compilations_after_ready_total"],
+    }
