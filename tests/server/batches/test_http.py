@@ -9,6 +9,7 @@ from fastapi.testclient import TestClient
 from server.config import ServerConfig
 from server.openai.app import create_app
 from tests.server.batches.conftest import CHAT, line
+from tests.server.fakes import FakeBackend
 
 ENDPOINT = {"endpoint": "/v1/completions", "completion_window": "24h"}
 
@@ -260,3 +261,42 @@ def test_without_a_folder_the_answer_says_what_to_do(backend, tokenizer, config,
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "batches_disabled")
         assert "--batch-dir" in answer.json()["error"]["message"]
         assert not [path for path in client.get("/openapi.json").json()["paths"] if "batch" in path]
+
+
+def test_while_the_server_ends_no_further_line_is_asked(backend, tokenizer, config, store):
+    backend.hold.clear()
+    app = create_app(backend, tokenizer, config, store=store)
+    with TestClient(app) as client:
+        batch = create(client, upload(client, *[line(str(n)) for n in range(20)]))
+        while backend.num_open < 7:
+            time.sleep(0.01)
+        app.state.traffic.close()  # SIGTERM: interactive requests, and the lines under way, may still finish
+        backend.hold.set()
+        while store.read(batch["id"]).num_completed < 7:
+            time.sleep(0.01)
+        time.sleep(0.1)
+        assert len(backend.seen) == 7
+    with TestClient(create_app(backend, tokenizer, config, store=store)) as client:
+        assert ended(client, batch)["request_counts"] == {"total": 20, "completed": 20, "failed": 0}
+    assert len(backend.seen) == 20
+
+
+def test_lines_under_way_are_aborted_before_the_backend_stops_and_asked_again(tokenizer, config, store):
+    class Watched(FakeBackend):
+        num_open_at_stop = None
+
+        async def stop(self):
+            self.num_open_at_stop = self.num_open
+            await super().stop()
+
+    backend = Watched(tokenizer)
+    backend.hold.clear()
+    with TestClient(create_app(backend, tokenizer, config, store=store)) as client:
+        batch = create(client, upload(client, *[line(str(n)) for n in range(20)]))
+        while backend.num_open < 7:
+            time.sleep(0.01)
+    assert (len(backend.aborted), backend.num_open_at_stop) == (7, 0)
+    backend.hold.set()
+    with TestClient(create_app(backend, tokenizer, config, store=store)) as client:
+        assert ended(client, batch)["request_counts"] == {"total": 20, "completed": 20, "failed": 0}
+    assert len(backend.seen) == 27
