@@ -5,25 +5,30 @@ from __future__ import annotations
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from hashlib import blake2b
 
 import jax
 import numpy as np
 
 from checkpoints.hub import open_source, resolve
 from checkpoints.source import TensorSource
-from jaxinfer.config import ConfigError, EngineConfig
+from jaxinfer.config import ConfigError, EngineConfig, parse_bytes, parse_disk
 from jaxinfer.decode.batch import empty_batch as empty_decode_batch
 from jaxinfer.decode.runner import DecodeRunner
 from jaxinfer.decode.scheduler import DecodeScheduler
 from jaxinfer.decode.worker import DecodeWorker
 from jaxinfer.kv_cache.manager import KVManager
 from jaxinfer.kv_cache.pages import PagePool
-from jaxinfer.kv_transfer.cross_mesh import CrossMeshTransfer, transfer_programs
+from jaxinfer.kv_tiers.tiers import Tiers
+from jaxinfer.kv_transfer.cross_mesh import CrossMeshTransfer
 from jaxinfer.kv_transfer.handoff import KVTransfer
+from jaxinfer.kv_transfer.page_moves import PageMover, gather_programs, scatter_programs
 from jaxinfer.kv_transfer.same_mesh import SameMeshTransfer
+from jaxinfer.kv_transfer.tiers import TierTransfer
 from jaxinfer.models.config import ArchitectureConfig
 from jaxinfer.plan import Plan, RolePlan, make_plan
 from jaxinfer.prefill.batch import empty_batch as empty_prefill_batch
+from jaxinfer.prefill.pace import Pace
 from jaxinfer.prefill.queue import WaitingQueue
 from jaxinfer.prefill.runner import PrefillRunner
 from jaxinfer.prefill.scheduler import PrefillScheduler
@@ -35,6 +40,8 @@ from jaxinfer.runtime.load import Weights, load_weights, random_weights
 from jaxinfer.sampling.params import neutral_rows
 from jaxinfer.stats import EngineStats
 from jaxinfer.tokenizer import Tokenizer
+
+_TIERS = ("tiers", "tiers of decode")  # names of the programs that move pages to and from the tiers, by pool
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,7 @@ class Parts:
     prefill_manager: KVManager
     decode_manager: KVManager  # the same as prefill's when both share a mesh
     weights: Weights  # the decode mesh's
+    tiers: TierTransfer | None = None
 
 
 def assemble(config: EngineConfig, stats: EngineStats) -> Parts:
@@ -73,8 +81,12 @@ def assemble(config: EngineConfig, stats: EngineStats) -> Parts:
     )
     decode_runner = DecodeRunner(plan.template, plan.decode.mesh, plan.decode.rules, pools[-1], schedule.decode_buckets, plan.max_model_len)
     sources = prefill_runner.programs() + decode_runner.programs()
+    tiers = _tiers(config, plan, source)
     if not plan.shares_mesh:
-        sources += transfer_programs(pools[0], pools[-1])
+        sources += gather_programs("handed over", pools[0]) + scatter_programs("handed over", pools[-1])
+    if tiers is not None:
+        sources += scatter_programs(_TIERS[0], pools[0])
+        sources += [program for name, pool in zip(_TIERS, pools, strict=False) for program in gather_programs(name, pool)]
     with ThreadPoolExecutor(1, "weights") as background:
         started = time.monotonic()
         loading = background.submit(_load, config, plan, source, pools, stats)
@@ -87,20 +99,30 @@ def assemble(config: EngineConfig, stats: EngineStats) -> Parts:
         decode_runner.start(programs, decode_weights)
         _warm_up(prefill_runner, decode_runner)
         if not plan.shares_mesh:
-            transfer = CrossMeshTransfer(programs, (pools[0], managers[0]), (pools[-1], managers[-1]))
+            movers = [PageMover("handed over", pool, programs) for pool in pools]
+            transfer = CrossMeshTransfer(movers[0], movers[1], managers[0], managers[1])
             transfer.warm_up()
     _report(stats, config, plan, programs, pools)
     queue = WaitingQueue(schedule.ageing_seconds, quantum=schedule.prefill_chunk_size)
+    pace = Pace(schedule.prefill_buckets, schedule.target_ttft, schedule.target_itl, delays_decode=plan.shares_mesh)
+    prefill_scheduler = PrefillScheduler(managers[0], queue, schedule.prefill_buckets)
+    tier_transfer: TierTransfer | None = None
+    if tiers is not None:
+        movers = [PageMover(name, pool, programs) for name, pool in zip(_TIERS, pools, strict=False)]
+        tier_transfer = prefill_scheduler.tiers = TierTransfer(tiers, list(zip(movers, managers, strict=True)), pace.seconds_to_compute)
+        with COUNTER.compiling():
+            tier_transfer.warm_up()
     return Parts(
         config,
         plan,
         tokenizer,
-        PrefillWorker(PrefillScheduler(managers[0], queue, schedule.prefill_buckets), prefill_runner, clocks[0]),
+        PrefillWorker(prefill_scheduler, prefill_runner, clocks[0], pace),
         DecodeWorker(DecodeScheduler(managers[-1], decode_runner.num_slots), decode_runner, clocks[-1]),
         transfer,
         managers[0],
         managers[-1],
         decode_weights,
+        tier_transfer,
     )
 
 
@@ -120,6 +142,28 @@ def split_cpu(num_devices: int | None) -> None:
 
 def _pool(plan: Plan, role: RolePlan) -> PagePool:
     return PagePool(plan.page_spec, role.num_pages, plan.template.activation_dtype, role.mesh, role.rules)
+
+
+def _tiers(config: EngineConfig, plan: Plan, source: TensorSource) -> Tiers | None:
+    cache = config.cache
+    host_size = parse_bytes("kv_host_memory", cache.kv_host_memory or "0")
+    if not host_size or not cache.prefix_cache:
+        return None
+    disk = parse_disk("kv_disk", cache.kv_disk) if cache.kv_disk else None
+    return Tiers(plan.page_spec.page_bytes, host_size, disk, _fingerprint(config, plan, source) if disk else b"")
+
+
+def _fingerprint(config: EngineConfig, plan: Plan, source: TensorSource) -> bytes:
+    """Of all that decides what a page's bytes mean but the tokens: model, types, layout, and of the weights a row of each tensor."""
+    template = plan.template
+    about = (template.config, str(template.dtype), str(template.activation_dtype), plan.page_spec, config.model.random_weights)
+    digest = blake2b(repr(about).encode(), digest_size=16)
+    for name in sorted(source.names()):
+        shape = source.shape(name)
+        digest.update(repr((name, shape)).encode())
+        if not config.model.random_weights:
+            digest.update(source.read(name, (slice(0, 1), *(slice(0, size) for size in shape[1:]))).tobytes())
+    return digest.digest()
 
 
 def _load(config: EngineConfig, plan: Plan, source: TensorSource, pools: list[PagePool], stats: EngineStats) -> tuple[Weights, Weights]:
@@ -172,5 +216,8 @@ def _report(stats: EngineStats, config: EngineConfig, plan: Plan, programs: dict
         stats.memory[f"{name} temporaries"] = max(p.memory_analysis().temp_size_in_bytes for p in of_role)  # type: ignore[attr-defined]
 
 
+_MOVERS = {"prefill": ("handed over gather", f"{_TIERS[0]} "), "decode": ("handed over scatter", f"{_TIERS[1]} ")}
+
+
 def _moves_on(program: str, role: str) -> bool:
-    return program.startswith({"prefill": "gather", "decode": "scatter"}.get(role, "-"))
+    return program.startswith(_MOVERS[role])

@@ -61,6 +61,12 @@ class ScheduleConfig:
         512, "most prompt tokens in one prefill step; longer prompts go in chunks, so that decoding goes on between them"
     )
     prefill_buckets: tuple[int, ...] = _flag((32, 128, 512), "token counts a prefill program is compiled for")
+    target_ttft: float | None = _flag(
+        None, "seconds to the first token that prefill steers by: its steps are as small as this allows, to delay running requests less"
+    )
+    target_itl: float | None = _flag(
+        None, "seconds between two tokens that prefill steers by: its steps are kept so small that running requests hold this"
+    )
     ageing_seconds: float = _flag(
         3.0, "after each such time that others were preferred to it, waiting work counts as one priority more urgent (flex is 10, batch 20)"
     )
@@ -103,6 +109,10 @@ class EngineConfig:
             raise ConfigError(f"session_seconds is {cache.session_seconds}: it must be at least 0")
         if not schedule.ageing_seconds > 0:
             raise ConfigError(f"ageing_seconds is {schedule.ageing_seconds}: it must be over 0")
+        for name in ("target_ttft", "target_itl"):
+            target = getattr(schedule, name)
+            if target is not None and not target > 0:
+                raise ConfigError(f"{name} is {target}: it must be over 0 seconds")
         for name in ("max_batch_size", "prefill_chunk_size", "max_queue_size"):
             _at_least(name, getattr(schedule, name), 1)
         for name, most in (("decode_buckets", schedule.max_batch_size), ("prefill_buckets", schedule.prefill_chunk_size)):
@@ -189,6 +199,10 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "bool": ("True or False", lambda value: isinstance(value, bool)),
     "int": ("an integer", _is_int),
     "float": ("a number", lambda value: isinstance(value, (int, float)) and not isinstance(value, bool)),
+    "float | None": (
+        "a number or None",
+        lambda value: value is None or (isinstance(value, (int, float)) and not isinstance(value, bool)),
+    ),
     "int | None": ("an integer or None", lambda value: value is None or _is_int(value)),
     "tuple[int, ...]": ("integers, such as (0, 1)", lambda value: isinstance(value, tuple) and all(map(_is_int, value))),
 }

@@ -18,6 +18,8 @@ from jaxinfer.runtime.compilation import COUNTER, TOTAL
 from jaxinfer.sequence import Meter, Sequence, SequenceState
 from jaxinfer.stats import EngineStats
 
+_IDLE_WAIT = 0.01  # seconds
+
 
 class Engine:
     """Drives both meshes from one thread. `add_request`, `step` and `abort` are that thread's; `validate` is anyone's.
@@ -38,12 +40,18 @@ class Engine:
         self._prefilled: list[Sequence] = []  # hand-offs that wait for decode pages, in turn
         self._deadlines: list[tuple[float, str]] = []  # a heap
         self._num_arrived = 0
-        self._output = OutputBuilder(self.tokenizer, self.stats)
+        self._output = OutputBuilder(self.tokenizer, self.stats, self.config.schedule)
         self._update_gauges()
 
     @property
     def has_work(self) -> bool:
         return bool(self._requests) or self._parts.decode.num_in_flight > 0 or self._parts.prefill.num_in_flight > 0
+
+    def close(self) -> None:
+        """Save what the prefix cache keeps to the tiers, if there are any, and let go of their file. Nothing may be asked of the engine
+        afterwards."""
+        if self._parts.tiers is not None:
+            self._parts.tiers.close()
 
     def plain_forward(self) -> PlainForward:
         """The model without cache or batch, on the decode mesh's weights: what the engine's numbers are checked against."""
@@ -152,13 +160,16 @@ class Engine:
 
     def _launch_prefill(self) -> None:
         parts, scheduler = self._parts, self._parts.prefill.scheduler
+        # With nothing else to do the engine would turn idly until a fetch ends.
+        is_idle = not (self._num_admitted or len(scheduler.queue) or parts.prefill.num_in_flight or parts.decode.num_in_flight)
+        scheduler.poll_tiers(_IDLE_WAIT if is_idle else 0.0)
         if not scheduler.num_waiting and not scheduler.prefilling:
             return
         num_running = len(parts.decode.scheduler.running) + len(self._prefilled)
         # Running sequences grow: leave each a page, or what is admitted now would be preempted at once.
         keep_free = num_running if parts.plan.shares_mesh else 0
-        free_slots = self.config.schedule.max_batch_size - num_running - len(scheduler.prefilling)
-        chunks = parts.prefill.launch(self.config.schedule.prefill_chunk_size, free_slots, keep_free, self._make_room)
+        free_slots = self.config.schedule.max_batch_size - self._num_admitted
+        chunks = parts.prefill.launch(self._prefill_budget(num_running), free_slots, keep_free, self._make_room)
         now = time.monotonic()
         for chunk in chunks:
             sequence = chunk.sequence
@@ -169,6 +180,20 @@ class Engine:
                     sequence.meter.queue_seconds = now - sequence.request.arrival_time
                     self.stats.num_cached_tokens += sequence.num_cached
         self.stats.num_prefill_steps += bool(chunks)
+
+    @property
+    def _num_admitted(self) -> int:
+        """Sequences that hold pages."""
+        parts = self._parts
+        return len(parts.decode.scheduler.running) + len(self._prefilled) + len(parts.prefill.scheduler.prefilling)
+
+    def _prefill_budget(self, num_running: int) -> int:
+        pace, decode = self._parts.prefill.pace, self._parts.decode
+        if not pace.steers:
+            return self.config.schedule.prefill_chunk_size
+        backlog, arrival_time = self._parts.prefill.scheduler.backlog()
+        oldest_wait = 0.0 if arrival_time is None else time.monotonic() - arrival_time
+        return pace.budget(num_running, decode.step_seconds, backlog, oldest_wait)
 
     def _make_room(self, waiting: Sequence) -> bool:
         """Preempt a running sequence that is less urgent than one that waits."""
@@ -255,4 +280,6 @@ class Engine:
         stats.prefill_pages_used, stats.decode_pages_used = parts.prefill_manager.num_used, parts.decode_manager.num_used
         stats.prefill_pages_cached, stats.decode_pages_cached = parts.prefill_manager.num_cached, parts.decode_manager.num_cached
         stats.peak_pages_used = max(stats.peak_pages_used, stats.decode_pages_used)
+        if parts.tiers is not None:
+            stats.num_restored_tokens = parts.tiers.num_tokens_restored
         stats.num_compilations = TOTAL.num_compilations

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 
+from jaxinfer.config import ScheduleConfig
 from jaxinfer.request import FinishReason, OutputDelta, TokenLogprob
 from jaxinfer.sequence import Sequence
 from jaxinfer.stats import EngineStats
@@ -12,14 +14,18 @@ from jaxinfer.tokenizer import Tokenizer
 
 
 class OutputBuilder:
-    def __init__(self, tokenizer: Tokenizer, stats: EngineStats) -> None:
+    def __init__(self, tokenizer: Tokenizer, stats: EngineStats, targets: ScheduleConfig) -> None:
         self._tokenizer = tokenizer
         self._stats = stats
+        self._target_ttft = math.inf if targets.target_ttft is None else targets.target_ttft
+        self._target_itl = math.inf if targets.target_itl is None else targets.target_itl
 
     def token(self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None, now: float) -> OutputDelta:
         """Append a token to its sequence; says what to send and whether it was the last. `now` is in seconds, time.monotonic()."""
         if sequence.last_token_time is None:
-            self._stats.time_to_first_token.observe(now - sequence.request.arrival_time)
+            seconds = now - sequence.request.arrival_time
+            self._stats.time_to_first_token.observe(seconds)
+            self._stats.num_first_tokens_in_time += seconds <= self._target_ttft
         sequence.last_token_time = now
         sequence.token_ids.append(token_id)
         text, reason, stop_reason = self._text(sequence, token_id)
@@ -65,3 +71,4 @@ class OutputBuilder:
         for last, count in Counter([s.last_token_time for s in sequences]).items():
             if last is not None:
                 self._stats.inter_token_latency.observe(now - last, count)
+                self._stats.num_gaps_in_time += count * (now - last <= self._target_itl)

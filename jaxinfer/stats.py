@@ -63,6 +63,9 @@ class EngineStats:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
+    num_restored_tokens: int = 0  # prompt tokens whose KV came back from host memory or disk
+    num_first_tokens_in_time: int = 0  # within target_ttft, all if there is none; of time_to_first_token's
+    num_gaps_in_time: int = 0  # within target_itl; of inter_token_latency's
     num_prefill_steps: int = 0
     num_decode_steps: int = 0
     num_pages_moved: int = 0  # handed over between distinct meshes

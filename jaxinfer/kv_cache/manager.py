@@ -7,9 +7,11 @@ from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 
 from jaxinfer.kv_cache.allocator import PageAllocator
-from jaxinfer.kv_cache.radix_cache import CachedPage, RadixCache, token_bytes
+from jaxinfer.kv_cache.radix_cache import CachedPage, RadixCache, digests, token_bytes
 from jaxinfer.kv_cache.spec import PageSpec
 from jaxinfer.request import RequestContext
+
+_SAVED_AT_ONCE = 4
 
 SaveEvicted = Callable[[list[CachedPage]], None]
 
@@ -96,18 +98,27 @@ class KVManager:
         self._allocator.release(reversed(table))
         table.clear()
 
+    def keys(self, token_ids: Tokens[int], most_tokens: int, context: RequestContext) -> tuple[list[bytes], int]:
+        """What names each whole page of the first `most_tokens`, with all before it, and how many leading ones are cached now. Marks
+        nothing as used."""
+        num_pages = most_tokens // self.spec.page_size
+        tokens = token_bytes(token_ids[: num_pages * self.spec.page_size])
+        held = 0 if self._cache is None else len(self._cache.match(tokens, context.namespace, num_pages, is_used=False))
+        return digests(context.namespace, tokens, self.spec.page_size, num_pages), held
+
     def forget(self) -> None:
         """Empty the prefix cache, all but the pages that sequences hold."""
-        if self._cache is not None:
-            self._cache.clear()
+        self._evict(self._allocator.num_evictable)
 
     def _evict(self, count: int) -> None:
         if count <= 0:
             return
         assert self._cache is not None
-        evicted = self._cache.evict(count)
-        if self.save_evicted is not None:
-            self.save_evicted(evicted)
+        if self.save_evicted is None:
+            self._cache.evict(count)
+        else:
+            # Saving costs a program's run, for one page as for four.
+            self.save_evicted(self._cache.evict(max(count, _SAVED_AT_ONCE)))
 
     def _warm_until(self, context: RequestContext) -> float:
         return self._clock() + self._session_seconds if context.session is not None else 0.0

@@ -96,9 +96,10 @@ class RadixCache:
         """Pages in the tree, locked ones included."""
         return len(self._nodes)
 
-    def match(self, tokens: bytes, namespace: str, most_pages: int, warm_until: float = 0.0) -> list[int]:
-        """Pages of the longest known run that `tokens` start with, at most `most_pages`. They are used now, and until `warm_until` evicted
-        after all that are not warm; but not locked: retain them, from the first on, before the next call of `evict`."""
+    def match(self, tokens: bytes, namespace: str, most_pages: int, warm_until: float = 0.0, *, is_used: bool = True) -> list[int]:
+        """Pages of the longest known run that `tokens` start with, at most `most_pages`. They are used now (unless `is_used` says no), and
+        until `warm_until` evicted after all that are not warm; but not locked: retain them, from the first on, before the next call of
+        `evict`."""
         self._tick += 1
         size, pages = self._key_size, []
         node = self._roots.get(_encoded(namespace))
@@ -106,7 +107,8 @@ class RadixCache:
             node = node and node.children.get(tokens[start : start + size])
             if node is None:
                 break
-            self._touch(node, warm_until)
+            if is_used:
+                self._touch(node, warm_until)
             pages.append(node.page)
         return pages
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from jaxinfer.kv_cache.manager import KVManager
 from jaxinfer.prefill.queue import WaitingQueue
@@ -30,6 +31,18 @@ class Chunk:
 MakeRoom = Callable[[Sequence], bool]
 
 
+class LowerTiers(Protocol):
+    """Where pages may be that the mesh has no more; see `kv_transfer.tiers.TierTransfer`."""
+
+    def begin(self, sequence: Sequence) -> bool: ...
+
+    def forget(self, sequence: Sequence) -> None: ...
+
+    def poll(self, timeout: float) -> list[Sequence]: ...
+
+    def fill(self, sequence: Sequence, table: list[int], num_cached: int) -> int: ...
+
+
 class PrefillScheduler:
     """Chunks of prompts under a token budget, the most urgent first. A sequence gets pages for all its tokens when it is admitted, so that
     a prompt half computed never waits for pages; those of a cached prefix come filled."""
@@ -38,17 +51,24 @@ class PrefillScheduler:
         self._manager = manager
         self._buckets = buckets
         self.queue = queue
+        self.tiers: LowerTiers | None = None
+        self._fetching: set[Sequence] = set()  # sequences that wait for their pages from the tiers, not yet queued
         self._held: dict[Sequence, list[Sequence]] = {}  # sequences that start from the prompt of a first one, until it is computed
         self.prefilling: list[Sequence] = []  # admitted: they hold pages, and some of their tokens are not in them yet
 
     @property
     def waiting(self) -> list[Sequence]:
         """All that hold nothing yet, oldest first."""
-        return sorted([*self.queue, *(s for held in self._held.values() for s in held)], key=lambda s: s.order)
+        return sorted([*self.queue, *self._fetching, *(s for held in self._held.values() for s in held)], key=lambda s: s.order)
 
     @property
     def num_waiting(self) -> int:
-        return len(self.queue) + sum(map(len, self._held.values()))
+        return len(self.queue) + len(self._fetching) + sum(map(len, self._held.values()))
+
+    def backlog(self) -> tuple[int, float | None]:
+        """Prompt tokens of all that wait for their first token, those of cached prefixes among them, and when the oldest arrived."""
+        ahead = [s for s in (*self.queue, *self.prefilling) if not s.num_output]
+        return sum(s.num_prompt - s.num_computed for s in ahead), min((s.request.arrival_time for s in ahead), default=None)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence, or one that was preempted."""
@@ -56,7 +76,20 @@ class PrefillScheduler:
         if leader is not None and leader.state in (SequenceState.WAITING, SequenceState.PREFILLING) and not leader.num_output:
             self._held.setdefault(leader, []).append(sequence)
         else:
+            self._enqueue(sequence)
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        if self.tiers is not None and self.tiers.begin(sequence):
+            self._fetching.add(sequence)
+        else:
             self.queue.add(sequence)
+
+    def poll_tiers(self, timeout: float) -> None:
+        """Queue the sequences whose pages have come from the tiers; with none there yet, wait for one for so many seconds."""
+        if self.tiers is not None:
+            for sequence in self._fetching.intersection(self.tiers.poll(timeout)):
+                self._fetching.remove(sequence)
+                self.queue.add(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence and give its prefill pages back; steps under way may still write to them, before any new owner does."""
@@ -64,8 +97,12 @@ class PrefillScheduler:
             held = self._held.get(sequence.leader, []) if sequence.leader is not None else []
             if sequence in held:
                 held.remove(sequence)
+            elif sequence in self._fetching:
+                self._fetching.remove(sequence)
             else:
                 self.queue.remove(sequence)
+            if self.tiers is not None:
+                self.tiers.forget(sequence)
         elif sequence.state is SequenceState.PREFILLING:
             self.prefilling.remove(sequence)
         self._held = {leader: held for leader, held in self._held.items() if held}
@@ -79,7 +116,7 @@ class PrefillScheduler:
         sequence.state = SequenceState.PREFILLED
         self._manager.keep(sequence.prefill_pages, sequence.token_ids, sequence.num_computed, sequence.context)
         for sibling in self._held.pop(sequence, []):
-            self.queue.add(sibling)
+            self._enqueue(sibling)
 
     def schedule(self, budget: int, num_free_slots: int, keep_free: int, make_room: MakeRoom) -> list[Chunk]:
         """The next step's chunks, in order, of at most `budget` tokens; admits at most `num_free_slots` waiting sequences and those that
@@ -112,6 +149,9 @@ class PrefillScheduler:
         if not self._manager.grow(table, num_tokens, keep_free):
             self._manager.free(table)
             return False
+        if self.tiers is not None and (num_filled := self.tiers.fill(sequence, table, num_cached)) > num_cached:
+            num_cached = num_filled
+            self._manager.keep(table, sequence.token_ids, num_filled, sequence.context)
         self.queue.pop(sequence, num_tokens - num_cached)
         self.prefilling.append(sequence)
         sequence.num_computed = num_cached

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxinfer.prefill.batch import build_batch
+from jaxinfer.prefill.pace import Pace
 from jaxinfer.prefill.runner import PrefillResult, PrefillRunner
 from jaxinfer.prefill.scheduler import Chunk, MakeRoom, PrefillScheduler
 from jaxinfer.request import TokenLogprob
@@ -24,6 +25,7 @@ _MOST_IN_FLIGHT = 2  # one that runs and one that waits for it: the device never
 class _InFlight:
     chunks: list[Chunk]
     starts: list[int]  # of each chunk in the packed tokens
+    bucket: int  # tokens
     result: PrefillResult
     launched_at: float  # seconds, of the mesh's clock
 
@@ -37,10 +39,11 @@ class Prefilled(NamedTuple):
 
 
 class PrefillWorker:
-    def __init__(self, scheduler: PrefillScheduler, runner: PrefillRunner, clock: DeviceClock) -> None:
+    def __init__(self, scheduler: PrefillScheduler, runner: PrefillRunner, clock: DeviceClock, pace: Pace) -> None:
         self.scheduler = scheduler
         self._runner = runner
         self._clock = clock
+        self.pace = pace
         self._in_flight: deque[_InFlight] = deque()
 
     @property
@@ -54,13 +57,14 @@ class PrefillWorker:
         chunks = self.scheduler.schedule(budget, num_free_slots, keep_free, make_room)
         if not chunks:
             return []
-        batch = build_batch(chunks, self.scheduler.bucket(chunks), self._runner.table_width)
+        bucket = self.scheduler.bucket(chunks)
+        batch = build_batch(chunks, bucket, self._runner.table_width)
         for row, chunk in enumerate(chunks):
             if chunk.is_last and uses_penalties(chunk.sequence.params):
                 self._runner.count_tokens(row, chunk.sequence.token_ids, chunk.sequence.num_prompt)
         starts = [int(start) for start in batch.query_start[: len(chunks)]]
         launched_at = self._clock.now()
-        self._in_flight.append(_InFlight(chunks, starts, self._runner.run(batch), launched_at))
+        self._in_flight.append(_InFlight(chunks, starts, bucket, self._runner.run(batch), launched_at))
         return chunks
 
     def collect(self, *, wait: bool, until: float = 0.0) -> list[Prefilled]:
@@ -76,7 +80,9 @@ class PrefillWorker:
 
     def _read(self, step: _InFlight) -> list[Prefilled]:
         sampled = type(step.result.sampled)(*(np.asarray(a) for a in step.result.sampled))
-        self._meter(step.chunks, self._clock.ended(step.launched_at))
+        seconds = self._clock.ended(step.launched_at)
+        self.pace.observe(step.bucket, seconds)
+        self._meter(step.chunks, seconds)
         prefilled: list[Prefilled] = []
         for row, (chunk, start) in enumerate(zip(step.chunks, step.starts, strict=True)):
             sequence = chunk.sequence

@@ -21,6 +21,7 @@ from jaxinfer.kv_cache.spec import PageSpec
 from jaxinfer.kv_transfer.cross_mesh import CrossMeshTransfer
 from jaxinfer.kv_transfer.same_mesh import SameMeshTransfer
 from jaxinfer.prefill.batch import PrefillBatch
+from jaxinfer.prefill.pace import Pace
 from jaxinfer.prefill.queue import WaitingQueue
 from jaxinfer.prefill.runner import PrefillResult
 from jaxinfer.prefill.scheduler import PrefillScheduler
@@ -143,8 +144,8 @@ class FakeCrossMesh(CrossMeshTransfer):
         self._prefill_manager, self._decode_manager = managers
         self.num_pages_moved = 0
 
-    def _move(self, source: list[int], target: list[int], size: int) -> None:
-        assert len(source) == len(target) <= size
+    def _move(self, source: list[int], target: list[int]) -> None:
+        assert len(source) == len(target)
         self._target[target] = self._source[source]
 
 
@@ -162,6 +163,7 @@ def fake_engine(config: EngineConfig, num_pages: int, *, seed: int = 0) -> Engin
         clocks = [DeviceClock() for _ in pools]
         prefill, decode = FakePrefill(pools[0], config, max_model_len, random), FakeDecode(pools[-1], config, max_model_len, random)
         schedule = config.schedule
+        pace = Pace(schedule.prefill_buckets, schedule.target_ttft, schedule.target_itl, delays_decode=shares_mesh)
         queue = WaitingQueue(schedule.ageing_seconds, schedule.prefill_chunk_size)
         return Parts(
             config,
@@ -169,7 +171,7 @@ def fake_engine(config: EngineConfig, num_pages: int, *, seed: int = 0) -> Engin
                 max_model_len=max_model_len, shares_mesh=shares_mesh, template=SimpleNamespace(config=SimpleNamespace(vocab_size=VOCAB))
             ),  # type: ignore[arg-type]
             TOKENIZER,
-            PrefillWorker(PrefillScheduler(managers[0], queue, schedule.prefill_buckets), prefill, clocks[0]),  # type: ignore[arg-type]
+            PrefillWorker(PrefillScheduler(managers[0], queue, schedule.prefill_buckets), prefill, clocks[0], pace),  # type: ignore[arg-type]
             DecodeWorker(DecodeScheduler(managers[-1], decode.num_slots), decode, clocks[-1]),  # type: ignore[arg-type]
             SameMeshTransfer() if shares_mesh else FakeCrossMesh(pools, managers),
             managers[0],

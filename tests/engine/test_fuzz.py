@@ -150,7 +150,7 @@ def test_every_request_ends_once_with_its_tokens_and_no_page_is_lost(
             assert request.reasons[index] is (FinishReason.STOP if ended else FinishReason.LENGTH)
     assert engine.stats.finished[FinishReason.STOP] + engine.stats.finished[FinishReason.LENGTH] >= num_finished
     if num_pages <= 30:
-        assert engine.stats.num_preemptions > 10
+        assert engine.stats.num_preemptions > 3
     assert (engine.stats.num_cached_tokens > 0) == prefix_cache
     if meshes == "two":
         assert engine.stats.num_pages_moved > 100

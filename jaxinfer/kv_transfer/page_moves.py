@@ -1,0 +1,91 @@
+"""Pages out of a pool and into one: gathered into one array, so that one transfer moves them, and scattered from one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxinfer.kv_cache.pages import PagePool, Pages
+from jaxinfer.kv_cache.spec import NULL_PAGE
+from jaxinfer.runtime.buckets import bucket_for
+from jaxinfer.runtime.compilation import Executable, ProgramSource
+from sharding.partition import replicated
+
+Gathered = Float[Array, "L 2 X K G H"]
+
+MOVE_BUCKETS = (4, 32)  # pages moved at once; more go in several moves
+
+
+def gather(pages: Pages, page_ids: Int[Array, " X"]) -> Gathered:
+    """Copies of these pages of every layer."""
+    return pages[:, :, page_ids]
+
+
+def scatter(pages: Pages, moved: Gathered, page_ids: Int[Array, " X"]) -> Pages:
+    """Put moved pages into the pool at these places; padding goes to the null page."""
+    return pages.at[:, :, page_ids].set(moved)
+
+
+def gather_programs(name: str, pool: PagePool) -> list[ProgramSource]:
+    """The gather program of each bucket, to be compiled with all the others."""
+    return [ProgramSource(f"{name} gather/{size}", gather, (pool.abstract, _abstract_ids(pool, size)), pool.mesh) for size in MOVE_BUCKETS]
+
+
+def scatter_programs(name: str, pool: PagePool) -> list[ProgramSource]:
+    """The scatter program of each bucket, to be compiled with all the others."""
+    return [
+        ProgramSource(
+            f"{name} scatter/{size}",
+            scatter,
+            (pool.abstract, pool.abstract_moved(size), _abstract_ids(pool, size)),
+            pool.mesh,
+            donated=(0,),
+        )
+        for size in MOVE_BUCKETS
+    ]
+
+
+def _abstract_ids(pool: PagePool, size: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((size,), np.int32, sharding=replicated(pool.mesh))
+
+
+class PageMover:
+    """One pool's compiled programs under a name. At most MOVE_BUCKETS[-1] pages a call; arrays are padded to a bucket. Nothing here
+    waits: a device runs what it is given in order, so pages may be given to another owner as soon as they have been gathered."""
+
+    def __init__(self, name: str, pool: PagePool, programs: dict[str, Executable]) -> None:
+        self._name = name
+        self._pool = pool
+        self._programs = programs
+
+    def gather(self, page_ids: Sequence[int]) -> Gathered:
+        """Copies of pages."""
+        size = bucket_for(len(page_ids), MOVE_BUCKETS)
+        return self._programs[f"{self._name} gather/{size}"](self._pool.array, _padded(page_ids, size))
+
+    def put(self, moved: Gathered | np.ndarray) -> Gathered:
+        """Bring gathered pages, from wherever they are, onto the pool's mesh."""
+        return jax.device_put(moved, self._pool.abstract_moved(moved.shape[2]).sharding)
+
+    def put_bytes(self, pages: np.ndarray) -> Gathered:
+        """Bring pages that are bytes, uint8[num_pages, bytes of a page] with a page's layers outermost, onto the pool's mesh."""
+        size = bucket_for(len(pages), MOVE_BUCKETS)
+        abstract = self._pool.abstract_moved(size)
+        layers, two, _, *rest = abstract.shape
+        padded = np.zeros((layers, two, size, *rest), abstract.dtype)
+        padded[:, :, : len(pages)] = np.moveaxis(pages.view(abstract.dtype).reshape(len(pages), layers, two, *rest), 0, 2)
+        return self.put(padded)
+
+    def scatter(self, moved: Gathered, page_ids: Sequence[int]) -> None:
+        """Write pages that `put` brought here."""
+        size = moved.shape[2]
+        self._pool.array = self._programs[f"{self._name} scatter/{size}"](self._pool.array, moved, _padded(page_ids, size))
+
+
+def _padded(page_ids: Sequence[int], size: int) -> np.ndarray:
+    padded = np.full(size, NULL_PAGE, np.int32)
+    padded[: len(page_ids)] = page_ids
+    return padded
