@@ -118,7 +118,7 @@ class DecodeWorker:
     def _next_rows(self, sequences: list[Sequence]) -> _Rows:
         rows, epochs = self._rows, [s.epoch for s in sequences]
         is_same = rows is not None and rows.sequences == sequences and rows.epochs == epochs
-        if rows is None or not is_same or not all([s.num_in_flight for s in sequences])  # noqa: C419 - a third of the time:
+        if rows is None or not is_same or not all(s.num_in_flight for s in sequences):
             self._rows = rows = self._compose(sequences, epochs)
         else:
             rows.batch = rows.batch.advanced(len(sequences))
