@@ -4,9 +4,11 @@ page table leads to. A page given to two owners, lost, moved wrongly or written 
 
 from __future__ import annotations
 
+import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -70,15 +72,32 @@ class LateArray:
         return self._values
 
 
+class Device(Protocol):
+    """Decides when the results of steps are there."""
+
+    def run(self, values: np.ndarray, num_tokens: int) -> Any:
+        """A step that computes so many tokens, each device's in order; returns the array of what they gave."""
+
+
+class UnsteadyDevice:
+    """Results come early and late at random."""
+
+    def __init__(self, random: np.random.Generator) -> None:
+        self._random = random
+
+    def run(self, values: np.ndarray, num_tokens: int) -> LateArray:
+        return LateArray(values, int(self._random.choice([0, 1, 3, 20])))
+
+
 class FakeRunner:
     """What the two runners have in common."""
 
-    def __init__(self, pool: np.ndarray, config: EngineConfig, max_model_len: int, random: np.random.Generator) -> None:
+    def __init__(self, pool: np.ndarray, config: EngineConfig, max_model_len: int, device: Device) -> None:
         self.pool = pool
         self.table_width = -(-max_model_len // pool.shape[1])
         self.buckets = config.schedule.decode_buckets
         self.num_slots = self.buckets[-1]
-        self._random = random
+        self._device = device
         self._last = np.zeros(self.num_slots, np.int64)
         self._counted: dict[int, list[int]] = {}
         self._page_table = np.zeros((self.num_slots, self.table_width), np.int64)
@@ -97,9 +116,9 @@ class FakeRunner:
             assert sorted(self._counted[counted_at]) == sorted(context)
         return next_token(context, int(rows.seed[row, 0]) << 32 | int(rows.seed[row, 1]))
 
-    def result(self, tokens: np.ndarray) -> Sampled:
+    def result(self, tokens: np.ndarray, num_tokens: int) -> Sampled:
         nothing = np.zeros(len(tokens))
-        return Sampled(LateArray(tokens, int(self._random.choice([0, 1, 3, 20]))), nothing, nothing, nothing)  # type: ignore[arg-type]
+        return Sampled(self._device.run(tokens, num_tokens), nothing, nothing, nothing)
 
 
 class FakePrefill(FakeRunner):
@@ -109,7 +128,7 @@ class FakePrefill(FakeRunner):
             if length:
                 at, end = batch.query_start[row], batch.kv_len[row]
                 tokens[row] = self._next(batch, row, batch.token_ids[at : at + length].tolist(), int(end - length))
-        return PrefillResult(self.result(tokens), None)
+        return PrefillResult(self.result(tokens, int(batch.query_len.sum())), None)
 
     def _next(self, batch: PrefillBatch, row: int, tokens: list[int], start: int) -> int:
         return self.extend(batch.page_table[row], start, tokens, batch.sampling, row, row)
@@ -133,7 +152,7 @@ class FakeDecode(FakeRunner):
                 tokens[row] = self.extend(self._page_table[slot], position, [fed], rows, row, int(slot))
                 self._last[slot] = tokens[row]
                 self._counted.setdefault(int(slot), []).append(int(tokens[row]))
-        return self.result(tokens)
+        return self.result(tokens, int(np.count_nonzero(batch.slots < self.num_slots)))
 
 
 class FakeCrossMesh(CrossMeshTransfer):
@@ -149,8 +168,16 @@ class FakeCrossMesh(CrossMeshTransfer):
         self._target[target] = self._source[source]
 
 
-def fake_engine(config: EngineConfig, num_pages: int, *, seed: int = 0) -> Engine:
-    """An engine over pools of `num_pages` pages, that can hold one whole context at least; `seed` decides what comes late."""
+def fake_engine(
+    config: EngineConfig,
+    num_pages: int,
+    *,
+    seed: int = 0,
+    devices: Sequence[Device] = (),
+    clock: Callable[[], float] = time.monotonic,
+) -> Engine:
+    """An engine over pools of `num_pages` pages, that can hold one whole context at least. `devices` are those of the meshes, prefill's
+    first; if not given, `seed` decides what comes late."""
     random = np.random.default_rng(seed)
     size, most = config.cache.page_size, num_pages * config.cache.page_size
     max_model_len = min(config.model.max_model_len or most, most)
@@ -158,13 +185,18 @@ def fake_engine(config: EngineConfig, num_pages: int, *, seed: int = 0) -> Engin
 
     def assemble(config: EngineConfig, stats: EngineStats) -> Parts:
         pools = [np.full((num_pages + 1, size), -1, np.int64) for _ in range(1 if shares_mesh else 2)]
-        spec, keeps = PageSpec(1, 1, 1, size, 8), config.cache.prefix_cache
-        managers = [KVManager(spec, num_pages + 1, prefix_cache=keeps) for _ in pools]
-        clocks = [DeviceClock() for _ in pools]
-        prefill, decode = FakePrefill(pools[0], config, max_model_len, random), FakeDecode(pools[-1], config, max_model_len, random)
+        spec, cache = PageSpec(1, 1, 1, size, 8), config.cache
+        managers = [
+            KVManager(spec, num_pages + 1, prefix_cache=cache.prefix_cache, session_seconds=cache.session_seconds, clock=clock)
+            for _ in pools
+        ]
+        clocks = [DeviceClock(clock) for _ in pools]
+        of_meshes = devices or [UnsteadyDevice(random)]
+        prefill = FakePrefill(pools[0], config, max_model_len, of_meshes[0])
+        decode = FakeDecode(pools[-1], config, max_model_len, of_meshes[-1])
         schedule = config.schedule
         pace = Pace(schedule.prefill_buckets, schedule.target_ttft, schedule.target_itl, delays_decode=shares_mesh)
-        queue = WaitingQueue(schedule.ageing_seconds, schedule.prefill_chunk_size)
+        queue = WaitingQueue(schedule.ageing_seconds, schedule.prefill_chunk_size, clock)
         return Parts(
             config,
             SimpleNamespace(

@@ -152,15 +152,15 @@ def test_stats_count_what_happened():
     finish(engine)
     stats = engine.stats
     assert (stats.num_requests, stats.num_prompt_tokens, stats.num_output_tokens) == (3, 102, 23)
-    assert stats.num_cached_tokens == 2 * 96
+    assert stats.num_cached_tokens == 0, "what siblings start from was computed for the request"
     assert stats.finished == {"length": 4, "abort": 1}
-    assert stats.num_pages_moved == 3 * 13 + 1
+    assert stats.num_pages_moved == 13 + 2 * 1 + 1, "the others' first twelve are there already"
     assert stats.num_prefill_steps >= 3
     assert stats.num_decode_steps >= 6
     assert stats.time_to_first_token.num_observed == 4
     assert stats.inter_token_latency.num_observed == 23 - 4
     assert stats.queue_seconds.num_observed == 4
-    assert stats.peak_pages_used >= 39
+    assert 14 <= stats.peak_pages_used <= 12 + 3 * 2 + 1
 
 
 def test_an_oldest_request_is_never_starved_by_preemption():

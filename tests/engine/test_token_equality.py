@@ -7,8 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from jaxinfer.llm import LLM
 from jaxinfer.request import RequestOutput, SamplingParams
+from jaxinfer.sequence import Sequence
 from tests.engine.page_audit import assert_all_free
+from tests.engine.simulated import recorded_chunks
 from tests.engine.workload import NUM_TOKENS, alone, tokens_of, workload
 
 PROMPTS, PARAMS = workload()
@@ -26,6 +29,12 @@ LAYOUTS = {
     "pages of 4": {"page_size": 4, **SMALL},
     "pages of 32": {"page_size": 32, **SMALL},
 }
+
+
+def forget(llm: LLM) -> None:
+    """Empty the prefix cache, of which other tests have left something."""
+    for manager in (llm.engine._parts.prefill_manager, llm.engine._parts.decode_manager):
+        manager.forget()
 
 
 def test_greedy_tokens_are_the_plain_passes_and_no_close_calls(llm, expected):
@@ -102,10 +111,16 @@ def test_sequences_of_one_request_share_its_prompt_and_draw_by_seeds_in_a_row(ll
     prompts = [PROMPTS[i] for i in (0, 4, 11, 14)]
     params = SamplingParams(temperature=1.0, max_tokens=20, seed=40, n=5, ignore_eos=True)
     singles = [alone(llm, [prompt] * 5, [replace(params, n=1, seed=40 + i) for i in range(5)]) for prompt in prompts]
-    outputs = of_layout.generate(prompts, params)
+    forget(of_layout)
+    with recorded_chunks(of_layout.engine) as chunks:
+        outputs = of_layout.generate(prompts, params)
     assert tokens_of(outputs) == [[tokens for [tokens] in of_prompt] for of_prompt in singles]
-    # All whole pages before the last prompt token are found, not computed.
-    assert [output.cached_tokens for output in outputs] == [(len(prompt) - 1) // 16 * 16 for prompt in prompts]
+    starts: dict[Sequence, int] = {}
+    for chunk in chunks:
+        starts.setdefault(chunk.sequence, chunk.start)
+    # All whole pages before the last prompt token are found, not computed; that is the request's own doing, not the cache's.
+    assert all(start == (0 if s.leader is None else (s.num_prompt - 1) // 16 * 16) for s, start in starts.items())
+    assert [output.cached_tokens for output in outputs] == [0] * len(prompts)
     assert_all_free(of_layout.engine)
 
 
