@@ -160,11 +160,13 @@ class Engine:
 
     def _launch_prefill(self) -> None:
         parts, scheduler = self._parts, self._parts.prefill.scheduler
+        if not scheduler.num_waiting and not scheduler.prefilling:
+            if parts.tiers is not None:
+                parts.tiers.poll(0.0)
+            return
         # With nothing else to do the engine would turn idly until a fetch ends.
         is_idle = not (self._num_admitted or len(scheduler.queue) or parts.prefill.num_in_flight or parts.decode.num_in_flight)
         scheduler.poll_tiers(_IDLE_WAIT if is_idle else 0.0)
-        if not scheduler.num_waiting and not scheduler.prefilling:
-            return
         num_running = len(parts.decode.scheduler.running) + len(self._prefilled)
         # Running sequences grow: leave each a page, or what is admitted now would be preempted at once.
         keep_free = num_running if parts.plan.shares_mesh else 0

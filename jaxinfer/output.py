@@ -28,23 +28,23 @@ class OutputBuilder:
             self._stats.num_first_tokens_in_time += seconds <= self._target_ttft
         sequence.last_token_time = now
         sequence.token_ids.append(token_id)
-        text, reason, stop_reason = self._text(sequence, token_id)
+        reason: FinishReason | None = None
+        stop_reason: str | int | None = None
+        detokenizer = sequence.detokenizer
+        if token_id in sequence.end_tokens:
+            text, reason = detokenizer.flush(), FinishReason.STOP
+            stop_reason = token_id if token_id in sequence.params.stop_token_ids else None
+        else:
+            text = detokenizer.add(token_id)
+            if detokenizer.stopped is not None:
+                reason, stop_reason = FinishReason.STOP, detokenizer.stopped
+            elif len(sequence.token_ids) >= sequence.most_tokens:
+                text, reason = text + detokenizer.flush(), FinishReason.LENGTH
         logprobs = () if logprob is None else (logprob,)
         delta = OutputDelta(sequence.request.request_id, sequence.index, text, (token_id,), logprobs, reason, stop_reason)
         if not sequence.is_started:
             self._open(sequence, delta)
         return delta
-
-    def _text(self, sequence: Sequence, token_id: int) -> tuple[str, FinishReason | None, str | int | None]:
-        detokenizer = sequence.detokenizer
-        if token_id in sequence.end_tokens:
-            return detokenizer.flush(), FinishReason.STOP, token_id if token_id in sequence.params.stop_token_ids else None
-        text = detokenizer.add(token_id)
-        if detokenizer.stopped is not None:
-            return text, FinishReason.STOP, detokenizer.stopped
-        if sequence.num_output >= sequence.max_tokens:
-            return text + detokenizer.flush(), FinishReason.LENGTH, None
-        return text, None, None
 
     def nothing(self, sequence: Sequence) -> OutputDelta:
         """The only delta of a sequence that was to generate no token."""

@@ -55,6 +55,12 @@ class Sequence:
     is_started: bool = False  # its first delta is out
     first_scheduled_time: float | None = None  # seconds, time.monotonic()
     last_token_time: float | None = None
+    num_prompt: int = field(init=False)
+    most_tokens: int = field(init=False)  # prompt and output
+
+    def __post_init__(self) -> None:
+        self.num_prompt = len(self.request.prompt_token_ids)
+        self.most_tokens = self.num_prompt + self.max_tokens
 
     @property
     def params(self) -> SamplingParams:
@@ -76,10 +82,6 @@ class Sequence:
         return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt
 
     @property
-    def num_prompt(self) -> int:
-        return len(self.request.prompt_token_ids)
-
-    @property
     def num_output(self) -> int:
         return len(self.token_ids) - self.num_prompt
 
@@ -89,4 +91,4 @@ class Sequence:
 
     def can_decode_more(self) -> bool:
         """Whether another token may be sampled, counting those in flight."""
-        return self.num_output + self.num_in_flight < self.max_tokens
+        return len(self.token_ids) + self.num_in_flight < self.most_tokens

@@ -42,7 +42,7 @@ class Tokenizer:
 
     `special_ids` are the tokens that `decode` leaves out unless asked. `is_byte_level`: every token is a run of bytes, and
     decoding is joining them. `token_bytes(token_id)` are the bytes one token stands for: a special token's those of its name, an
-    unknown id's none.
+    unknown id's none. `token_text(token_id)` is their text if they are whole characters, else None.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, bos: int | None, eos: Sequence[int], template: ChatTemplate) -> None:
@@ -54,6 +54,7 @@ class Tokenizer:
         self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
         self.is_byte_level = isinstance(backend.decoder, decoders.ByteLevel)
         self.token_bytes = functools.cache(self._token_bytes)  # asked for every token of every sequence
+        self.token_text = functools.cache(self._token_text)
 
     @classmethod
     def from_source(cls, source: TensorSource) -> Tokenizer:
@@ -90,6 +91,12 @@ class Tokenizer:
         if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
             return bytes([int(token[3:5], 16)])
         return token.replace("\u2581", " ").encode()
+
+    def _token_text(self, token_id: int) -> str | None:
+        try:
+            return self.token_bytes(token_id).decode()
+        except UnicodeDecodeError:
+            return None
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
         """The prompt of a conversation, by the model's template; encode it with `add_special_tokens=False`: it has them already.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from bisect import insort
 from collections.abc import Callable
 
 from jaxinfer.kv_cache.manager import KVManager
@@ -18,13 +19,13 @@ class DecodeScheduler:
     def __init__(self, manager: KVManager, num_slots: int) -> None:
         self._manager = manager
         self._free_slots = list(range(num_slots))
-        self.running: list[Sequence] = []
+        self.running: list[Sequence] = []  # in turn
 
     def join(self, sequence: Sequence) -> None:
         """Give a handed-over sequence a slot."""
         sequence.slot = heapq.heappop(self._free_slots)
         sequence.state = SequenceState.RUNNING
-        self.running.append(sequence)
+        insort(self.running, sequence, key=lambda s: s.turn)
 
     def leave(self, sequence: Sequence) -> None:
         """Take a sequence's slot and pages back. A step under way may still write to them, before any new owner does."""
@@ -38,10 +39,12 @@ class DecodeScheduler:
     def schedule(self, preempt: Preempt) -> list[Sequence]:
         """The next step's sequences, each with a page for the token it feeds. The most urgent first, so that they are served before pages run out."""
         scheduled: list[Sequence] = []
-        for sequence in sorted(self.running, key=lambda s: s.turn):
+        page_size = self._manager.spec.page_size
+        for sequence in list(self.running):
             if sequence.state is not SequenceState.RUNNING or not sequence.can_decode_more():
                 continue
-            if self._find_page(sequence, preempt):
+            has_page = len(sequence.token_ids) + sequence.num_in_flight <= len(sequence.decode_pages) * page_size
+            if has_page or self._find_page(sequence, preempt):
                 scheduled.append(sequence)
         return scheduled
 
