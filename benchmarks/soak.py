@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import datetime
 import json
+import os
 import random
 import shlex
 import sys
@@ -43,7 +44,7 @@ ROUND_MINUTES = 2.5  # about how long one turn of capacity and overload takes
 OVERLOADED = 0.6  # share of a turn that is overload
 Loads = Sequence[tuple[float, float]]  # load, as a multiple of the capacity, and seconds
 VERDICTS = {True: "held", False: "NOT HELD", None: "not judged"}
-CONCURRENCY = 64  # of the closed loop: more than are decoded at once, no more than may wait
+CONCURRENCY = 56  # of the closed loop: more than are decoded at once, fewer than may wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,7 @@ class Result:
     checks: list[Check]
     metrics: dict[str, float]
     capacity: float  # requests/s
+    num_missed: int  # samples that the server was too slow for
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -110,9 +112,9 @@ class Sender:
         await open_loop(session, schedule(), self._records, patience)
 
     def ended_per_second(self, seconds: float) -> float:
-        """Of the last so many seconds."""
-        now = time.perf_counter()
-        return sum(0 < r.ended >= now - seconds for r in self._records) / seconds
+        """Of the last so many seconds; refused ones took nothing of the server."""
+        start = time.perf_counter() - seconds
+        return sum(r.ended >= start and r.outcome is not Outcome.REFUSED for r in self._records) / seconds
 
     @property
     def pairs(self) -> list[tuple[Sent, Record]]:
@@ -124,27 +126,15 @@ async def soak(url: str, pid: int, options: argparse.Namespace, console: Console
     model, max_model_len = await asyncio.to_thread(served_model, url)
     low, end = options.token_ids
     supply = iter(Traffic(model, max_model_len or 1024, MAX_BODY_BYTES, (low, end), options.seed))
-    filling, pressing = Sender(supply), Sender(supply)
-    full, loads = plan(options.minutes * 60, options.overload)
     body = {"model": model, "prompt": list(range(low, low + 40)), "max_tokens": 32, "temperature": 0, "ignore_eos": True}
     fixed = Request.of(COMPLETIONS, body)
+    filling, pressing = Sender(supply), Sender(supply)
     async with connected(url) as session:
         before = await send(session, fixed)
         watch = Watch(session, pid)
         first = await watch.look()
         async with watch.watching():
-            console.print(f"{full:.0f} s of as many requests as it takes", highlight=False)
-            phases = [Phase(None, watch.now(), watch.now() + full)]
-            last_ones = asyncio.create_task(filling.fill(session, full, options.patience))
-            await asyncio.sleep(full)
-            capacity = max(filling.ended_per_second((1 - checks.SETTLING) * full), 1 / full)
-            console.print(f"{capacity:.2f} requests/s; then {_described(loads)}", highlight=False)
-            start = watch.now()
-            for load, seconds in loads:
-                phases.append(Phase(load, start, start + seconds))
-                start += seconds
-            await pressing.press(session, loads, capacity, options.patience, random.Random(options.seed))
-            await last_ones
+            capacity, phases = await _load(session, watch, filling, pressing, options, console)
         await watch.until_idle(options.patience)
         after = await send(session, fixed)
         last = await watch.until_idle(options.patience)
@@ -153,12 +143,34 @@ async def soak(url: str, pid: int, options: argparse.Namespace, console: Console
         checks.memory_check(watch.samples, phases),
         checks.page_check(last),
         checks.answer_check(pairs, watch.metrics),
-        checks.overload_check(watch.samples, phases, options.overload),
+        checks.overload_check(watch.samples, phases, options.overload, os.cpu_count() or 1),
         checks.compilation_check(last),
         checks.same_answer_check(before, after),
         checks.handle_check(first, last),
     ]
-    return Result(pairs, phases, watch.samples, held, watch.metrics, capacity)
+    return Result(pairs, phases, watch.samples, held, watch.metrics, capacity, watch.num_missed)
+
+
+async def _load(
+    session: aiohttp.ClientSession, watch: Watch, filling: Sender, pressing: Sender, options: argparse.Namespace, console: Console
+) -> tuple[float, list[Phase]]:
+    """The capacity in requests/s, and what was when, once everything has ended."""
+    full, loads = plan(options.minutes * 60, options.overload)
+    console.print(f"{full:.0f} s of as many requests as it takes", highlight=False)
+    start = watch.now()
+    phases = [Phase(None, start, start + full)]
+    async with asyncio.TaskGroup() as group:
+        # Its last ones may wait as long as those after them: a lower tier's do while there is more of the others than fits.
+        group.create_task(filling.fill(session, full, sum(seconds for _, seconds in loads) + options.patience))
+        await asyncio.sleep(full)
+        capacity = max(filling.ended_per_second((1 - checks.SETTLING) * full), 1 / full)
+        console.print(f"{capacity:.2f} requests/s; then {_described(loads)}", highlight=False)
+        start = watch.now()
+        for load, seconds in loads:
+            phases.append(Phase(load, start, start + seconds))
+            start += seconds
+        await pressing.press(session, loads, capacity, options.patience, random.Random(options.seed))
+    return capacity, phases
 
 
 def _described(loads: Loads) -> str:
@@ -183,20 +195,29 @@ def by_tier(pairs: Sequence[tuple[Sent, Record]]) -> dict[str, dict[str, float |
 
 
 def as_json(result: Result, options: argparse.Namespace, date: str) -> dict[str, Any]:
-    rates = checks.throughputs(result.samples, result.phases)
     return {
         "date": date,
         "machine": machine(),
         "settings": {"minutes": options.minutes, "overload": options.overload, "serve": options.serve, "seed": options.seed},
         "checks": [asdict(check) for check in result.checks],
         "capacity_requests_per_second": result.capacity,
-        "output_tokens_per_second": rates,
-        "phases": [asdict(p) | {"name": p.name, "output_tokens_per_second": checks.throughput(result.samples, p)} for p in result.phases],
+        "output_tokens_per_second": checks.medians(result.samples, result.phases, lambda s: s.output_tokens),
+        "phases": [asdict(p) | {"name": p.name} | _rates(result.samples, p) for p in result.phases],
         "outcomes": outcomes(result.pairs),
         "wrong": [{"kind": s.kind, **_ended(s, r)} for s, r in result.pairs if not s.is_right(r)][:20],
         "ttft_by_tier": by_tier(result.pairs),
+        "samples_missed": result.num_missed,
         "samples": {f.name: [round(getattr(s, f.name), 3) for s in result.samples] for f in fields(Sample)},
         "metrics": {name: value for name, value in result.metrics.items() if "_bucket" not in name},
+    }
+
+
+def _rates(samples: Sequence[Sample], phase: Phase) -> dict[str, float | None]:
+    return {
+        "output_tokens_per_second": checks.throughput(samples, phase),
+        "prompt_tokens_per_second": checks.rate(samples, phase, lambda s: s.prompt_tokens),
+        "server_cores": checks.rate(samples, phase, lambda s: s.server_cpu),
+        "other_cores": checks.rate(samples, phase, lambda s: s.other_cpu),
     }
 
 

@@ -1,11 +1,11 @@
-"""Looking on while a server works: its process from outside, its metrics from inside, once a second."""
+"""Looking on while a server works, once a second: its process and the machine from outside, its metrics from inside."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,8 @@ class Sample:
     rss: float  # MiB
     num_files: int  # open files and sockets
     num_threads: int
+    server_cpu: float  # CPU seconds so far
+    other_cpu: float  # of all processes but the server and this one, and what a hypervisor took
     waiting: float
     running: float
     pages_used: float  # held by requests, as a share of all, on the fuller mesh
@@ -41,7 +43,7 @@ class Watch:
     """`samples` grows while it is entered. What the server doesn't answer in time is not sampled: `num_missed` counts it."""
 
     def __init__(self, session: aiohttp.ClientSession, pid: int) -> None:
-        self._session, self._process = session, psutil.Process(pid)
+        self._session, self._process, self._own = session, psutil.Process(pid), psutil.Process()
         self.start = time.perf_counter()
         self.samples: list[Sample] = []
         self.num_missed = 0
@@ -60,6 +62,8 @@ class Watch:
                 rss=self._process.memory_info().rss / MIB,
                 num_files=self._process.num_fds(),
                 num_threads=self._process.num_threads(),
+                server_cpu=(server := _cpu_seconds(self._process)),
+                other_cpu=_all_cpu_seconds() - server - _cpu_seconds(self._own),
                 **_figures(self.metrics),
             )
         self.samples.append(sample)
@@ -83,7 +87,8 @@ class Watch:
             yield
         finally:
             task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            with suppress(asyncio.CancelledError):
+                await task
 
     async def until_idle(self, patience: float) -> Sample:
         """Look until the server holds no request and no page, or patience ends; the last sample."""
@@ -93,6 +98,18 @@ class Watch:
             if sample.is_idle or time.perf_counter() > deadline:
                 return sample
             await asyncio.sleep(0.2)
+
+
+def _cpu_seconds(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def _all_cpu_seconds() -> float:
+    times = psutil.cpu_times()
+    return float(
+        sum(times[:]) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
+    )
 
 
 def _figures(metrics: dict[str, float]) -> dict[str, Any]:

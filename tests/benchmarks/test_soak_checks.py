@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -16,8 +17,8 @@ PHASES = [Phase(None, 0, 100), Phase(1.0, 100, 200), Phase(3.0, 200, 400), Phase
 
 
 def sample(at: float, **figures: float) -> Sample:
-    usual = {"rss": 1000.0, "num_files": 20, "num_threads": 8, "waiting": 0, "running": 0, "pages_used": 0.0}
-    counters = {"output_tokens": 50 * at, "prompt_tokens": 0, "preemptions": 0, "compilations": 0}
+    usual = {"rss": 1000.0, "num_files": 20, "num_threads": 8, "waiting": 0, "running": 0, "pages_used": 0.0, "other_cpu": 0.0}
+    counters = {"server_cpu": 1.5 * at, "output_tokens": 50 * at, "prompt_tokens": 0, "preemptions": 0, "compilations": 0}
     return Sample(at=at, **(usual | counters | figures))
 
 
@@ -70,10 +71,10 @@ def rates(full: float, one: float, three: float) -> list[Sample]:
 
 
 def test_throughput_under_overload_is_compared_with_the_best():
-    assert checks.overload_check(rates(100, 80, 92), PHASES, 3.0).is_held
-    check = checks.overload_check(rates(60, 100, 85), PHASES, 3.0)
+    assert checks.overload_check(rates(100, 80, 92), PHASES, 3.0, num_cores=2).is_held
+    check = checks.overload_check(rates(60, 100, 85), PHASES, 3.0, num_cores=2)
     assert check.is_held is False and check.figure == "85% (85 of 100 tokens/s, at 1x load)"
-    assert checks.overload_check(rates(60, 70, 85), PHASES, 3.0).figure.startswith("100%")
+    assert checks.overload_check(rates(60, 70, 85), PHASES, 3.0, num_cores=2).figure.startswith("100%")
 
 
 def test_the_beginning_of_a_phase_is_not_measured():
@@ -84,11 +85,21 @@ def test_the_beginning_of_a_phase_is_not_measured():
 
 def test_a_load_with_several_phases_has_their_median():
     made = samples(rate=lambda at: 80.0 if at >= 500 else 40.0)
-    assert checks.throughputs(made, PHASES) == {"full": 40.0, "1x": 40.0, "3x": 60.0}
+    assert checks.medians(made, PHASES, lambda s: s.output_tokens) == {"full": 40.0, "1x": 40.0, "3x": 60.0}
 
 
 def test_short_phases_are_not_judged():
-    assert checks.overload_check(samples(), [Phase(None, 0, 10), Phase(3.0, 10, 40)], 3.0).is_held is None
+    assert checks.overload_check(samples(), [Phase(None, 0, 10), Phase(3.0, 10, 40)], 3.0, num_cores=2).is_held is None
+
+
+def test_too_little_throughput_on_a_busy_machine_is_not_judged():
+    def disturbed(made: list[Sample], cores: float) -> list[Sample]:
+        return [replace(s, other_cpu=cores * max(s.at - 200, 0)) for s in made]
+
+    check = checks.overload_check(disturbed(rates(60, 100, 50), 0.5), PHASES, 3.0, num_cores=2)
+    assert check.is_held is None and "other processes took 0.5 of 2 cores" in check.figure
+    assert checks.overload_check(disturbed(rates(60, 100, 50), 0.05), PHASES, 3.0, num_cores=2).is_held is False
+    assert checks.overload_check(disturbed(rates(60, 100, 95), 0.5), PHASES, 3.0, num_cores=2).is_held
 
 
 # Pages, sockets, compilations, answers, the end
