@@ -41,7 +41,9 @@ from jaxinfer.sampling.params import neutral_rows
 from jaxinfer.stats import EngineStats
 from jaxinfer.tokenizer import Tokenizer
 
-_TIERS = ("tiers", "tiers of decode")  # names of the programs that move pages to and from the tiers, by pool
+# Names of the programs that move pages, by pool: between the meshes, and to and from the tiers.
+_HANDED = ("handed over, prefill", "handed over, decode")
+_TIERS = ("tiers, prefill", "tiers, decode")
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,8 @@ def assemble(config: EngineConfig, stats: EngineStats) -> Parts:
     sources = prefill_runner.programs() + decode_runner.programs()
     tiers = _tiers(config, plan, source)
     if not plan.shares_mesh:
-        sources += gather_programs("handed over", pools[0]) + scatter_programs("handed over", pools[-1])
+        for pool, name in zip(pools, _HANDED, strict=True):
+            sources += gather_programs(name, pool) + scatter_programs(name, pool)
     if tiers is not None:
         sources += scatter_programs(_TIERS[0], pools[0])
         sources += [program for name, pool in zip(_TIERS, pools, strict=False) for program in gather_programs(name, pool)]
@@ -94,18 +97,21 @@ def assemble(config: EngineConfig, stats: EngineStats) -> Parts:
         stats.compile_seconds = time.monotonic() - started
         prefill_weights, decode_weights = loading.result()
     transfer: KVTransfer = SameMeshTransfer()
+    cross_mesh: CrossMeshTransfer | None = None
     with COUNTER.compiling():  # what allocating and moving compile is wanted
         prefill_runner.start(programs, prefill_weights)
         decode_runner.start(programs, decode_weights)
         _warm_up(prefill_runner, decode_runner)
         if not plan.shares_mesh:
-            movers = [PageMover("handed over", pool, programs) for pool in pools]
-            transfer = CrossMeshTransfer(movers[0], movers[1], managers[0], managers[1])
-            transfer.warm_up()
+            movers = [PageMover(name, pool, programs) for name, pool in zip(_HANDED, pools, strict=True)]
+            transfer = cross_mesh = CrossMeshTransfer(movers[0], movers[1], managers[0], managers[1])
+            cross_mesh.warm_up()
     _report(stats, config, plan, programs, pools)
     queue = WaitingQueue(schedule.ageing_seconds, quantum=schedule.prefill_chunk_size)
     pace = Pace(schedule.prefill_buckets, schedule.target_ttft, schedule.target_itl, delays_decode=plan.shares_mesh)
     prefill_scheduler = PrefillScheduler(managers[0], queue, schedule.prefill_buckets)
+    if cross_mesh is not None:
+        prefill_scheduler.recall = cross_mesh.recall
     tier_transfer: TierTransfer | None = None
     if tiers is not None:
         movers = [PageMover(name, pool, programs) for name, pool in zip(_TIERS, pools, strict=False)]
@@ -216,7 +222,7 @@ def _report(stats: EngineStats, config: EngineConfig, plan: Plan, programs: dict
         stats.memory[f"{name} temporaries"] = max(p.memory_analysis().temp_size_in_bytes for p in of_role)  # type: ignore[attr-defined]
 
 
-_MOVERS = {"prefill": ("handed over gather", f"{_TIERS[0]} "), "decode": ("handed over scatter", f"{_TIERS[1]} ")}
+_MOVERS = {"prefill": (_HANDED[0], _TIERS[0]), "decode": (_HANDED[1], _TIERS[1])}
 
 
 def _moves_on(program: str, role: str) -> bool:

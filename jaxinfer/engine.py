@@ -197,23 +197,34 @@ class Engine:
         oldest_wait = 0.0 if arrival_time is None else time.monotonic() - arrival_time
         return pace.budget(num_running, decode.step_seconds, backlog, oldest_wait)
 
-    def _make_room(self, waiting: Sequence) -> bool:
-        """Preempt a running sequence that is less urgent than one that waits."""
-        level = self._parts.prefill.scheduler.queue.level(waiting)
-        holders = [s for s in (*self._parts.decode.scheduler.running, *self._prefilled) if s.turn[0] > level]
-        if not holders:
-            return False
-        self._preempt(max(holders, key=lambda s: s.turn))
-        return True
+    def _make_room(self, waiting: Sequence, prefilling: list[Sequence]) -> bool:
+        """Preempt what is less urgent than a sequence that waits: it holds the place or the pages that are short."""
+        parts = self._parts
+        holders = self._prefilled + prefilling
+        # On two meshes a running sequence holds none of the pages that a prompt needs.
+        if parts.plan.shares_mesh or self._num_admitted >= self.config.schedule.max_batch_size:
+            holders += parts.decode.scheduler.running
+        return self._preempt_above(parts.prefill.scheduler.queue.level(waiting), holders)
 
     def _hand_over(self) -> None:
-        for sequence in list(self._prefilled):
-            keep_free = len(self._parts.decode.scheduler.running)
-            if not self._parts.transfer.move(sequence, keep_free):
-                break
-            self._prefilled.remove(sequence)
-            self._parts.decode.join(sequence)
+        while self._prefilled and self._move(self._prefilled[0]):
+            self._parts.decode.join(self._prefilled.pop(0))
         self.stats.num_pages_moved = self._parts.transfer.num_pages_moved
+
+    def _move(self, sequence: Sequence) -> bool:
+        running = self._parts.decode.scheduler.running
+        while not self._parts.transfer.move(sequence, keep_free=len(running)):
+            if not self._preempt_above(sequence.turn[0], running):
+                return False
+        return True
+
+    def _preempt_above(self, level: int, holders: list[Sequence]) -> bool:
+        """Preempt the last in turn of those that are less urgent than a level; False if none is."""
+        victim = max(holders, key=lambda s: s.turn, default=None)
+        if victim is None or victim.turn[0] <= level:
+            return False
+        self._preempt(victim)
+        return True
 
     def _preempt_last(self) -> Sequence | None:
         """Preempt the last in turn of those that hold pages of the decode pool."""

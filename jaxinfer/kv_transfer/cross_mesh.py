@@ -1,4 +1,4 @@
-"""Two meshes: pages are gathered on the prefill mesh, moved by `device_put`, and scattered into the decode mesh's pool."""
+"""Two meshes: pages are gathered on one, moved by `device_put`, and scattered into the other's pool."""
 
 from __future__ import annotations
 
@@ -23,19 +23,33 @@ class CrossMeshTransfer:
         if not self._decode_manager.grow(decode, len(prefill) * page_size, keep_free):
             self._decode_manager.free(decode)
             return False
-        most = MOVE_BUCKETS[-1]
-        for start in range(held, len(prefill), most):
-            source, target = prefill[start : start + most], decode[start : start + most]
-            self._move(source, target)
-            self.num_pages_moved += len(source)
+        self._move(prefill[held:], decode[held:])
         self._decode_manager.keep(decode, sequence.token_ids, num_tokens, sequence.context)
         self._prefill_manager.free(prefill)
         return True
 
+    def recall(self, sequence: Sequence, table: list[int], num_cached: int) -> int:
+        """Fill a sequence's page table on the prefill mesh with what the decode mesh alone has of its tokens, as of an answer that is now
+        part of the prompt, after the `num_cached` tokens that it holds; returns how many it holds then."""
+        held: list[int] = []
+        num_held = self._decode_manager.take_cached(held, sequence.token_ids, len(sequence.token_ids) - 1, sequence.context)
+        first = num_cached // self._prefill_manager.spec.page_size
+        self._move(held[first:], table[first : len(held)], back=True)
+        self._decode_manager.free(held)
+        return max(num_cached, num_held)
+
     def warm_up(self) -> None:
         """Move the null page in every size: between meshes of different shapes `device_put` compiles programs of its own."""
         for size in MOVE_BUCKETS:
-            self._move([NULL_PAGE] * size, [NULL_PAGE] * size)
+            for back in (False, True):
+                self._move_at_once([NULL_PAGE] * size, [NULL_PAGE] * size, back)
 
-    def _move(self, source: list[int], target: list[int]) -> None:
-        self._decode.scatter(self._decode.put(self._prefill.gather(source)), target)
+    def _move(self, source: list[int], target: list[int], back: bool = False) -> None:
+        most = MOVE_BUCKETS[-1]
+        for start in range(0, len(source), most):
+            self._move_at_once(source[start : start + most], target[start : start + most], back)
+        self.num_pages_moved += len(source)
+
+    def _move_at_once(self, source: list[int], target: list[int], back: bool) -> None:
+        here, there = (self._decode, self._prefill) if back else (self._prefill, self._decode)
+        there.scatter(there.put(here.gather(source)), target)

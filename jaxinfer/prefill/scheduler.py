@@ -27,8 +27,13 @@ class Chunk:
         return self.sequence.state is SequenceState.PREFILLING and self.sequence.epoch == self.epoch
 
 
-# Preempts a running sequence that is less urgent than this one; False if there is none.
-MakeRoom = Callable[[Sequence], bool]
+# Preempts a sequence that is less urgent than this one, which waits: a running one, or one of these, which this step leaves out so far;
+# False if there is none.
+MakeRoom = Callable[[Sequence, list[Sequence]], bool]
+
+
+# Fills a sequence's page table with what another mesh has of its tokens; see `kv_transfer.cross_mesh.CrossMeshTransfer.recall`.
+Recall = Callable[[Sequence, list[int], int], int]
 
 
 class LowerTiers(Protocol):
@@ -52,6 +57,7 @@ class PrefillScheduler:
         self._buckets = buckets
         self.queue = queue
         self.tiers: LowerTiers | None = None
+        self.recall: Recall | None = None
         self._fetching: set[Sequence] = set()  # sequences that wait for their pages from the tiers, not yet queued
         self._held: dict[Sequence, list[Sequence]] = {}  # sequences that start from the prompt of a first one, until it is computed
         self.prefilling: list[Sequence] = []  # admitted: they hold pages, and some of their tokens are not in them yet
@@ -133,8 +139,9 @@ class PrefillScheduler:
             elif num_free_slots > 0 and self._admit(head, keep_free):
                 num_free_slots -= 1
                 budget = self._add_chunk(chunks, head, budget)
-            elif make_room(head):
+            elif make_room(head, admitted):
                 num_free_slots += 1
+                admitted = [s for s in admitted if s.state is SequenceState.PREFILLING]
             else:
                 is_open = False  # nobody overtakes the one that waits for room
         return chunks
@@ -149,9 +156,14 @@ class PrefillScheduler:
         if not self._manager.grow(table, num_tokens, keep_free):
             self._manager.free(table)
             return False
-        if self.tiers is not None and (num_filled := self.tiers.fill(sequence, table, num_cached)) > num_cached:
-            num_cached = num_filled
-            self._manager.keep(table, sequence.token_ids, num_filled, sequence.context)
+        num_found = num_cached
+        if self.recall is not None and not sequence.needs_prompt_scores:
+            num_found = self.recall(sequence, table, num_found)
+        if self.tiers is not None:
+            num_found = self.tiers.fill(sequence, table, num_found)
+        if num_found > num_cached:
+            num_cached = num_found
+            self._manager.keep(table, sequence.token_ids, num_cached, sequence.context)
         self.queue.pop(sequence, num_tokens - num_cached)
         self.prefilling.append(sequence)
         sequence.num_computed = num_cached

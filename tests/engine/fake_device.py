@@ -21,6 +21,7 @@ from jaxinfer.engine import Engine
 from jaxinfer.kv_cache.manager import KVManager
 from jaxinfer.kv_cache.spec import PageSpec
 from jaxinfer.kv_transfer.cross_mesh import CrossMeshTransfer
+from jaxinfer.kv_transfer.handoff import KVTransfer
 from jaxinfer.kv_transfer.same_mesh import SameMeshTransfer
 from jaxinfer.prefill.batch import PrefillBatch
 from jaxinfer.prefill.pace import Pace
@@ -163,9 +164,10 @@ class FakeCrossMesh(CrossMeshTransfer):
         self._prefill_manager, self._decode_manager = managers
         self.num_pages_moved = 0
 
-    def _move(self, source: list[int], target: list[int]) -> None:
+    def _move_at_once(self, source: list[int], target: list[int], back: bool) -> None:
         assert len(source) == len(target)
-        self._target[target] = self._source[source]
+        here, there = (self._target, self._source) if back else (self._source, self._target)
+        there[target] = here[source]
 
 
 def fake_engine(
@@ -197,15 +199,20 @@ def fake_engine(
         schedule = config.schedule
         pace = Pace(schedule.prefill_buckets, schedule.target_ttft, schedule.target_itl, delays_decode=shares_mesh)
         queue = WaitingQueue(schedule.ageing_seconds, schedule.prefill_chunk_size, clock)
+        scheduler = PrefillScheduler(managers[0], queue, schedule.prefill_buckets)
+        transfer: KVTransfer = SameMeshTransfer()
+        if not shares_mesh:
+            transfer = cross_mesh = FakeCrossMesh(pools, managers)
+            scheduler.recall = cross_mesh.recall
         return Parts(
             config,
             SimpleNamespace(
                 max_model_len=max_model_len, shares_mesh=shares_mesh, template=SimpleNamespace(config=SimpleNamespace(vocab_size=VOCAB))
             ),  # type: ignore[arg-type]
             TOKENIZER,
-            PrefillWorker(PrefillScheduler(managers[0], queue, schedule.prefill_buckets), prefill, clocks[0], pace),  # type: ignore[arg-type]
+            PrefillWorker(scheduler, prefill, clocks[0], pace),  # type: ignore[arg-type]
             DecodeWorker(DecodeScheduler(managers[-1], decode.num_slots), decode, clocks[-1]),  # type: ignore[arg-type]
-            SameMeshTransfer() if shares_mesh else FakeCrossMesh(pools, managers),
+            transfer,
             managers[0],
             managers[-1],
             (),
