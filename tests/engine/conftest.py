@@ -4,9 +4,18 @@ import pytest
 
 from jaxinfer.llm import LLM
 from tests.engine import workload
+from tests.engine.simulated import Clock
 
 
 @pytest.fixture(scope="session")
 def expected(llm: LLM) -> list[list[list[int]]]:
     """The workload's tokens, each request alone on one device."""
     return workload.alone(llm, *workload.workload())
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Simulated time, and the engine's own."""
+    simulated = Clock()
+    monkeypatch.setattr("jaxinfer.engine.time", simulated)
+    return simulated

@@ -70,11 +70,13 @@ class Driver:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.outputs: dict[str, RequestOutput] = {}
+        self.params: dict[str, SamplingParams] = {}
         self.deltas: list[OutputDelta] = []
 
     def add(self, request_id: str, prompt: Sequence[int], params: SamplingParams, context: RequestContext = ANYONE) -> None:
         self.engine.add_request(request_id, prompt, params, context)
         self.outputs[request_id] = RequestOutput.empty(request_id, None, list(prompt), params)
+        self.params[request_id] = params
 
     def step(self) -> list[OutputDelta]:
         deltas = self.engine.step()

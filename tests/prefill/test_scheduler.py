@@ -10,8 +10,7 @@ from jaxinfer.runtime.buckets import QUERY_TILE, prefill_rows, query_tile
 from jaxinfer.sequence import Sequence, SequenceState
 from tests import sequences
 
-
-NO_ROOM = lambda waiting: False  # noqa: E731
+NO_ROOM = lambda waiting, prefilling: False  # noqa: E731
 
 
 class Scheduler(PrefillScheduler):
@@ -185,7 +184,8 @@ def test_room_is_made_for_the_head_alone_and_nobody_overtakes_it():
     queue.add(urgent)
     queue.add(small)
 
-    def make_room(waiting: Sequence) -> bool:
+    def make_room(waiting: Sequence, prefilling: list[Sequence]) -> bool:
+        assert prefilling == []
         asked.append(waiting)
         return len(asked) < 3
 
