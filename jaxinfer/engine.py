@@ -133,8 +133,8 @@ class Engine:
         self.stats.num_decode_steps += launched
         # One decode step stays under way; the last one of a batch is read as soon as nothing follows it.
         is_due = decode.num_in_flight > (1 if launched else 0)
-        # On one mesh prefill steps that were launched before the decode step end before it: reading them first costs no time and tells theirs.
-        until = decode.oldest_launch if is_due and self._parts.plan.shares_mesh else 0.0
+        # On one mesh steps end in the order of their launches: reading them in that order costs no time and tells theirs.
+        until = decode.oldest_launch if is_due and self._parts.plan.shares_mesh else None
         prefilled = prefill.collect(wait=not is_due and not launched, until=until)
         decoded = decode.collect() if is_due else []
         now = time.monotonic()

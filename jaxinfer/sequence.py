@@ -48,7 +48,6 @@ class Sequence:
     prefill_pages: list[int] = field(default_factory=list)
     decode_pages: list[int] = field(default_factory=list)
     slot: int = -1
-    seconds_at_join: float = 0.0  # of a row of the decode batch
     level: int | None = None  # of urgency, at which it was last admitted: lower goes first
     epoch: int = 0  # counts preemptions: a step started in an earlier epoch has nothing to say any more
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)

@@ -53,7 +53,6 @@ class DecodeWorker:
         self.scheduler = scheduler
         self._runner = runner
         self._clock = clock
-        self._row_seconds = 0.0  # of the device's time that a row has had which ran from the start
         self.step_seconds = 0.0  # that the last step took
         self._in_flight: deque[_InFlight] = deque()
         # One place a slot, filled as sequences join; a step takes its rows' places.
@@ -71,14 +70,12 @@ class DecodeWorker:
 
     def leave(self, sequence: Sequence) -> None:
         """Take a running sequence out of the batch."""
-        sequence.meter.decode_seconds += self._row_seconds - sequence.seconds_at_join
         self.scheduler.leave(sequence)
 
     def join(self, sequence: Sequence) -> None:
         """Take over a sequence whose pages have been handed over and whose newest token is not in them yet."""
         self.scheduler.join(sequence)
         slot = sequence.slot
-        sequence.seconds_at_join = self._row_seconds
         set_row(self._slot_rows, slot, sequence.params, sequence.seed, sorted(sequence.end_tokens))
         self._runner.seat(slot, sequence.decode_pages)
         if uses_penalties(sequence.params):
@@ -103,7 +100,6 @@ class DecodeWorker:
         sampled = Sampled(*(np.asarray(a) for a in step.sampled)) if step.wants_logprobs else None
         tokens = np.asarray(step.sampled.tokens).tolist()
         self.step_seconds = self._clock.ended(step.launched_at)
-        self._row_seconds += self.step_seconds / len(step.sequences)
         decoded: list[Decoded] = []
         for row, (sequence, epoch, token) in enumerate(zip(step.sequences, step.epochs, tokens, strict=False)):
             if sequence.epoch != epoch or sequence.state is not SequenceState.RUNNING:
@@ -113,6 +109,9 @@ class DecodeWorker:
             if sampled is not None and sequence.params.logprobs is not None:
                 logprob = read_logprob(sampled, row, sequence.params.logprobs)
             decoded.append(Decoded(sequence, token, logprob))
+        share = self.step_seconds / max(len(decoded), 1)  # who got a token pays, for rows that were dropped too
+        for sequence, _, _ in decoded:
+            sequence.meter.decode_seconds += share
         return decoded
 
     def _next_rows(self, sequences: list[Sequence]) -> _Rows:

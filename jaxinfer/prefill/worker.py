@@ -67,12 +67,14 @@ class PrefillWorker:
         self._in_flight.append(_InFlight(chunks, starts, bucket, self._runner.run(batch), launched_at))
         return chunks
 
-    def collect(self, *, wait: bool, until: float = 0.0) -> list[Prefilled]:
-        """Read the steps that have ended; whether they have or not, those launched before `until`, and with `wait` the oldest."""
+    def collect(self, *, wait: bool, until: float | None = None) -> list[Prefilled]:
+        """Read the steps that have ended, with `wait` the oldest whether it has or not. With `until` instead all that were launched before
+        it, and no others."""
         prefilled: list[Prefilled] = []
         while self._in_flight:
             oldest = self._in_flight[0]
-            if not (wait or oldest.launched_at < until or oldest.result.sampled.tokens.is_ready()):
+            is_due = wait or oldest.result.sampled.tokens.is_ready() if until is None else oldest.launched_at < until
+            if not is_due:
                 break
             prefilled += self._read(self._in_flight.popleft())
             wait = False

@@ -156,6 +156,19 @@ class FakeDecode(FakeRunner):
         return self.result(tokens, int(np.count_nonzero(batch.slots < self.num_slots)))
 
 
+class StrictDeviceClock(DeviceClock):
+    """Insists on being told of steps in the order of their launches."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        super().__init__(clock)
+        self._last_launch = 0.0
+
+    def ended(self, launched_at: float) -> float:
+        assert launched_at >= self._last_launch
+        self._last_launch = launched_at
+        return super().ended(launched_at)
+
+
 class FakeCrossMesh(CrossMeshTransfer):
     """The real hand-off between two meshes, over pools of token ids."""
 
@@ -192,7 +205,7 @@ def fake_engine(
             KVManager(spec, num_pages + 1, prefix_cache=cache.prefix_cache, session_seconds=cache.session_seconds, clock=clock)
             for _ in pools
         ]
-        clocks = [DeviceClock(clock) for _ in pools]
+        clocks = [StrictDeviceClock(clock) for _ in pools]
         of_meshes = devices or [UnsteadyDevice(random)]
         prefill = FakePrefill(pools[0], config, max_model_len, of_meshes[0])
         decode = FakeDecode(pools[-1], config, max_model_len, of_meshes[-1])
