@@ -45,7 +45,7 @@ def test_nothing_compiles_after_ready(llms, layout):
 
 
 def test_an_engine_starts_with_the_counter_at_zero(llms):
-    assert llms(**LAYOUTS["two devices"]).engine.stats.num_programs == 11
+    assert llms(**LAYOUTS["two devices"]).engine.stats.num_programs == 16
     assert LLM(config=llms().engine.config).engine.stats.num_compilations_after_ready == 0
 
 
