@@ -155,6 +155,9 @@ class Engine:
             deadline, request_id = heapq.heappop(self._deadlines)
             sequences = self._requests.get(request_id, [])
             if sequences and sequences[0].context.deadline == deadline:  # else it ended, and another has its id perhaps
+                first = sequences[0]
+                if first.leader is None and first.first_scheduled_time is None:  # it waited to the end
+                    first.meter.queue_seconds = time.monotonic() - first.request.arrival_time
                 deltas += [self._end(sequence, self._output.cut(sequence, FinishReason.TIMEOUT)) for sequence in list(sequences)]
         return deltas
 
