@@ -300,3 +300,14 @@ def test_lines_under_way_are_aborted_before_the_backend_stops_and_asked_again(to
     with TestClient(create_app(backend, tokenizer, config, store=store)) as client:
         assert ended(client, batch)["request_counts"] == {"total": 20, "completed": 20, "failed": 0}
     assert len(backend.seen) == 27
+
+
+def test_what_is_created_or_cancelled_is_seen_to_at_once(client, backend, monkeypatch):
+    monkeypatch.setattr("server.batches.runner.LOOK_SECONDS", 1000.0)
+    assert ended(client, create(client, upload(client, line("a"))))["status"] == "completed"
+    backend.hold.clear()
+    batch = create(client, upload(client, line("a")))
+    while not backend.num_open:
+        time.sleep(0.01)
+    client.post(f"/v1/batches/{batch['id']}/cancel")
+    assert ended(client, batch)["status"] == "cancelled"
