@@ -18,6 +18,8 @@ class DecodeScheduler:
 
     def __init__(self, manager: KVManager, num_slots: int) -> None:
         self._manager = manager
+        self.grown: list[int] = []  # of the sequences scheduled last, the places of those that got a new page
+        self._page_size = manager.spec.page_size
         self._free_slots = list(range(num_slots))
         self.running: list[Sequence] = []  # in turn
 
@@ -39,13 +41,15 @@ class DecodeScheduler:
     def schedule(self, preempt: Preempt) -> list[Sequence]:
         """The next step's sequences, each with a page for the token it feeds. The most urgent first, so that they are served before pages run out."""
         scheduled: list[Sequence] = []
-        page_size = self._manager.spec.page_size
+        self.grown = []
         for sequence in list(self.running):
             if sequence.state is not SequenceState.RUNNING or not sequence.can_decode_more():
                 continue
-            has_page = len(sequence.token_ids) + sequence.num_in_flight <= len(sequence.decode_pages) * page_size
-            if has_page or self._find_page(sequence, preempt):
-                scheduled.append(sequence)
+            if len(sequence.token_ids) + sequence.num_in_flight > len(sequence.decode_pages) * self._page_size:
+                if not self._find_page(sequence, preempt):
+                    continue
+                self.grown.append(len(scheduled))
+            scheduled.append(sequence)
         return scheduled
 
     def _find_page(self, sequence: Sequence, preempt: Preempt) -> bool:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxinfer.decode.batch import ON_DEVICE, DecodeBatch, empty_batch
+from jaxinfer.decode.batch import ON_DEVICE, PAGES, DecodeBatch, Steps, empty_batch, steps_of
 from jaxinfer.decode.runner import DecodeRunner
 from jaxinfer.decode.scheduler import DecodeScheduler, Preempt
 from jaxinfer.request import TokenLogprob
@@ -36,8 +36,10 @@ class _Rows:
     sequences: list[Sequence]
     epochs: list[int]
     batch: DecodeBatch
+    steps: Steps
     sampling: SamplingRows  # on the device
     wants_logprobs: bool
+    is_steady: bool = False  # after the first step
 
 
 class Decoded(NamedTuple):
@@ -115,17 +117,19 @@ class DecodeWorker:
         return decoded
 
     def _next_rows(self, sequences: list[Sequence]) -> _Rows:
-        rows, epochs = self._rows, [s.epoch for s in sequences]
-        is_same = rows is not None and rows.sequences == sequences and rows.epochs == epochs
-        if rows is None or not is_same or not all(s.num_in_flight for s in sequences):
-            self._rows = rows = self._compose(sequences, epochs)
-        else:
-            rows.batch = rows.batch.advanced(len(sequences))
-        # A sequence's pages end with the one for the token it feeds.
-        rows.batch.pages[: len(sequences)] = [s.decode_pages[-1] for s in sequences]
+        rows = self._rows
+        # Nobody has left since, nobody has come, and the step under way is these rows': each feeds what that one samples.
+        if rows is not None and rows.sequences == sequences and self._in_flight and self._in_flight[-1].epochs is rows.epochs:
+            # A new array, for the device may still be reading the old one.
+            rows.batch = DecodeBatch(rows.batch.packed + (rows.steps.later if rows.is_steady else rows.steps.first))
+            rows.is_steady = True
+            for row in self.scheduler.grown:
+                rows.batch.packed[row, PAGES] = sequences[row].decode_pages[-1]
+            return rows
+        self._rows = rows = self._compose(sequences)
         return rows
 
-    def _compose(self, sequences: list[Sequence], epochs: list[int]) -> _Rows:
+    def _compose(self, sequences: list[Sequence]) -> _Rows:
         num_rows = len(sequences)
         batch = empty_batch(bucket_for(num_rows, self._runner.buckets), self._runner.num_slots)
         slots = [s.slot for s in sequences]
@@ -134,6 +138,8 @@ class DecodeWorker:
         batch.tokens[:num_rows] = [ON_DEVICE if s.num_in_flight else s.token_ids[-1] for s in sequences]
         batch.positions[:num_rows] = [len(s.token_ids) - 1 + s.num_in_flight for s in sequences]
         batch.num_generated[:num_rows] = [s.num_output + s.num_in_flight for s in sequences]
+        batch.pages[:num_rows] = [s.decode_pages[-1] for s in sequences]
         sampling = neutral_rows(len(batch.slots))
         sampling.packed[:num_rows] = self._slot_rows.packed[slots]
-        return _Rows(sequences, epochs, batch, self._runner.put(sampling), bool(sampling.wants_logprobs.any()))
+        steps = steps_of(batch, num_rows)
+        return _Rows(sequences, [s.epoch for s in sequences], batch, steps, self._runner.put(sampling), bool(sampling.wants_logprobs.any()))
