@@ -164,7 +164,8 @@ class PrefillScheduler:
         if num_found > num_cached:
             num_cached = num_found
             self._manager.keep(table, sequence.token_ids, num_cached, sequence.context)
-        self.queue.pop(sequence, num_tokens - num_cached)
+        # What a preempted one computes again is not its tenant's doing.
+        self.queue.pop(sequence, num_tokens - num_cached if sequence.level is None else 0)
         self.prefilling.append(sequence)
         sequence.num_computed = num_cached
         if sequence.first_scheduled_time is None:

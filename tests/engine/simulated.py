@@ -8,11 +8,15 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from jaxinfer.config import EngineConfig
 from jaxinfer.engine import Engine
 from jaxinfer.prefill.scheduler import Chunk
 from jaxinfer.request import ANYONE, FinishReason, OutputDelta, RequestContext, RequestOutput, SamplingParams
+from tests.engine.fake_device import expected_tokens, fake_engine
 from tests.engine.page_audit import audit
 
+MAX_MODEL_LEN = 400
+STEP_SECONDS, TOKEN_SECONDS = 0.01, 0.001  # of a device's time: each step, and each token in it besides
 _CALL_SECONDS = 1e-7  # so that no two steps start at the same time
 
 
@@ -34,14 +38,13 @@ class Clock:
 class SimulatedDevice:
     """Runs what it is given in order, and is given all of it at once."""
 
-    def __init__(self, clock: Clock, step_seconds: float = 0.01, token_seconds: float = 0.001) -> None:
+    def __init__(self, clock: Clock) -> None:
         self.busy_seconds = 0.0
         self._clock = clock
-        self._step_seconds, self._token_seconds = step_seconds, token_seconds
         self._free_at = 0.0
 
     def run(self, values: np.ndarray, num_tokens: int) -> TimedArray:
-        seconds = self._step_seconds + num_tokens * self._token_seconds
+        seconds = STEP_SECONDS + num_tokens * TOKEN_SECONDS
         self._free_at = max(self._free_at, self._clock.now) + seconds
         self.busy_seconds += seconds
         self._clock.now += _CALL_SECONDS
@@ -65,10 +68,15 @@ class TimedArray:
 
 
 class Driver:
-    """An engine whose requests' outputs are gathered. After each step its pages are counted."""
+    """An engine in simulated time, whose requests' outputs are gathered. After each step its pages are counted. `meshes`: "shared" or
+    "two"; others of the configuration's settings by their names."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    def __init__(self, clock: Clock, meshes: str = "shared", num_pages: int = 200, **settings: object) -> None:
+        self.devices = [SimulatedDevice(clock) for _ in range(1 if meshes == "shared" else 2)]  # prefill's first
+        flat = {"page_size": 8, "prefill_chunk_size": 64, "prefill_buckets": (64,), "max_batch_size": 4, "max_model_len": MAX_MODEL_LEN}
+        decode_devices = (0,) if meshes == "shared" else (1,)
+        config = EngineConfig.of(decode_devices=decode_devices, **flat | settings)
+        self.engine = fake_engine(config, num_pages, devices=self.devices, clock=clock)
         self.outputs: dict[str, RequestOutput] = {}
         self.params: dict[str, SamplingParams] = {}
         self.deltas: list[OutputDelta] = []
@@ -105,8 +113,21 @@ class Driver:
     def tokens(self, request_id: str, index: int = 0) -> list[int]:
         return self.outputs[request_id].outputs[index].token_ids
 
+    def check_tokens(self) -> None:
+        """Each sequence that has ended has just its tokens, or the first of them if it was not to end by itself."""
+        for request_id, output in self.outputs.items():
+            for index, sequence in enumerate(output.outputs):
+                expected = expected_tokens(output.prompt_token_ids, self.params[request_id], index, self.engine.max_model_len)
+                is_cut = sequence.finish_reason in (FinishReason.TIMEOUT, None)
+                assert sequence.token_ids == (expected[: len(sequence.token_ids)] if is_cut else expected)
+
     def reason(self, request_id: str, index: int = 0) -> FinishReason | None:
         return self.outputs[request_id].outputs[index].finish_reason
+
+
+def endless(max_tokens: int, **params: object) -> SamplingParams:
+    """Just so many tokens, whatever they are, if no other reason to stop is given."""
+    return SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=1, **params)  # type: ignore[arg-type]
 
 
 @contextmanager

@@ -4,26 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from jaxinfer.config import EngineConfig
-from jaxinfer.request import FinishReason, RequestContext, SamplingParams
+from jaxinfer.request import FinishReason, RequestContext
 from jaxinfer.sequence import SequenceState
-from tests.engine.fake_device import TOKENIZER, expected_tokens, fake_engine, sequences_of
+from tests.engine.fake_device import TOKENIZER, expected_tokens, sequences_of
 from tests.engine.page_audit import assert_all_free
-from tests.engine.simulated import Clock, Driver, SimulatedDevice, recorded_chunks
-
-MAX_MODEL_LEN = 400
-
-
-def driver(clock: Clock, meshes: str = "shared", num_pages: int = 200, **settings: object) -> Driver:
-    devices = [SimulatedDevice(clock) for _ in range(1 if meshes == "shared" else 2)]
-    flat = {"page_size": 8, "prefill_chunk_size": 64, "prefill_buckets": (64,), "max_batch_size": 4}
-    decode_devices = (0,) if meshes == "shared" else (1,)
-    config = EngineConfig.of(decode_devices=decode_devices, max_model_len=MAX_MODEL_LEN, **flat | settings)
-    return Driver(fake_engine(config, num_pages, devices=devices, clock=clock))
-
-
-def endless(max_tokens: int, **params: object) -> SamplingParams:
-    return SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=1, **params)
+from tests.engine.simulated import MAX_MODEL_LEN, Clock, Driver, endless, recorded_chunks
 
 
 def within(clock: Clock, seconds: float) -> RequestContext:
@@ -32,7 +17,7 @@ def within(clock: Clock, seconds: float) -> RequestContext:
 
 @pytest.mark.parametrize("meshes", ["shared", "two"])
 def test_in_whatever_state_a_request_ends_at_its_deadline_and_frees_everything(clock, meshes):
-    run = driver(clock, meshes, num_pages=56)
+    run = Driver(clock, meshes, num_pages=56)
     prompts = {"old": [1] * 100, "middle": [2] * 250, "young": [3] * 30, "last": [4] * 100}
     seen = set()
     for num_steps in range(0, 60, 2):
@@ -63,7 +48,7 @@ def test_in_whatever_state_a_request_ends_at_its_deadline_and_frees_everything(c
 
 
 def test_a_request_ends_at_its_deadline_and_not_before(clock):
-    run = driver(clock)
+    run = Driver(clock)
     run.add("a", [1], endless(300), within(clock, 1.0))
     started = clock.now
     while run.reason("a") is None:
@@ -77,7 +62,7 @@ def test_a_request_ends_at_its_deadline_and_not_before(clock):
 
 
 def test_one_that_comes_too_late_is_not_computed_at_all(clock):
-    run = driver(clock)
+    run = Driver(clock)
     with recorded_chunks(run.engine) as chunks:
         run.ask("a", [1] * 50, endless(5, n=3), within(clock, -1.0))
     assert [run.reason("a", index) for index in range(3)] == [FinishReason.TIMEOUT] * 3
@@ -89,7 +74,7 @@ def test_one_that_comes_too_late_is_not_computed_at_all(clock):
 def test_sequences_that_have_ended_are_not_told_again(clock):
     first, others = (expected_tokens([1], endless(30), index, MAX_MODEL_LEN) for index in range(2))
     stop = next(token for token in first[5:20] if token not in others)
-    run = driver(clock)
+    run = Driver(clock)
     run.add("a", [1], endless(300, n=2, stop_token_ids=(stop,)), within(clock, 0.3))
     run.finish()
     assert [run.reason("a", index) for index in range(2)] == [FinishReason.STOP, FinishReason.TIMEOUT]
@@ -100,7 +85,7 @@ def test_sequences_that_have_ended_are_not_told_again(clock):
 @pytest.mark.parametrize("ends_by", ["itself", "abort"])
 @pytest.mark.parametrize("again_within", [None, 2.0])
 def test_the_deadline_of_a_request_is_not_that_of_another_with_its_id(clock, ends_by, again_within):
-    run = driver(clock)
+    run = Driver(clock)
     run.add("a", [1], endless(3 if ends_by == "itself" else 300), within(clock, 1.0))
     if ends_by == "itself":
         run.finish()
@@ -116,7 +101,7 @@ def test_the_deadline_of_a_request_is_not_that_of_another_with_its_id(clock, end
 
 
 def test_text_held_back_is_given_at_the_deadline(clock):
-    run = driver(clock)
+    run = Driver(clock)
     free = run.ask("free", [1], endless(300), within(clock, 0.5)).outputs[0]
     held = run.ask("held", [1], endless(300, stop=(free.text[-1] + "and so on",)), within(clock, 0.5)).outputs[0]
     assert run.reason("held") is FinishReason.TIMEOUT
@@ -125,7 +110,7 @@ def test_text_held_back_is_given_at_the_deadline(clock):
 
 
 def test_a_request_that_only_waited_took_nothing_but_that_time(clock):
-    run = driver(clock, max_batch_size=1)
+    run = Driver(clock, max_batch_size=1)
     run.add("runs", [1] * 100, endless(200))
     run.step()
     run.add("waits", [2] * 50, endless(5, n=2), within(clock, 0.5))
@@ -138,7 +123,7 @@ def test_a_request_that_only_waited_took_nothing_but_that_time(clock):
 
 @pytest.mark.parametrize("meshes", ["shared", "two"])
 def test_what_was_computed_before_the_deadline_is_found_by_the_next(clock, meshes):
-    run = driver(clock, meshes)
+    run = Driver(clock, meshes)
     run.add("a", [1] * 390, endless(5), within(clock, 0.2))
     run.finish()
     assert run.reason("a") is FinishReason.TIMEOUT

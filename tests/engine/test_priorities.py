@@ -4,38 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from jaxinfer.config import EngineConfig
-from jaxinfer.request import RequestContext, SamplingParams
+from jaxinfer.request import RequestContext
 from jaxinfer.sequence import SequenceState
-from tests.engine.fake_device import expected_tokens, fake_engine, sequences_of
+from tests.engine.fake_device import sequences_of
 from tests.engine.page_audit import assert_all_free
-from tests.engine.simulated import Clock, Driver, SimulatedDevice, recorded_chunks
+from tests.engine.simulated import STEP_SECONDS, TOKEN_SECONDS, Clock, Driver, endless, recorded_chunks
 
 URGENT, INTERACTIVE, BATCH = (RequestContext(priority=priority) for priority in (-10, 0, 20))
 AGEING = 3.0  # seconds
-MAX_MODEL_LEN = 400
-STEP = 0.01 + 64 * 0.001  # seconds of a whole prefill step
-
-
-def driver(clock: Clock, meshes: str = "shared", num_pages: int = 200, **settings: object) -> Driver:
-    devices = [SimulatedDevice(clock) for _ in range(1 if meshes == "shared" else 2)]
-    flat = {"page_size": 8, "prefill_chunk_size": 64, "prefill_buckets": (64,), "max_batch_size": 4, "ageing_seconds": AGEING}
-    decode_devices = (0,) if meshes == "shared" else (1,)
-    config = EngineConfig.of(decode_devices=decode_devices, max_model_len=MAX_MODEL_LEN, **flat | settings)
-    return Driver(fake_engine(config, num_pages, devices=devices, clock=clock))
-
-
-def endless(max_tokens: int, **params: object) -> SamplingParams:
-    return SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=1, **params)
+STEP = STEP_SECONDS + 64 * TOKEN_SECONDS  # seconds of a whole prefill step
 
 
 def assert_all_served(run: Driver) -> None:
     """Each request has just its tokens, and nothing is left."""
     run.finish()
-    for request_id, output in run.outputs.items():
-        for index in range(len(output.outputs)):
-            expected = expected_tokens(output.prompt_token_ids, run.params[request_id], index, MAX_MODEL_LEN)
-            assert run.tokens(request_id, index) == expected
+    run.check_tokens()
     assert_all_free(run.engine)
 
 
@@ -58,7 +41,7 @@ def seconds_to_first_token(clock: Clock, run: Driver, prompt: list[int], context
 
 @pytest.mark.parametrize("meshes", ["shared", "two"])
 def test_interactive_work_takes_the_place_of_batch_work_and_no_more_than_it_needs(clock, meshes):
-    run = driver(clock, meshes, max_batch_size=2)
+    run = Driver(clock, meshes, max_batch_size=2)
     run.add("old", [1] * 50, endless(200), BATCH)
     run.add("young", [2] * 50, endless(200), BATCH)
     run_until(run, "young", 30)
@@ -73,7 +56,7 @@ def test_interactive_work_takes_the_place_of_batch_work_and_no_more_than_it_need
 
 @pytest.mark.parametrize("meshes", ["shared", "two"])
 def test_interactive_work_takes_the_pages_of_batch_work(clock, meshes):
-    run = driver(clock, meshes, num_pages=50)
+    run = Driver(clock, meshes, num_pages=50)
     for number in range(3):
         run.add(f"batch {number}", [number] * 100, endless(30 if number else 200), BATCH)
     run_until(run, "batch 2", 5)
@@ -84,7 +67,7 @@ def test_interactive_work_takes_the_pages_of_batch_work(clock, meshes):
 
 
 def test_interactive_work_does_not_wait_for_the_decode_pages_of_batch_work(clock):
-    run = driver(clock, "two", num_pages=50)
+    run = Driver(clock, "two", num_pages=50)
     run.add("batch", [1] * 200, endless(190), BATCH)
     run_until(run, "batch", 100)
     run.add("now", [2] * 150, endless(20), INTERACTIVE)
@@ -96,7 +79,7 @@ def test_interactive_work_does_not_wait_for_the_decode_pages_of_batch_work(clock
 
 def test_running_work_is_left_alone_when_its_pages_are_of_no_use(clock):
     """Prompts that are being computed hold the prefill mesh's pages: the decode mesh's do not help."""
-    run = driver(clock, "two", num_pages=80, max_batch_size=8)
+    run = Driver(clock, "two", num_pages=80, max_batch_size=8)
     for number in range(3):
         run.add(f"batch {number}", [number] * 10, endless(100), BATCH)
     run_until(run, "batch 2", 5)
@@ -114,7 +97,7 @@ def test_running_work_is_left_alone_when_its_pages_are_of_no_use(clock):
 @pytest.mark.parametrize("short_of", ["slots", "pages"])
 def test_urgent_work_does_not_wait_for_half_computed_batch_prompts(clock, meshes, short_of):
     limits = {"max_batch_size": 1} if short_of == "slots" else {"num_pages": 50}
-    run = driver(clock, meshes, **limits)
+    run = Driver(clock, meshes, **limits)
     with recorded_chunks(run.engine) as chunks:
         run.add("batch", [1] * 390, endless(5), BATCH)
         run.step()
@@ -124,3 +107,142 @@ def test_urgent_work_does_not_wait_for_half_computed_batch_prompts(clock, meshes
         assert_all_served(run)
     of_batch = [(c.start, c.length) for c in chunks if c.sequence.request.request_id == "batch"]
     assert of_batch == [(start, 64) for start in range(0, 384, 64)] + [(384, 6)], "nothing of it was computed twice"
+
+
+def test_requests_of_one_priority_wait_for_each_other(clock):
+    run = Driver(clock, num_pages=60)
+    for number in range(8):
+        run.add(f"{number}", [number] * 60, endless(25))
+    run.finish("0")
+    assert run.engine.stats.num_preemptions == 0
+    assert_all_served(run)
+
+
+def test_batch_work_fills_what_is_left_and_no_more(clock):
+    run = Driver(clock, max_batch_size=4)
+    for number in range(8):
+        run.add(f"batch {number}", [number] * 20, endless(60), BATCH)
+    run_until(run, "batch 3", 5)
+    for number in range(2):
+        run.add(f"now {number}", [9, number], endless(30), INTERACTIVE)
+    run_until(run, "now 1", 2)
+    priorities = [s.context.priority for s in run.engine._parts.decode.scheduler.running]
+    assert sorted(priorities) == [0, 0, 20, 20]
+    run.finish("now 0", "now 1")
+    while run.engine.stats.num_running < 4:
+        run.step()
+    assert_all_served(run)
+
+
+@pytest.mark.parametrize("meshes", ["shared", "two"])
+def test_each_level_gives_way_to_those_above_it(clock, meshes):
+    run = Driver(clock, meshes, max_batch_size=1)
+    run.add("batch", [1] * 30, endless(60), BATCH)
+    run_until(run, "batch", 10)
+    run.add("interactive", [2] * 30, endless(60), INTERACTIVE)
+    run_until(run, "interactive", 10)
+    run.add("urgent", [3] * 30, endless(60), URGENT)
+    run.add("interactive too", [4] * 30, endless(60), INTERACTIVE)
+    run.finish("urgent")
+    assert (len(run.tokens("batch")), len(run.tokens("interactive too"))) == (pytest.approx(10, abs=3), 0)
+    assert len(run.tokens("interactive")) == pytest.approx(10, abs=3)
+    assert_all_served(run)
+    ended = [delta.request_id for delta in run.deltas if delta.finish_reason]
+    assert ended == ["urgent", "interactive", "interactive too", "batch"]
+    assert run.engine.stats.num_preemptions == 2
+
+
+@pytest.mark.parametrize("meshes", ["shared", "two"])
+@pytest.mark.parametrize(("n_of_batch", "n_now"), [(4, 1), (1, 4), (3, 3)])
+def test_sequences_of_a_request_give_way_and_take_room_one_by_one(clock, meshes, n_of_batch, n_now):
+    run = Driver(clock, meshes, max_batch_size=4)
+    run.add("batch", [1] * 60, endless(100, n=n_of_batch), BATCH)
+    run_until(run, "batch", 20)
+    run.add("now", [2] * 60, endless(30, n=n_now), INTERACTIVE)
+    run.finish("now")
+    assert run.engine.stats.num_preemptions == max(n_of_batch + n_now - 4, 0)
+    assert not run.outputs["batch"].is_finished
+    assert_all_served(run)
+
+
+@pytest.mark.parametrize("meshes", ["shared", "two"])
+def test_preempted_work_goes_on_from_what_it_had(clock, meshes):
+    run = Driver(clock, meshes, max_batch_size=1)
+    with recorded_chunks(run.engine) as chunks:
+        run.add("batch", [1] * 100, endless(150), BATCH)
+        for number in range(4):
+            run_until(run, "batch", 30 * number + 30)
+            run.ask(f"{number}", [2, number], endless(5), INTERACTIVE)
+        assert_all_served(run)
+    assert run.engine.stats.num_preemptions == 4
+    again = [c for c in chunks if c.sequence.request.request_id == "batch" and c.epoch]
+    assert len(again) == 4
+    assert all(chunk.length <= 8 and chunk.is_last for chunk in again), "the tokens of the last page"
+    assert run.outputs["batch"].cached_tokens == 0, "what it left itself does not count"
+
+
+def flood(run: Driver, number: int, num_waiting: int = 2, context: RequestContext = INTERACTIVE) -> int:
+    """Keep so many requests of a kind waiting; returns the number of the next."""
+    while sum(s.context == context for s in run.engine._parts.prefill.scheduler.waiting) < num_waiting:
+        run.add(f"{context.tenant} {number}", [number % 200, number // 200] * 10, endless(20), context)
+        number += 1
+    return number
+
+
+@pytest.mark.parametrize("meshes", ["shared", "two"])
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_batch_work_gets_its_turn_however_much_interactive_work_comes(clock, meshes, has_begun):
+    ageing, number = 0.2, 0
+    run = Driver(clock, meshes, max_batch_size=2, ageing_seconds=ageing)
+    run.add("batch", [1] * 100, endless(60), BATCH)
+    if has_begun:
+        run_until(run, "batch", 10)
+    started = clock.now
+    preempted = run.engine.stats.num_preemptions
+    num_before = len(run.tokens("batch"))
+    while len(run.tokens("batch")) == num_before or clock.now < started + 1:
+        number = flood(run, number)
+        run.step()
+        assert clock.now < started + 60
+    aged = clock.now - started
+    # 20 levels, then what is left of the flood's turn: a quantum of 64 tokens, each request of 40; and for a slot.
+    assert 20 * ageing <= aged < 20 * ageing + 4 * 20 * (STEP_SECONDS + 2 * TOKEN_SECONDS) + 4 * STEP
+    while not run.outputs["batch"].is_finished:
+        number = flood(run, number)
+        run.step()
+    assert run.engine.stats.num_preemptions - preempted == has_begun, "once it has its turn it keeps it"
+    assert clock.now - started < 20 * ageing + 3
+    assert_all_served(run)
+
+
+def tokens_got(run: Driver) -> dict[str, int]:
+    """By tenant: prompts that were computed and tokens that came of them."""
+    got = {"a": 0, "b": 0}
+    for request_id, output in run.outputs.items():
+        if (tenant := request_id[0]) in got and output.outputs[0].token_ids:
+            got[tenant] += len(output.prompt_token_ids) + len(output.outputs[0].token_ids)
+    return got
+
+
+@pytest.mark.parametrize("meshes", ["shared", "two"])
+@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize("is_preempted", [True, False])
+def test_tenants_share_in_tokens_whatever_the_shape_of_their_requests(clock, meshes, prefix_cache, is_preempted):
+    """Long prompts against long answers; what is computed again because others went first costs nobody."""
+    run = Driver(clock, meshes, prefix_cache=prefix_cache, max_batch_size=3, ageing_seconds=1000.0)
+    number, history = 0, []
+    for turn in range(3000):
+        for tenant, length, max_tokens in (("a", 200, 4), ("b", 10, 250)):
+            context = RequestContext(tenant=tenant, priority=20)
+            while sum(s.context == context for s in run.engine._parts.prefill.scheduler.waiting) < 3:
+                run.add(f"{tenant} {number}", [number % 200, number // 200] * (length // 2), endless(max_tokens), context)
+                number += 1
+        if is_preempted and turn % 20 == 0:
+            run.add(f"now {number}", [number % 200, number // 200] * 5, endless(10), INTERACTIVE)
+            number += 1
+        run.step()
+        got = tokens_got(run)
+        history.append(got["a"] - got["b"])
+    assert (run.engine.stats.num_preemptions > 30) == is_preempted
+    # A quantum, and what runs at once, which is paid for at its end.
+    assert max(map(abs, history)) < 64 + 3 * 260

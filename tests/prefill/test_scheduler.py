@@ -167,6 +167,21 @@ def test_what_a_preempted_sequence_had_computed_is_found_again():
     assert shape(queue.next()) == [(256, 44, True)]
 
 
+def test_a_tenant_pays_for_each_token_once_whoever_preempts_it():
+    queue, (ours, theirs) = scheduler(), (RequestContext(tenant=tenant) for tenant in ("ours", "theirs"))
+    preempted, next_of_ours = (sequences.make(300, context=ours) for _ in range(2))
+    others = [sequences.make(300, context=theirs) for _ in range(3)]
+    for sequence in (preempted, *others, next_of_ours):
+        queue.add(sequence)
+    assert {chunk.sequence for chunk in queue.next(1)} == {preempted}
+    for _ in range(5):  # 512 tokens are a turn, of which 300 are used
+        queue.remove(preempted)
+        preempted.state, preempted.num_computed = SequenceState.WAITING, 0
+        queue.add(preempted)
+        assert {chunk.sequence for chunk in queue.next(1)} == {preempted}
+    assert queue.queue.head() is next_of_ours, "the turn is not over"
+
+
 def test_urgent_work_goes_before_prompts_half_computed_and_work_that_waits():
     queue = scheduler()
     batch, late = (sequences.make(300, context=RequestContext(priority=20)) for _ in range(2))
