@@ -1,7 +1,7 @@
 """A second opinion: guidellm replays the same requests against the same server, in a virtual environment of its own.
 
-It makes its own prompts (text, from the same hashes) and its own measurements; nothing of ours is in between. Version 0.8 ends when
-all but one of the requests have ended and counts without the last."""
+It makes its own prompts (text, from the same hashes) and its own measurements; nothing of ours is in between. Version 0.8 may end before its
+last request has, and then counts without it."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 INK, MUTED, GRID = "#1f2933", "#7b8794", "#e4e7eb"
@@ -44,3 +45,11 @@ def styled(size: tuple[float, float], title: str, subtitle: str) -> Figure:
 def duration(seconds: float) -> str:
     """Such as '12 ms' or '1.5 s'."""
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def legend(*pair: Axes) -> None:
+    """Of all the axes' lines together, on the title's line of the first, to the right, where nothing is drawn."""
+    entries = [axes.get_legend_handles_labels() for axes in pair]
+    handles, labels = [h for hs, _ in entries for h in hs], [label for _, ls in entries for label in ls]
+    narrow = {"handlelength": 1.5, "handletextpad": 0.5, "columnspacing": 1.3, "fontsize": 9, "borderaxespad": 0.2}
+    pair[0].legend(handles, labels, loc="lower right", bbox_to_anchor=(1, 1), ncols=len(labels), **narrow)

@@ -8,11 +8,13 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from benchmarks.http_load import Outcome, Record
-from benchmarks.picture import BLUE, GREEN, INK, MUTED, ORANGE, RED, STYLE, duration, styled
+from benchmarks.picture import BLUE, GREEN, INK, MUTED, ORANGE, RED, STYLE, duration, legend, styled
 from benchmarks.replay_report import IdealHits, Target, hit_ratio_so_far
+
+SHORTEST = 1e-4  # seconds, on a logarithmic axis: two tokens read at once have no time between them
 
 
 def draw(path: Path, title: str, subtitle: str, records: Sequence[Record], ideal: Sequence[IdealHits], target: Target) -> None:
@@ -32,18 +34,18 @@ def draw(path: Path, title: str, subtitle: str, records: Sequence[Record], ideal
 def _distribution(axes: Axes, title: str, values: Sequence[float], target: float, color: str) -> None:
     """Share of the values up to each one, on a logarithmic axis."""
     axes.set_title(title)
-    axes.set_ylabel("share of all")
+    axes.set_ylabel("share")
     axes.set_ylim(0, 1.02)
     axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
     axes.axvline(target, color=RED, linewidth=1.2, linestyle=(0, (4, 3)), label=f"target: {duration(target)}")
     axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if _decades(values, target) < 2 else (1,)))
     axes.xaxis.set_major_formatter(lambda seconds, _: duration(seconds))
+    axes.xaxis.set_minor_formatter(NullFormatter())
     if values:
-        ordered = np.sort(np.maximum(values, 1e-4))  # two tokens read at once have no time between them
+        ordered = np.sort(np.maximum(values, SHORTEST))
         axes.step(ordered, np.arange(1, len(ordered) + 1) / len(ordered), where="post", color=color, linewidth=2)
-        axes.set_xlim(
-            max(ordered[0], ordered[-1] / 1e4, np.percentile(ordered, 1) / 2) / 1.3, max(ordered[-1], target) * 3
-        )  # room for the labels
+        axes.set_xlim(max(ordered[0], np.percentile(ordered, 1) / 2) / 1.3, max(ordered[-1], target) * 3)  # room for the labels
         for percent in (50, 90, 99):
             at = float(np.percentile(ordered, percent))
             axes.plot(at, percent / 100, "o", color=color, markersize=5.5, markeredgecolor="white", zorder=4)
@@ -58,7 +60,12 @@ def _distribution(axes: Axes, title: str, values: Sequence[float], target: float
                 bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1.5},
                 zorder=3,
             )
-    axes.legend(loc="upper left" if not values else "lower right")
+    legend(axes)
+
+
+def _decades(values: Sequence[float], target: float) -> float:
+    positive = [max(value, SHORTEST) for value in (*values, target)]
+    return float(np.log10(max(positive) / min(positive)))
 
 
 def _steps(starts: Sequence[float], ends: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
@@ -79,27 +86,28 @@ def _under_way(axes: Axes, records: Sequence[Record]) -> None:
     firsts = [(r.arrivals[0] if r.arrivals else r.ended) - start for r in records]
     times, counts = _steps([r.sent - start for r in records], firsts)
     axes.fill_between(times, counts, step="post", color=ORANGE, alpha=0.3, linewidth=0)
-    axes.step(times, counts, where="post", color=ORANGE, linewidth=1.4, label="no token yet (queue and prefill)")
+    axes.step(times, counts, where="post", color=ORANGE, linewidth=1.4, label="no token yet")
     refused = [r.due - start for r in records if r.outcome is Outcome.REFUSED]
     if refused:
         axes.plot(refused, np.zeros(len(refused)), "|", color=RED, markersize=11, label=f"refused ({len(refused)})", clip_on=False)
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_ylim(0, axes.get_ylim()[1] * (1.35 if refused else 1.25))  # room for the legend
+    axes.set_ylim(0, None)
     axes.set_xlim(0, None)
-    axes.legend(loc="upper left")
+    legend(axes)
 
 
 def _hits(axes: Axes, records: Sequence[Record], ideal: Sequence[IdealHits]) -> None:
-    axes.set_title("Prompt tokens found in the cache, so far")
+    axes.set_title("Cache hits")
     axes.set_xlabel("seconds")
+    axes.set_ylabel("of the prompt tokens so far")
     axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
     points = hit_ratio_so_far(records, ideal)
     if points:
         times, measured, endless, computed = zip(*points, strict=True)
-        axes.plot(times, endless, color=MUTED, linewidth=1.4, linestyle=(0, (4, 3)), label="a cache that forgets nothing")
-        axes.plot(times, computed, color=ORANGE, linewidth=1.4, label="... with only what was computed by then")
+        axes.plot(times, endless, color=MUTED, linewidth=1.4, linestyle=(0, (4, 3)), label="endless cache")
+        axes.plot(times, computed, color=ORANGE, linewidth=1.4, label="computed by then")
         if all(ratio is not None for ratio in measured):
             axes.plot(times, measured, color=GREEN, linewidth=2.2, label="this server")
-        axes.set_ylim(-0.01, max(0.1, *endless) * 1.4)
+        axes.set_ylim(-0.01, max(0.1, *endless) * 1.1)
         axes.set_xlim(0, None)
-        axes.legend(loc="upper left")
+        legend(axes)

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from benchmarks.http_load import Outcome, Record
-from benchmarks.picture import BLUE, GREEN, INK, MUTED, ORANGE, RED, STYLE, styled
+from benchmarks.picture import BLUE, GREEN, INK, MUTED, ORANGE, RED, STYLE, legend, styled
 from benchmarks.soak_checks import Phase, throughput
 from benchmarks.soak_watch import Sample
 
@@ -46,13 +46,6 @@ def _shade(axes: Axes, phases: Sequence[Phase]) -> None:
     axes.set_xlim(0, None)
 
 
-def _legend(*pair: Axes) -> None:
-    """On the title's line, to the right."""
-    entries = [axes.get_legend_handles_labels() for axes in pair]
-    handles, labels = [h for hs, _ in entries for h in hs], [label for _, ls in entries for label in ls]
-    pair[0].legend(handles, labels, loc="lower right", bbox_to_anchor=(1, 1), ncols=len(labels), borderaxespad=0.2)
-
-
 def _throughput(axes: Axes, at: np.ndarray, samples: Sequence[Sample], phases: Sequence[Phase]) -> None:
     axes.set_title("Output tokens a second")
     times, tokens = at * 60, np.array([s.output_tokens for s in samples])
@@ -74,7 +67,7 @@ def _throughput(axes: Axes, at: np.ndarray, samples: Sequence[Sample], phases: S
             fontsize=9,
             color=INK if phase.load is None or phase.load <= 1 else RED,
         )
-    _legend(axes)
+    legend(axes)
 
 
 def _queue(axes: Axes, at: np.ndarray, samples: Sequence[Sample], records: Sequence[Record], start: float) -> None:
@@ -82,7 +75,7 @@ def _queue(axes: Axes, at: np.ndarray, samples: Sequence[Sample], records: Seque
     axes.plot(at, [s.waiting for s in samples], color=ORANGE, linewidth=1.4, label="waiting")
     axes.plot(at, [s.running for s in samples], color=BLUE, linewidth=1.4, label="running")
     axes.set_ylim(0, max(axes.get_ylim()[1], 1) * 1.25)
-    _legend(axes)
+    legend(axes)
     refused = np.array([r.ended for r in records if r.outcome is Outcome.REFUSED])
     if len(refused) and len(at) > 1:
         edges = np.arange(0, at[-1] * 60 + WINDOW, WINDOW)
@@ -93,4 +86,4 @@ def _queue(axes: Axes, at: np.ndarray, samples: Sequence[Sample], records: Seque
         other.grid(visible=False)
         other.spines["right"].set_visible(True)
         other.tick_params(colors=MUTED)
-        _legend(axes, other)
+        legend(axes, other)

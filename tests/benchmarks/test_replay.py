@@ -25,7 +25,8 @@ PAGE = 16
 
 def record(due: float, *arrivals: float, outcome=Outcome.ANSWERED, prompt=100, cached: int | None = 0, status=200) -> Record:
     ended = arrivals[-1] if arrivals else due + 0.1
-    return Record(due, due, ended, list(arrivals), outcome, status, "", prompt, len(arrivals), cached)
+    tokens = {"prompt_tokens": prompt, "output_tokens": len(arrivals), "cached_tokens": cached}
+    return Record(due, due, ended, list(arrivals), outcome, status, **tokens)
 
 
 # Ideal caches
