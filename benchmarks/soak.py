@@ -185,13 +185,21 @@ def outcomes(pairs: Sequence[tuple[Sent, Record]]) -> dict[str, dict[str, int]]:
     return {kind: dict(counts.most_common()) for kind, counts in sorted(found.items())}
 
 
-def by_tier(pairs: Sequence[tuple[Sent, Record]]) -> dict[str, dict[str, float | None]]:
-    """Time to first token of streams answered, by the service tier they asked for, in seconds."""
-    tiers: dict[str, list[float]] = {}
+def by_tier(pairs: Sequence[tuple[Sent, Record]]) -> dict[str, dict[str, Any]]:
+    """Streams by the service tier they asked for: how many were sent and refused, and the time to first token of those answered, in
+    seconds."""
+    found: dict[str, list[Record]] = {}
     for sent, record in pairs:
-        if record.outcome is Outcome.ANSWERED and record.ttft is not None and sent.kind in ("stream", "chat stream"):
-            tiers.setdefault(sent.tier or "default", []).append(record.ttft)
-    return {tier: percentiles(values) for tier, values in sorted(tiers.items())}
+        if sent.kind in ("stream", "chat stream"):
+            found.setdefault(sent.tier or "default", []).append(record)
+    return {
+        tier: {
+            "sent": len(records),
+            "refused": sum(r.outcome is Outcome.REFUSED for r in records),
+            "ttft": percentiles([r.ttft for r in records if r.outcome is Outcome.ANSWERED and r.ttft is not None]),
+        }
+        for tier, records in sorted(found.items())
+    }
 
 
 def as_json(result: Result, options: argparse.Namespace, date: str) -> dict[str, Any]:
@@ -205,7 +213,7 @@ def as_json(result: Result, options: argparse.Namespace, date: str) -> dict[str,
         "phases": [asdict(p) | {"name": p.name} | _rates(result.samples, p) for p in result.phases],
         "outcomes": outcomes(result.pairs),
         "wrong": [{"kind": s.kind, **_ended(s, r)} for s, r in result.pairs if not s.is_right(r)][:20],
-        "ttft_by_tier": by_tier(result.pairs),
+        "by_tier": by_tier(result.pairs),
         "samples_missed": result.num_missed,
         "samples": {f.name: [round(getattr(s, f.name), 3) for s in result.samples] for f in fields(Sample)},
         "metrics": {name: value for name, value in result.metrics.items() if "_bucket" not in name},

@@ -122,5 +122,8 @@ def test_a_soak_from_end_to_end(tmp_path: Path, tiny_model_path: Path, capsys):
     assert all(held.values()) and len(held) == 7
     counts = Counter({outcome: n for kinds in result["outcomes"].values() for outcome, n in kinds.items()})
     assert counts["answered"] + counts["left"] > 0
+    tiers = result["by_tier"].values()
+    assert sum(t["sent"] for t in tiers) == sum(sum(result["outcomes"][kind].values()) for kind in ("stream", "chat stream"))
+    assert all(t["refused"] <= t["sent"] for t in tiers)
     assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     assert "| no page lost" in output.with_suffix(".md").read_text()
