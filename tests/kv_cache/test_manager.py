@@ -3,7 +3,6 @@ from jaxinfer.kv_cache.radix_cache import digests, token_bytes
 from jaxinfer.kv_cache.spec import PageSpec
 from jaxinfer.request import ANYONE, RequestContext
 
-
 SPEC = PageSpec(num_layers=2, num_kv_heads=1, head_size=4, page_size=4, bytes_per_value=4)
 
 
