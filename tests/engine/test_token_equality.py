@@ -7,8 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from jaxinfer.engine import Engine
 from jaxinfer.llm import LLM
-from jaxinfer.request import RequestOutput, SamplingParams
+from jaxinfer.request import RequestContext, RequestOutput, SamplingParams
 from jaxinfer.sequence import Sequence
 from tests.engine.page_audit import assert_all_free
 from tests.engine.simulated import recorded_chunks
@@ -28,6 +29,7 @@ LAYOUTS = {
     "chunks of 50": {"prefill_chunk_size": 50, "prefill_buckets": (32, 50)},
     "pages of 4": {"page_size": 4, **SMALL},
     "pages of 32": {"page_size": 32, **SMALL},
+    "no prefix cache": {"prefix_cache": False},
 }
 
 
@@ -35,6 +37,14 @@ def forget(llm: LLM) -> None:
     """Empty the prefix cache, of which other tests have left something."""
     for manager in (llm.engine._parts.prefill_manager, llm.engine._parts.decode_manager):
         manager.forget()
+
+
+def take_steps(engine: Engine, outputs: dict[str, RequestOutput], most: int = 10_000) -> None:
+    """So many steps, or as many as there are."""
+    while engine.has_work and most:
+        most -= 1
+        for delta in engine.step():
+            outputs[delta.request_id].add(delta)
 
 
 def test_greedy_tokens_are_the_plain_passes_and_no_close_calls(llm, expected):
@@ -65,7 +75,7 @@ def test_a_batch_of_32_gives_each_request_what_it_gets_alone(llm):
     assert most == 32
 
 
-@pytest.mark.parametrize("layout", ["one device", "two devices"])
+@pytest.mark.parametrize("layout", ["one device", "two devices", "no prefix cache"])
 def test_preemption_changes_nothing(llms, llm, layout):
     of_layout = llms(**LAYOUTS.get(layout, {}))
     # Short prompts, so that many are let in, and long answers, for which there is no room.
@@ -86,11 +96,8 @@ def test_joining_a_running_batch_changes_nothing(llm, expected):
     for number, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
         outputs[f"join-{number}"] = RequestOutput.empty(f"join-{number}", None, prompt, params)
         engine.add_request(f"join-{number}", prompt, params)
-        for delta in [delta for _ in range(3) for delta in engine.step()]:
-            outputs[delta.request_id].add(delta)
-    while engine.has_work:
-        for delta in engine.step():
-            outputs[delta.request_id].add(delta)
+        take_steps(engine, outputs, 3)
+    take_steps(engine, outputs)
     assert tokens_of(outputs.values()) == expected
     assert_all_free(engine)
 
@@ -100,6 +107,8 @@ def test_every_layout_gives_the_same_tokens(llms, expected, layout):
     llm = llms(**LAYOUTS[layout])
     assert tokens_of(llm.generate(PROMPTS, PARAMS)) == expected
     assert llm.engine.stats.num_compilations_after_ready == 0
+    if layout == "no prefix cache":
+        assert llm.engine.stats.num_cached_tokens == 0
     if LAYOUTS[layout].get("prefill_devices") != LAYOUTS[layout].get("decode_devices"):
         assert llm.engine.stats.num_pages_moved >= sum(map(len, PROMPTS)) // 16
     assert_all_free(llm.engine)
@@ -128,3 +137,100 @@ def test_requests_without_a_seed_differ(llm):
     params = SamplingParams(temperature=1.5, max_tokens=20, ignore_eos=True)
     outputs = llm.generate([PROMPTS[3]] * 3, params)
     assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 3
+
+
+# With a prefix cache, whose hits are computed in other chunks and, in part, by decode.
+
+CACHED_LAYOUTS = ["one device", "two devices", "two meshes of two", "one mesh of two", "one device to two", "chunks of 16", "chunks of 50"]
+LONG = range(7, 15)  # of PROMPTS, with parameters of every kind
+
+
+def whole(num_tokens: int) -> int:
+    """Tokens in whole pages."""
+    return num_tokens // 16 * 16
+
+
+@pytest.mark.parametrize("layout", CACHED_LAYOUTS)
+def test_a_hit_changes_no_token(llms, expected, layout):
+    llm = llms(**LAYOUTS.get(layout, {}))
+    for i in LONG:
+        forget(llm)
+        first, again = (llm.generate([PROMPTS[i]], PARAMS[i])[0] for _ in range(2))
+        assert (first.cached_tokens, again.cached_tokens) == (0, whole(len(PROMPTS[i]) - 1))
+        assert tokens_of([first, again]) == [expected[i]] * 2
+        if PARAMS[i].logprobs is not None:
+            [told], [told_again] = ([output.logprobs for output in of_request.outputs] for of_request in (first, again))
+            assert [t.logprob for t in told_again] == pytest.approx([t.logprob for t in told], abs=1e-4)
+            assert [[token for token, _ in t.top] for t in told_again] == [[token for token, _ in t.top] for t in told]
+    assert_all_free(llm.engine)
+
+
+@pytest.mark.parametrize("layout", CACHED_LAYOUTS)
+def test_a_conversation_goes_on_as_if_it_were_computed_anew(llms, expected, layout):
+    llm, plain = llms(**LAYOUTS.get(layout, {})), llms(prefix_cache=False)
+    second = [PROMPTS[i] + expected[i][0] + PROMPTS[i][:9] for i in LONG]
+    params = [PARAMS[i] for i in LONG]
+    for prompt, of_prompt, i, tokens in zip(second, params, LONG, alone(plain, second, params), strict=True):
+        forget(llm)
+        llm.generate([PROMPTS[i]], PARAMS[i])
+        output = llm.generate([prompt], of_prompt)[0]
+        assert output.cached_tokens == whole(len(PROMPTS[i] + expected[i][0]) - 1), "the answer's tokens too"
+        assert tokens_of([output]) == [tokens]
+    assert_all_free(llm.engine)
+
+
+@pytest.mark.parametrize("layout", ["one device", "two devices", "chunks of 16"])
+def test_requests_that_begin_alike_and_come_one_by_one_get_what_they_get_alone(llms, layout):
+    llm, plain = llms(**LAYOUTS.get(layout, {})), llms(prefix_cache=False)
+    prompts = [PROMPTS[12][:70] + prompt[:20] for prompt in PROMPTS[:16]]
+    expected = alone(plain, prompts, PARAMS[:16])
+    forget(llm)
+    outputs = {}
+    for number, (prompt, params) in enumerate(zip(prompts, PARAMS, strict=False)):
+        outputs[f"{number}"] = RequestOutput.empty(f"{number}", None, prompt, params)
+        llm.engine.add_request(f"{number}", prompt, params)
+        take_steps(llm.engine, outputs, 2)
+    take_steps(llm.engine, outputs)
+    assert tokens_of(outputs.values()) == expected
+    assert sum(output.cached_tokens == 64 for output in outputs.values()) > 8
+    assert_all_free(llm.engine)
+
+
+@pytest.mark.parametrize("layout", ["one mesh of two", "two meshes of two"])
+def test_batch_work_that_gave_way_gets_what_it_gets_alone(llms, expected, layout):
+    llm = llms(**LAYOUTS[layout])
+    outputs = {str(i): RequestOutput.empty(str(i), None, PROMPTS[i], PARAMS[i]) for i in range(12)}
+    preempted = llm.engine.stats.num_preemptions
+    for i in range(12):
+        llm.engine.add_request(str(i), PROMPTS[i], PARAMS[i], RequestContext(priority=20 if i < 8 else 0))
+        take_steps(llm.engine, outputs, 10 if i == 7 else 1)
+    take_steps(llm.engine, outputs)
+    assert tokens_of(outputs.values()) == expected[:12]
+    assert llm.engine.stats.num_preemptions - preempted >= 4
+    assert_all_free(llm.engine)
+
+
+@pytest.mark.parametrize("layout", ["one device", "two devices"])
+def test_every_sequence_of_a_request_is_the_same_with_a_hit(llms, layout):
+    llm = llms(**LAYOUTS.get(layout, {}))
+    params = SamplingParams(temperature=1.0, max_tokens=20, seed=40, n=4, ignore_eos=True)
+    forget(llm)
+    first, again = (llm.generate([PROMPTS[12]], params)[0] for _ in range(2))
+    assert (first.cached_tokens, again.cached_tokens) == (0, whole(len(PROMPTS[12]) - 1))
+    assert tokens_of([first]) == tokens_of([again])
+    assert len({tuple(tokens) for tokens in tokens_of([again])[0]}) == 4
+
+
+@pytest.mark.parametrize("layout", ["one device", "two devices", "chunks of 50"])
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_prompt_that_is_to_be_scored_is_scored_whole_though_it_is_known(llms, llm, layout, n):
+    of_layout, prompt = llms(**LAYOUTS.get(layout, {})), PROMPTS[13]
+    params = SamplingParams(temperature=0.8, seed=5, max_tokens=10, n=n)
+    forget(of_layout)
+    plain = of_layout.generate([prompt], params)[0]
+    scored = of_layout.generate([prompt], replace(params, prompt_logprobs=1))[0]
+    assert scored.cached_tokens == 0
+    assert tokens_of([scored]) == tokens_of([plain])
+    np.testing.assert_allclose([told.logprob for told in scored.prompt_logprobs[1:]], llm.logprobs(prompt)[1:], atol=1e-4)
+    assert of_layout.generate([prompt], params)[0].cached_tokens == whole(len(prompt) - 1)
+    assert_all_free(of_layout.engine)
