@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from hashlib import blake2b
 
 import jax
 import numpy as np
 
+from checkpoints.digest import weights_digest
 from checkpoints.hub import open_source, resolve
 from checkpoints.source import TensorSource
 from jaxinfer.config import ConfigError, EngineConfig, parse_bytes, parse_disk
@@ -42,8 +42,7 @@ from jaxinfer.stats import EngineStats
 from jaxinfer.tokenizer import Tokenizer
 
 # Names of the programs that move pages, by pool: between the meshes, and to and from the tiers.
-_HANDED = ("handed over, prefill", "handed over, decode")
-_TIERS = ("tiers, prefill", "tiers, decode")
+_FETCHED_SHARE = 4  # of host memory for pages one part is for those on their way up
 
 
 @dataclass(frozen=True)
@@ -84,38 +83,38 @@ def assemble(config: EngineConfig, stats: EngineStats) -> Parts:
     decode_runner = DecodeRunner(plan.template, plan.decode.mesh, plan.decode.rules, pools[-1], schedule.decode_buckets, plan.max_model_len)
     sources = prefill_runner.programs() + decode_runner.programs()
     tiers = _tiers(config, plan, source)
-    if not plan.shares_mesh:
-        for pool, name in zip(pools, _HANDED, strict=True):
-            sources += gather_programs(name, pool) + scatter_programs(name, pool)
-    if tiers is not None:
-        sources += scatter_programs(_TIERS[0], pools[0])
-        sources += [program for name, pool in zip(_TIERS, pools, strict=False) for program in gather_programs(name, pool)]
+    if not plan.shares_mesh or tiers is not None:
+        for role, pool in zip(roles, pools, strict=True):
+            sources += gather_programs(_moves(role), pool) + scatter_programs(_moves(role), pool)
     with ThreadPoolExecutor(1, "weights") as background:
         started = time.monotonic()
         loading = background.submit(_load, config, plan, source, pools, stats)
         programs = compile_programs(sources)
         stats.compile_seconds = time.monotonic() - started
         prefill_weights, decode_weights = loading.result()
+    movers = [PageMover(_moves(role), pool, programs) for role, pool in zip(roles, pools, strict=True)]
+    pace = Pace(schedule.prefill_buckets, schedule.target_ttft, schedule.target_itl, delays_decode=plan.shares_mesh)
     transfer: KVTransfer = SameMeshTransfer()
     cross_mesh: CrossMeshTransfer | None = None
     with COUNTER.compiling():  # what allocating and moving compile is wanted
         prefill_runner.start(programs, prefill_weights)
         decode_runner.start(programs, decode_weights)
         _warm_up(prefill_runner, decode_runner)
+        if pace.steers or tiers is not None:
+            _measure(prefill_runner, pace)
         if not plan.shares_mesh:
-            movers = [PageMover(name, pool, programs) for name, pool in zip(_HANDED, pools, strict=True)]
             transfer = cross_mesh = CrossMeshTransfer(movers[0], movers[1], managers[0], managers[1])
             cross_mesh.warm_up()
     _report(stats, config, plan, programs, pools)
     queue = WaitingQueue(schedule.ageing_seconds, quantum=schedule.prefill_chunk_size)
-    pace = Pace(schedule.prefill_buckets, schedule.target_ttft, schedule.target_itl, delays_decode=plan.shares_mesh)
     prefill_scheduler = PrefillScheduler(managers[0], queue, schedule.prefill_buckets)
     if cross_mesh is not None:
         prefill_scheduler.recall = cross_mesh.recall
     tier_transfer: TierTransfer | None = None
     if tiers is not None:
-        movers = [PageMover(name, pool, programs) for name, pool in zip(_TIERS, pools, strict=False)]
-        tier_transfer = prefill_scheduler.tiers = TierTransfer(tiers, list(zip(movers, managers, strict=True)), pace.seconds_to_compute)
+        tier_transfer = TierTransfer(tiers, list(zip(movers, managers, strict=True)), pace.seconds_to_compute, _most_fetched(config, plan))
+        prefill_scheduler.tiers = tier_transfer
+        stats.read_tiers = tiers.stats
         with COUNTER.compiling():
             tier_transfer.warm_up()
     return Parts(
@@ -151,25 +150,27 @@ def _pool(plan: Plan, role: RolePlan) -> PagePool:
 
 
 def _tiers(config: EngineConfig, plan: Plan, source: TensorSource) -> Tiers | None:
-    cache = config.cache
+    cache, page_bytes = config.cache, plan.page_spec.page_bytes
     host_size = parse_bytes("kv_host_memory", cache.kv_host_memory or "0")
-    if not host_size or not cache.prefix_cache:
+    if not host_size:
         return None
+    if host_size >= 2 * page_bytes:
+        host_size -= _most_fetched(config, plan) * page_bytes
     disk = parse_disk("kv_disk", cache.kv_disk) if cache.kv_disk else None
-    return Tiers(plan.page_spec.page_bytes, host_size, disk, _fingerprint(config, plan, source) if disk else b"")
+    return Tiers(page_bytes, host_size, disk, _fingerprint(config, plan, source) if disk else b"")
+
+
+def _most_fetched(config: EngineConfig, plan: Plan) -> int:
+    """Pages that host memory has room for on their way up."""
+    num_pages = parse_bytes("kv_host_memory", config.cache.kv_host_memory or "0") // plan.page_spec.page_bytes
+    return max(1, num_pages // _FETCHED_SHARE)
 
 
 def _fingerprint(config: EngineConfig, plan: Plan, source: TensorSource) -> bytes:
-    """Of all that decides what a page's bytes mean but the tokens: model, types, layout, and of the weights a row of each tensor."""
+    """All that decides what a page's bytes mean but the tokens: the model's shapes and weights, types and layout."""
     template = plan.template
-    about = (template.config, str(template.dtype), str(template.activation_dtype), plan.page_spec, config.model.random_weights)
-    digest = blake2b(repr(about).encode(), digest_size=16)
-    for name in sorted(source.names()):
-        shape = source.shape(name)
-        digest.update(repr((name, shape)).encode())
-        if not config.model.random_weights:
-            digest.update(source.read(name, (slice(0, 1), *(slice(0, size) for size in shape[1:]))).tobytes())
-    return digest.digest()
+    about = (template.config, str(template.dtype), str(template.activation_dtype), plan.page_spec)
+    return repr(about).encode() + (b"random weights" if config.model.random_weights else weights_digest(source.path))
 
 
 def _load(config: EngineConfig, plan: Plan, source: TensorSource, pools: list[PagePool], stats: EngineStats) -> tuple[Weights, Weights]:
@@ -194,9 +195,7 @@ def _warm_up(prefill: PrefillRunner, decode: DecodeRunner) -> None:
     """Run every program once on a row that writes to the null page only. A program's first run costs hundreds of milliseconds more
     than the next (memory touched for the first time): the first requests do not pay for it."""
     for size in prefill.buckets:
-        batch = empty_prefill_batch(size, prefill_rows(size), prefill.table_width)
-        batch.query_len[0] = batch.kv_len[0] = min(size, prefill.max_model_len)
-        jax.block_until_ready(prefill.run(batch))
+        _run_full(prefill, size)
     for size in decode.buckets:
         steps = empty_decode_batch(size, decode.num_slots)
         steps.slots[0] = 0  # whoever gets the slot brings its own token
@@ -204,6 +203,20 @@ def _warm_up(prefill: PrefillRunner, decode: DecodeRunner) -> None:
     prefill.count_tokens(0, (), 0)
     decode.count_tokens(decode.num_slots, (), 0)
     decode.seat(decode.num_slots, ())
+
+
+def _measure(prefill: PrefillRunner, pace: Pace) -> None:
+    """Run each prefill program once more, so that what its time decides is decided by it from the first request on."""
+    for size in prefill.buckets:
+        started = time.monotonic()
+        _run_full(prefill, size)
+        pace.observe(size, time.monotonic() - started)
+
+
+def _run_full(prefill: PrefillRunner, size: int) -> None:
+    batch = empty_prefill_batch(size, prefill_rows(size), prefill.table_width)
+    batch.query_len[0] = batch.kv_len[0] = min(size, prefill.max_model_len)
+    jax.block_until_ready(prefill.run(batch))
 
 
 def _report(stats: EngineStats, config: EngineConfig, plan: Plan, programs: dict[str, Executable], pools: list[PagePool]) -> None:
@@ -215,15 +228,13 @@ def _report(stats: EngineStats, config: EngineConfig, plan: Plan, programs: dict
     counts = plan.template.config.vocab_size * (np.dtype(bool).itemsize + np.dtype(np.int32).itemsize)
     slots, rows = config.schedule.max_batch_size + 1, prefill_rows(config.schedule.prefill_buckets[-1])
     for name, role, pool in zip(names, (plan.prefill, plan.decode)[-len(names) :], pools, strict=True):
-        of_role = [p for key, p in programs.items() if plan.shares_mesh or key.startswith(name) or _moves_on(key, name)]
+        of_role = [p for key, p in programs.items() if plan.shares_mesh or key.startswith(name)]
         stats.memory[f"{name} weights"] = role.weight_bytes
         stats.memory[f"{name} KV pages"] = pool.device_bytes
         stats.memory[f"{name} token counts"] = counts * {"shared": slots + rows, "prefill": rows, "decode": slots}[name]
         stats.memory[f"{name} temporaries"] = max(p.memory_analysis().temp_size_in_bytes for p in of_role)  # type: ignore[attr-defined]
 
 
-_MOVERS = {"prefill": (_HANDED[0], _TIERS[0]), "decode": (_HANDED[1], _TIERS[1])}
-
-
-def _moves_on(program: str, role: str) -> bool:
-    return program.startswith(_MOVERS[role])
+def _moves(role: RolePlan) -> str:
+    """What the programs that move pages out of and into a mesh's pool are called."""
+    return f"{role.role} pages"

@@ -70,7 +70,7 @@ class ScheduleConfig:
     ageing_seconds: float = _flag(
         3.0, "after each such time that others were preferred to it, waiting work counts as one priority more urgent (flex is 10, batch 20)"
     )
-    max_queue_size: int = _flag(256, "requests that may wait; above it a server answers 429")
+    max_queue_size: int = _flag(256, "requests that may wait before one of their priority; above it a server answers 429")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +99,8 @@ class EngineConfig:
         if cache.kv_memory != "auto":
             parse_bytes("kv_memory", cache.kv_memory)
         host_bytes = parse_bytes("kv_host_memory", "0" if cache.kv_host_memory is None else cache.kv_host_memory)
+        if host_bytes and not cache.prefix_cache:
+            raise ConfigError(f"kv_host_memory is {cache.kv_host_memory}, but without prefix_cache no page is kept: leave one of them out")
         if cache.kv_disk is not None:
             parse_disk("kv_disk", cache.kv_disk)
             if not host_bytes:

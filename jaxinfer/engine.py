@@ -30,7 +30,7 @@ class Engine:
 
     def __init__(self, config: EngineConfig | None = None, *, assemble: Callable[[EngineConfig, EngineStats], Parts] = assemble) -> None:
         self.config = config or EngineConfig()
-        self.stats = EngineStats()
+        self.stats = EngineStats(target_ttft=self.config.schedule.target_ttft, target_itl=self.config.schedule.target_itl)
         self._parts = assemble(self.config, self.stats)
         self.tokenizer = self._parts.tokenizer
         self.max_model_len = self._parts.plan.max_model_len
@@ -48,8 +48,8 @@ class Engine:
         return bool(self._requests) or self._parts.decode.num_in_flight > 0 or self._parts.prefill.num_in_flight > 0
 
     def close(self) -> None:
-        """Save what the prefix cache keeps to the tiers, if there are any, and let go of their file. Nothing may be asked of the engine
-        afterwards."""
+        """Save what the prefix cache keeps to `kv_disk`, if there is one, for some seconds at most, and let go of it. Nothing may be asked of
+        the engine afterwards."""
         if self._parts.tiers is not None:
             self._parts.tiers.close()
 
@@ -196,9 +196,9 @@ class Engine:
         pace, decode = self._parts.prefill.pace, self._parts.decode
         if not pace.steers:
             return self.config.schedule.prefill_chunk_size
-        backlog, arrival_time = self._parts.prefill.scheduler.backlog()
-        oldest_wait = 0.0 if arrival_time is None else time.monotonic() - arrival_time
-        return pace.budget(num_running, decode.step_seconds, backlog, oldest_wait)
+        now = time.monotonic()
+        pace.observe_decode(decode.step_seconds)
+        return pace.budget(num_running, [(tokens, now - arrival_time) for tokens, arrival_time in self._parts.prefill.scheduler.backlog()])
 
     def _make_room(self, waiting: Sequence, prefilling: list[Sequence]) -> bool:
         """Preempt what is less urgent than a sequence that waits: it holds the place or the pages that are short."""

@@ -26,7 +26,8 @@ _LONG_WORK = 16  # prompts from which a progress bar is shown unless asked other
 class LLM:
     """`LLM(model=..., kv_memory=..., ...)`: any setting of `EngineConfig` by its name, or a whole `config`.
 
-    Blocks until the engine is ready. Raises `ConfigError`, `CheckpointError` or `UnsupportedModelError`.
+    Blocks until the engine is ready. Raises `ConfigError`, `CheckpointError` or `UnsupportedModelError`. As a context manager it closes
+    itself in the end, which only an LLM with `kv_disk` needs.
     """
 
     def __init__(self, model: str = "default", *, config: EngineConfig | None = None, **settings: Any) -> None:
@@ -35,6 +36,16 @@ class LLM:
         self.engine = Engine(config or EngineConfig.of(model=model, **settings))
         self.tokenizer = self.engine.tokenizer
         self._num_calls = 0
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Save what the prefix cache keeps to `kv_disk`, if there is one, which takes some seconds at most. Nothing may be asked afterwards."""
+        self.engine.close()
 
     def generate(
         self,

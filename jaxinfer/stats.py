@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 # Upper bounds in seconds, Prometheus style; the last bucket is open.
@@ -31,6 +32,29 @@ class Histogram:
         return ordered[min(int(q * len(ordered)), len(ordered) - 1)] if ordered else None
 
 
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """Of the KV pages in host memory and on disk. Gauges are of now, counters only grow."""
+
+    # Gauges
+    host_size: int  # bytes there may be
+    host_pages: int
+    host_bytes: int  # of these pages
+    disk_size: int
+    disk_pages: int
+    disk_bytes: int
+    num_unsaved: int  # wait in host memory to be written to disk
+    host_bytes_per_second: float
+    disk_bytes_per_second: float
+    # Counters
+    num_host_hits: int  # pages fetched from host memory
+    num_disk_hits: int
+    num_dropped: int  # pages that found no room: the disk is too slow, full or failing
+    num_failed_writes: int
+    written_bytes: int  # to disk
+    refused: dict[str, int] = field(default_factory=dict)  # reason -> pages of the file that were not believed
+
+
 @dataclass(slots=True)
 class EngineStats:
     """Counters only grow; gauges are of the last step. Seconds and bytes throughout."""
@@ -45,6 +69,9 @@ class EngineStats:
     memory: dict[str, int] = field(default_factory=dict)
     prefill_devices: tuple[str, ...] = ()
     decode_devices: tuple[str, ...] = ()
+    # Targets, in seconds
+    target_ttft: float | None = None
+    target_itl: float | None = None
     # Gauges
     num_waiting: int = 0  # queued, no prefill yet
     num_prefilling: int = 0
@@ -70,7 +97,18 @@ class EngineStats:
     num_decode_steps: int = 0
     num_pages_moved: int = 0  # handed over between distinct meshes
     host_seconds: float = 0.0  # of the engine's thread at work in decode steps: scheduling, dispatch, reading, text
+    # Of the tiers below the devices' pages, now, in any thread; None: there are none
+    read_tiers: Callable[[], TierStats] | None = None
     # Latencies
     time_to_first_token: Histogram = field(default_factory=Histogram)
     inter_token_latency: Histogram = field(default_factory=Histogram)
     queue_seconds: Histogram = field(default_factory=Histogram)
+
+    def targets(self) -> dict[str, tuple[float, float | None]]:
+        """Of each latency target that is set ("ttft", "itl"): its seconds, and the share of all first tokens, or of all times between two
+        tokens, that kept it; None before the first."""
+        measured = {
+            "ttft": (self.target_ttft, self.num_first_tokens_in_time, self.time_to_first_token.num_observed),
+            "itl": (self.target_itl, self.num_gaps_in_time, self.inter_token_latency.num_observed),
+        }
+        return {name: (target, kept / total if total else None) for name, (target, kept, total) in measured.items() if target is not None}

@@ -121,12 +121,12 @@ def _generate(arguments: argparse.Namespace) -> int:
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     if not prompt:
         raise RequestError("the prompt is empty: give some text")
-    engine = _start_engine(arguments, console)
-    if arguments.chat:
-        system = [{"role": "system", "content": arguments.system}] if arguments.system else []
-        prompt = engine.tokenizer.render_chat([*system, {"role": "user", "content": prompt}])
-    token_ids = engine.tokenizer.encode(prompt, add_special_tokens=not arguments.chat)
-    measured = _stream_to_terminal(engine, token_ids, params)
+    with closing(_start_engine(arguments, console)) as engine:
+        if arguments.chat:
+            system = [{"role": "system", "content": arguments.system}] if arguments.system else []
+            prompt = engine.tokenizer.render_chat([*system, {"role": "user", "content": prompt}])
+        token_ids = engine.tokenizer.encode(prompt, add_special_tokens=not arguments.chat)
+        measured = _stream_to_terminal(engine, token_ids, params)
     if arguments.stats:
         console.print()
         console.print(summary_table(engine.stats, measured))
@@ -226,10 +226,12 @@ def _batch(arguments: argparse.Namespace) -> int:
             bar = progress.add_task("requests", total=num_lines)
             await backend.start()
             concurrency = min(2 * schedule.max_batch_size, schedule.max_queue_size)
-            result = await run_batch(
-                service, arguments.input, arguments.output, concurrency=concurrency, advance=lambda count: progress.advance(bar, count)
-            )
-            await backend.stop()
+            try:
+                result = await run_batch(
+                    service, arguments.input, arguments.output, concurrency=concurrency, advance=lambda count: progress.advance(bar, count)
+                )
+            finally:
+                await backend.stop()
         return f"{result.num_answered} answered, {result.num_failed} of them with an error; {result.num_kept} kept from before"
 
     try:

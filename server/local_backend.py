@@ -19,7 +19,7 @@ from server.backend import Overloaded, Unavailable
 logger = logging.getLogger(__name__)
 
 SHORTEST_RETRY, LONGEST_RETRY = 1.0, 120.0  # seconds
-JOIN_TIMEOUT = 30.0  # seconds that the engine's thread gets to end its last step
+JOIN_TIMEOUT = 30.0  # seconds that the engine's thread gets to end its last step and to save what it keeps
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,7 @@ class LocalBackend:
         self.max_batch_size = engine.config.schedule.max_batch_size
         self._inbox: queue.SimpleQueue[_Add | _Abort | None] = queue.SimpleQueue()
         self._streams: dict[str, asyncio.Queue[OutputDelta | Exception]] = {}
+        self._unserved: dict[str, int] = {}  # the priorities of requests that have had nothing yet, by request id
         self._num_unseen = 0  # requests sent that the engine's gauges don't count yet
         self._admissions = Admissions()
         self._failure: str | None = None
@@ -71,7 +72,7 @@ class LocalBackend:
         self._thread.start()
 
     async def stop(self) -> None:
-        """Refuse new requests, finish those under way, then end the engine's thread."""
+        """Refuse new requests, finish those under way, then close the engine and end its thread."""
         self._is_stopping = True
         await self._quiet.wait()
         if self._thread is not None:
@@ -85,13 +86,14 @@ class LocalBackend:
         if not self.is_ready():
             raise Unavailable(self._failure or "the server is shutting down")
         self._engine.validate(prompt_token_ids, params)
-        self._check_room()
+        self._check_room(context.priority)
         assert request_id not in self._streams, "request ids are unique"
         stream = self._streams[request_id] = asyncio.Queue()
         self._quiet.clear()
         self._num_unseen += 1
         self._inbox.put(_Add(request_id, tuple(prompt_token_ids), params, context))
         self._admissions.wait(time.monotonic())
+        self._unserved[request_id] = context.priority
         num_unfinished, is_admitted = params.n, False
         try:
             while num_unfinished:
@@ -100,20 +102,27 @@ class LocalBackend:
                     raise item
                 if not is_admitted:
                     is_admitted = True
+                    del self._unserved[request_id]
                     self._admissions.admit(time.monotonic())
                 num_unfinished -= item.finish_reason is not None
                 yield item
         finally:
             del self._streams[request_id]
             if not is_admitted:
+                del self._unserved[request_id]
                 self._admissions.leave(time.monotonic())
             if num_unfinished:
                 self._inbox.put(_Abort(request_id))
             if not self._streams:
                 self._quiet.set()
 
-    def _check_room(self) -> None:
-        if self._engine.stats.num_waiting + self._num_unseen >= self._engine.config.schedule.max_queue_size:
+    def _check_room(self, priority: int) -> None:
+        """A request has the whole queue for it and what is as urgent: less urgent work that waits does not keep it out. For all together
+        there is room for twice as many, or every priority would have memory of its own."""
+        num_waiting = self._engine.stats.num_waiting + self._num_unseen
+        num_ahead = min(num_waiting, sum(of_other <= priority for of_other in self._unserved.values()))
+        most = self._engine.config.schedule.max_queue_size
+        if num_ahead >= most or num_waiting >= 2 * most:
             seconds = self._admissions.seconds_until_admitted(time.monotonic())
             raise Overloaded(min(max(seconds, SHORTEST_RETRY), LONGEST_RETRY))
 
@@ -124,6 +133,7 @@ class LocalBackend:
             while True:
                 num_added, is_last = self._take_commands(loop)
                 if is_last:
+                    self._engine.close()
                     return
                 deltas = self._engine.step() if self._engine.has_work else []
                 if deltas or num_added:

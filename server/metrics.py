@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.registry import Collector
 
-from jaxinfer.stats import TIME_BUCKETS, EngineStats, Histogram
+from jaxinfer.stats import TIME_BUCKETS, EngineStats, Histogram, TierStats
 from server.batches.runner import BatchCounts
 from server.usage import Outcome, TenantTotals
 
@@ -72,17 +72,22 @@ class _StatsCollector(Collector):
         for field, (name, help) in _HISTOGRAMS.items():
             yield _histogram(f"jaxinfer_{name}", help, getattr(stats, field))
         yield from self._labelled()
+        yield from self._targets()
         yield from self._by_tenant()
+        if stats.read_tiers is not None:
+            yield from _of_tiers(stats.read_tiers())
         if self._batches is not None:
             yield from self._of_batches(self._batches)
 
     def _labelled(self) -> Iterable[Metric]:
         stats = self._stats
         used = GaugeMetricFamily("jaxinfer_kv_pages_used", "KV pages in use", labels=["mesh"])
+        cached = GaugeMetricFamily("jaxinfer_kv_pages_cached", "KV pages that the prefix cache keeps, some in use", labels=["mesh"])
         total = GaugeMetricFamily("jaxinfer_kv_pages_total", "KV pages there are", labels=["mesh"])
         devices = GaugeMetricFamily("jaxinfer_mesh_devices", "Devices of the mesh", labels=["mesh"])
         for mesh in ("prefill", "decode"):
             used.add_metric([mesh], getattr(stats, f"{mesh}_pages_used"))
+            cached.add_metric([mesh], getattr(stats, f"{mesh}_pages_cached"))
             total.add_metric([mesh], getattr(stats, f"{mesh}_pages"))
             devices.add_metric([mesh], len(getattr(stats, f"{mesh}_devices")))
         memory = GaugeMetricFamily("jaxinfer_memory_bytes", "Device memory by what holds it", labels=["part"])
@@ -94,7 +99,16 @@ class _StatsCollector(Collector):
         answered = CounterMetricFamily("jaxinfer_http_requests", "HTTP requests answered", labels=["method", "route", "code"])
         for (method, route, code), count in dict(self._answered).items():
             answered.add_metric([method, route, str(code)], count)
-        yield from (used, total, devices, memory, finished, answered)
+        yield from (used, cached, total, devices, memory, finished, answered)
+
+    def _targets(self) -> Iterable[Metric]:
+        seconds = GaugeMetricFamily("jaxinfer_target_seconds", "Latency targets that prefill steers by, where set", labels=["target"])
+        held = GaugeMetricFamily("jaxinfer_target_held_ratio", "Share of what was measured that kept its target", labels=["target"])
+        for name, (target, share) in self._stats.targets().items():
+            seconds.add_metric([name], target)
+            if share is not None:
+                held.add_metric([name], share)
+        yield from (seconds, held)
 
     def _of_batches(self, batches: BatchCounts) -> Iterable[Metric]:
         lines = CounterMetricFamily("jaxinfer_batch_lines", "Lines of batches answered, by whether with an error", labels=["outcome"])
@@ -115,6 +129,33 @@ class _StatsCollector(Collector):
             for outcome in Outcome:
                 requests.add_metric([tenant, outcome], totals.requests[outcome])
         yield requests
+
+
+def _of_tiers(tiers: TierStats) -> Iterable[Metric]:
+    gauges = {
+        "pages": "KV pages kept below the devices",
+        "bytes": "Bytes of KV pages kept below the devices",
+        "size": "Bytes of KV pages that there is room for",
+        "bytes_per_second": "How fast KV pages are read, as measured lately",
+    }
+    for field, help in gauges.items():
+        gauge = GaugeMetricFamily(f"jaxinfer_kv_tier_{'size_bytes' if field == 'size' else field}", help, labels=["tier"])
+        for tier in ("host", "disk"):
+            gauge.add_metric([tier], getattr(tiers, f"{tier}_{field}"))
+        yield gauge
+    hits = CounterMetricFamily("jaxinfer_kv_tier_hits", "KV pages fetched", labels=["tier"])
+    hits.add_metric(["host"], tiers.num_host_hits)
+    hits.add_metric(["disk"], tiers.num_disk_hits)
+    refused = CounterMetricFamily("jaxinfer_kv_tier_refused_pages", "KV pages of the file that were not believed", labels=["reason"])
+    for reason, count in tiers.refused.items():
+        refused.add_metric([reason], count)
+    yield from (hits, refused)
+    yield GaugeMetricFamily("jaxinfer_kv_tier_unsaved_pages", "KV pages that wait to be written to disk", value=tiers.num_unsaved)
+    yield CounterMetricFamily(
+        "jaxinfer_kv_tier_dropped_pages", "KV pages lost, for the disk was slow, full or failing", value=tiers.num_dropped
+    )
+    yield CounterMetricFamily("jaxinfer_kv_tier_failed_writes", "Writes to disk that failed", value=tiers.num_failed_writes)
+    yield CounterMetricFamily("jaxinfer_kv_tier_written_bytes", "Bytes of KV pages written to disk", value=tiers.written_bytes)
 
 
 def _histogram(name: str, help: str, histogram: Histogram) -> HistogramMetricFamily:
@@ -147,4 +188,5 @@ def live_numbers(stats: EngineStats) -> dict[str, Any]:
         "shares_pages": stats.prefill_devices == stats.decode_devices,
         "compilations_after_ready": stats.num_compilations_after_ready,
         "preemptions": stats.num_preemptions,
+        "targets": {name: {"seconds": target, "held": share} for name, (target, share) in stats.targets().items()},
     }

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from jaxinfer.config import format_bytes
-from jaxinfer.stats import EngineStats
+from jaxinfer.stats import EngineStats, TierStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,16 @@ def summary_table(stats: EngineStats, measured: Measured | None = None) -> Table
         _add_speed(table, stats, measured)
     for part, num_bytes in stats.memory.items():
         table.add_row(part, format_bytes(num_bytes))
+    if stats.read_tiers is not None:
+        _add_tiers(table, stats.read_tiers())
     return table
+
+
+def _add_tiers(table: Table, tiers: TierStats) -> None:
+    table.add_row("KV in host memory", f"{format_bytes(tiers.host_size)} at most, {tiers.host_pages} pages now")
+    if tiers.disk_size:
+        refused = ", ".join(f"{count} refused ({reason})" for reason, count in tiers.refused.items())
+        table.add_row("KV on disk", f"{format_bytes(tiers.disk_size)} at most, {tiers.disk_pages} pages now{refused and f', {refused}'}")
 
 
 def _add_speed(table: Table, stats: EngineStats, measured: Measured) -> None:
@@ -48,5 +57,8 @@ def _add_speed(table: Table, stats: EngineStats, measured: Measured) -> None:
     table.add_row("time to first token", f"{measured.seconds_to_first_token * 1000:.0f} ms")
     rate = measured.tokens_per_second
     table.add_row("decode", "too short to tell" if rate is None else f"{rate:.1f} tokens/s")
+    for name, (target, share) in stats.targets().items():
+        held = "not measured" if share is None else f"held {share:.0%} of the times"
+        table.add_row(f"target {name.upper()}", f"{target * 1000:.0f} ms: {held}")
     table.add_row("KV pages", f"{stats.peak_pages_used} used at most, of {stats.decode_pages}")
     table.add_row("compiled after ready", str(stats.num_compilations_after_ready))

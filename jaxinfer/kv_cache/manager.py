@@ -98,17 +98,18 @@ class KVManager:
         self._allocator.release(reversed(table))
         table.clear()
 
-    def keys(self, token_ids: Tokens[int], most_tokens: int, context: RequestContext) -> tuple[list[bytes], int]:
-        """What names each whole page of the first `most_tokens`, with all before it, and how many leading ones are cached now. Marks
-        nothing as used."""
+    def missing(self, token_ids: Tokens[int], most_tokens: int, context: RequestContext) -> tuple[int, list[bytes]]:
+        """How many leading whole pages of the first `most_tokens` are cached, and what names each page after those, with all before it.
+        Marks nothing as used."""
         num_pages = most_tokens // self.spec.page_size
         tokens = token_bytes(token_ids[: num_pages * self.spec.page_size])
         held = 0 if self._cache is None else len(self._cache.match(tokens, context.namespace, num_pages, is_used=False))
-        return digests(context.namespace, tokens, self.spec.page_size, num_pages), held
+        keys = digests(context.namespace, tokens, self.spec.page_size, num_pages)[held:] if held < num_pages else []
+        return held, keys
 
-    def forget(self) -> None:
-        """Empty the prefix cache, all but the pages that sequences hold."""
-        self._evict(self._allocator.num_evictable)
+    def cached_pages(self) -> list[CachedPage]:
+        """All that the prefix cache keeps: what would be evicted last comes first, a page before those that follow it."""
+        return self._cache.pages() if self._cache is not None else []
 
     def _evict(self, count: int) -> None:
         if count <= 0:

@@ -53,8 +53,8 @@ class PagePool:
         return math.prod(self.abstract.sharding.shard_shape(self.abstract.shape)) * self.abstract.dtype.itemsize
 
     def abstract_moved(self, num_pages: int) -> jax.ShapeDtypeStruct:
-        """Pages of all layers under way from pool to pool, as one array [L, 2, X, K, G, H]."""
-        shape = (*self.abstract.shape[:2], num_pages, *self.abstract.shape[3:])
+        """Pages of all layers under way from pool to pool, as one array [X, L, 2, K, G, H]."""
+        shape = (num_pages, *self.abstract.shape[:2], *self.abstract.shape[3:])
         sharding = named_sharding(self.mesh, self._rules, _AXES, shape, "the KV cache")
         return jax.ShapeDtypeStruct(shape, self.abstract.dtype, sharding=sharding)
 

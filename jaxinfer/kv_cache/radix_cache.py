@@ -158,6 +158,12 @@ class RadixCache:
             evicted.append(node)
         return evicted
 
+    def pages(self) -> list[CachedPage]:
+        """All pages, what would be evicted last first, and every page before its children: the tree's books have them in that order, and
+        none was used later than its parent."""
+        now = self._clock()
+        return sorted(self._nodes.values(), key=lambda node: _entry(node, now)[:2], reverse=True)
+
     def clear(self) -> None:
         """Forget everything. Pages that sequences read stay theirs."""
         for page in self._nodes:

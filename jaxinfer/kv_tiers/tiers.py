@@ -6,13 +6,14 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from jaxinfer.kv_tiers.disk_file import MAX_KEY_SIZE
 from jaxinfer.kv_tiers.disk_tier import DiskTier
 from jaxinfer.kv_tiers.host_tier import HostTier
+from jaxinfer.stats import TierStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,34 +27,13 @@ class Found:
     wait_seconds: float  # until the fetches before it are done
 
 
-@dataclass(frozen=True, slots=True)
-class TierStats:
-    """Gauges are of now, counters only grow."""
-
-    # Gauges
-    host_pages: int
-    host_bytes: int
-    disk_pages: int
-    disk_bytes: int
-    num_unsaved: int  # wait in host memory to be written to disk
-    host_bytes_per_second: float
-    disk_bytes_per_second: float
-    # Counters
-    num_host_hits: int  # pages fetched from host memory
-    num_disk_hits: int
-    num_dropped: int  # pages that found no room: the disk is too slow, full or failing
-    num_failed_writes: int
-    written_bytes: int  # to disk
-    refused: dict[str, int] = field(default_factory=dict)  # reason -> pages of the file that were not believed
-
-
 class Tiers:
     """Pages by key: at most MAX_KEY_SIZE bytes that name a page and all before it. What is put goes to host memory, where the least
     recently used page makes room. With a disk every page is also written to its file, in a thread of its own, so that it stays when
     host memory drops it; a page dropped before its turn came is lost (and counted), for nobody ever waits for a disk.
 
-    `put`, `touch`, `find` and `fetch` are for one thread, and none of them waits for I/O; `stats` may be read from any. One lock guards the
-    books of both tiers and is never held while bytes move: whoever moves them holds the slot instead."""
+    Any thread may call; `put`, `touch`, `find` and `fetch` never wait for I/O. One lock guards the books of both tiers and is never held
+    while bytes move: whoever moves them holds the slot instead."""
 
     def __init__(self, page_bytes: int, host_size: int, disk: tuple[str, int] | None = None, fingerprint: bytes = b"") -> None:
         """`disk`: a file's path and the most bytes it may take. `fingerprint`: all that the meaning of a page depends on but its key.
@@ -72,6 +52,11 @@ class Tiers:
         if self._disk:
             self._writer = threading.Thread(target=self._write_behind, args=(self._disk,), name="kv-tiers-writer", daemon=True)
             self._writer.start()
+
+    @property
+    def num_disk_slots(self) -> int:
+        """Pages that the file has room for; 0 without one."""
+        return self._disk.slots.num_slots if self._disk else 0
 
     def put(self, pages: Iterable[tuple[bytes, np.ndarray]]) -> None:
         """Keep copies of pages: uint8 of any shape and strides with `page_bytes` elements. What comes last is kept longest: give a
@@ -113,8 +98,10 @@ class Tiers:
             now, disk = time.monotonic(), self._disk
             host_pages, disk_pages = len(self._host.slots), len(disk.slots) if disk else 0
             return TierStats(
+                host_size=self._host.slots.num_slots * self.page_bytes,
                 host_pages=host_pages,
                 host_bytes=host_pages * self.page_bytes,
+                disk_size=disk.slots.num_slots * self.page_bytes if disk else 0,
                 disk_pages=disk_pages,
                 disk_bytes=disk_pages * self.page_bytes,
                 num_unsaved=len(self._unsaved) + self._is_writing,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
@@ -14,19 +15,20 @@ from jaxinfer.runtime.buckets import bucket_for
 from jaxinfer.runtime.compilation import Executable, ProgramSource
 from sharding.partition import replicated
 
-Gathered = Float[Array, "L 2 X K G H"]
+# Pages outermost: each is a run of bytes on the host, as the tiers keep it, and on a CPU both moves are quicker than by layers.
+Gathered = Float[Array, "X L 2 K G H"]
 
 MOVE_BUCKETS = (4, 32)  # pages moved at once; more go in several moves
 
 
 def gather(pages: Pages, page_ids: Int[Array, " X"]) -> Gathered:
     """Copies of these pages of every layer."""
-    return pages[:, :, page_ids]
+    return jnp.moveaxis(pages[:, :, page_ids], 2, 0)
 
 
 def scatter(pages: Pages, moved: Gathered, page_ids: Int[Array, " X"]) -> Pages:
     """Put moved pages into the pool at these places; padding goes to the null page."""
-    return pages.at[:, :, page_ids].set(moved)
+    return pages.at[:, :, page_ids].set(jnp.moveaxis(moved, 0, 2))
 
 
 def gather_programs(name: str, pool: PagePool) -> list[ProgramSource]:
@@ -68,21 +70,24 @@ class PageMover:
 
     def put(self, moved: Gathered | np.ndarray) -> Gathered:
         """Bring gathered pages, from wherever they are, onto the pool's mesh."""
-        return jax.device_put(moved, self._pool.abstract_moved(moved.shape[2]).sharding)
+        return jax.device_put(moved, self._pool.abstract_moved(moved.shape[0]).sharding)
 
     def put_bytes(self, pages: np.ndarray) -> Gathered:
-        """Bring pages that are bytes, uint8[num_pages, bytes of a page] with a page's layers outermost, onto the pool's mesh."""
+        """Bring pages that are bytes, uint8[num_pages, bytes of a page], onto the pool's mesh."""
         size = bucket_for(len(pages), MOVE_BUCKETS)
         abstract = self._pool.abstract_moved(size)
-        layers, two, _, *rest = abstract.shape
-        padded = np.zeros((layers, two, size, *rest), abstract.dtype)
-        padded[:, :, : len(pages)] = np.moveaxis(pages.view(abstract.dtype).reshape(len(pages), layers, two, *rest), 0, 2)
-        return self.put(padded)
+        if len(pages) < size:
+            pages = np.concatenate([pages, np.zeros((size - len(pages), pages.shape[1]), np.uint8)])
+        return self.put(pages.view(abstract.dtype).reshape(abstract.shape))
 
     def scatter(self, moved: Gathered, page_ids: Sequence[int]) -> None:
         """Write pages that `put` brought here."""
-        size = moved.shape[2]
+        size = moved.shape[0]
         self._pool.array = self._programs[f"{self._name} scatter/{size}"](self._pool.array, moved, _padded(page_ids, size))
+
+    def wait(self) -> None:
+        """Until all that was written is in the pool."""
+        jax.block_until_ready(self._pool.array)
 
 
 def _padded(page_ids: Sequence[int], size: int) -> np.ndarray:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent import futures
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,83 +20,107 @@ from jaxinfer.kv_tiers.tiers import Tiers
 from jaxinfer.kv_transfer.page_moves import MOVE_BUCKETS, PageMover
 from jaxinfer.sequence import Sequence
 
-_MOST_COPIES = 4  # under way from a device to the host; each holds MOVE_BUCKETS[-1] pages of device memory at most
+logger = logging.getLogger(__name__)
+
+CLOSE_SECONDS = 10.0  # for saving what the devices keep
+_SHORTEST_WAIT, _LONGEST_WAIT = 0.1, 10.0  # seconds that pages are waited for, however long computing would take
+_MOST_SAVED = 4 * MOVE_BUCKETS[-1]  # pages under way from a device to host memory, which hold as much of the device's meanwhile
 
 
-@dataclass(frozen=True, slots=True)
-class _Copy:
-    """Pages on their way from a device to the tiers."""
-
-    keys: list[bytes]
-    pages: Any  # a jax.Array
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class _Fetch:
-    """Pages on their way from the tiers to a sequence that waits."""
+    """Pages on their way up to sequences that wait for the same ones."""
 
-    sequence: Sequence
-    first: int  # the place of the first one in the sequence's page table
-    pages: Future[np.ndarray]
+    first: int  # the place of the first one in the sequences' page tables
+    keys: list[bytes]
+    give_up_at: float  # seconds, time.monotonic()
+    pages: Future[np.ndarray] | None = None  # None: it has not begun, for lack of room
+
+    @property
+    def is_done(self) -> bool:
+        return self.pages is not None and self.pages.done()
 
 
 class TierTransfer:
     """`pools`: the prefill mesh's pages first, to which pages come back, then the decode mesh's where that is another.
-    `seconds_to_compute(num_tokens)`: what prefill would take, as measured."""
+    `seconds_to_compute(num_tokens)`: what prefill would take, as measured. `most_fetched`: pages that may be in host memory on their way
+    up, which are those of the most urgent sequences; one fetch has no more.
 
-    def __init__(self, tiers: Tiers, pools: list[tuple[PageMover, KVManager]], seconds_to_compute: Callable[[int], float]) -> None:
+    No sequence waits for its pages longer than computing them would have taken (or a tenth of a second), whatever the disk does."""
+
+    def __init__(
+        self, tiers: Tiers, pools: list[tuple[PageMover, KVManager]], seconds_to_compute: Callable[[int], float], most_fetched: int
+    ) -> None:
+        assert most_fetched > 0, most_fetched
         self.tiers = tiers
         self.num_tokens_restored = 0
+        self._pools = pools
         self._mover, self._manager = pools[0]
-        self._movers = [mover for mover, _ in pools]
         self._seconds_to_compute = seconds_to_compute
-        self._copies: deque[_Copy] = deque()
+        self._most_fetched = most_fetched
+        self._seconds_to_move = 0.0  # a page from host memory to the mesh
         self._fetches: dict[Sequence, _Fetch] = {}
+        self._asked_again: set[Sequence] = set()
+        self._late: Future[np.ndarray] | None = None  # a read that took longer than it may
+        self._saves: deque[tuple[int, Future[None]]] = deque()  # under way, with their numbers of pages
+        self._saver = ThreadPoolExecutor(1, "kv-tiers-saver")
         for mover, manager in pools:
-            manager.save_evicted = self._saver(mover)
+            manager.save_evicted = self._save_with(mover)
 
     def warm_up(self) -> None:
-        """Move the null page both ways in every size."""
+        """Move the null page both ways in every size, and measure the way up."""
         for size in MOVE_BUCKETS:
             null = [NULL_PAGE] * size
-            for mover in self._movers:
-                pages = np.asarray(mover.gather(null))
-            self._mover.scatter(self._mover.put(np.zeros_like(pages)), null)
+            for mover, _ in self._pools:
+                np.asarray(mover.gather(null))
+            seconds = min(self._time_up(np.zeros((size, self.tiers.page_bytes), np.uint8), null) for _ in range(3))
+        self._seconds_to_move = seconds / size
 
     def begin(self, sequence: Sequence) -> bool:
-        """Start to fetch what the tiers have of a waiting sequence's tokens beyond what its mesh has; False if they have nothing, or
-        computing it again is quicker."""
-        most, page_size = len(sequence.token_ids) - 1, self._manager.spec.page_size
-        if sequence.needs_prompt_scores or most < page_size:
+        """Start to bring up what the tiers have of a waiting sequence's tokens beyond what devices have; False if they have nothing, or
+        computing it is quicker."""
+        return self._begin(sequence, *self._missing(sequence))
+
+    def begin_again(self, sequence: Sequence) -> bool:
+        """To be asked when a sequence is about to be admitted, for pages may have gone down while it waited. True at most once, and if so
+        for a fetch that was begun."""
+        if sequence in self._asked_again:
             return False
-        keys, held = self._manager.keys(sequence.token_ids, most, sequence.context)
-        found = self.tiers.find(keys[held:])
-        if not found.num_pages or found.seconds + found.wait_seconds > self._seconds_to_compute(found.num_pages * page_size):
+        first, keys = self._missing(sequence)
+        fetch = self._fetches.get(sequence)
+        if fetch is not None and fetch.first <= first:
             return False
-        self._fetches[sequence] = _Fetch(sequence, held, self.tiers.fetch(keys[held : held + found.num_pages]))
-        return True
+        self._drop(sequence)
+        self._asked_again.add(sequence)
+        return self._begin(sequence, first, keys)
 
     def forget(self, sequence: Sequence) -> None:
         """A sequence needs what is fetched for it no more."""
-        if (fetch := self._fetches.pop(sequence, None)) is not None:
-            fetch.pages.cancel()
+        self._asked_again.discard(sequence)
+        self._drop(sequence)
 
     def poll(self, timeout: float) -> list[Sequence]:
         """Go on with what is under way; returns the waiting sequences whose fetches have ended, waiting `timeout` seconds for the first."""
-        if timeout and self._fetches:
-            futures.wait([fetch.pages for fetch in self._fetches.values()], timeout, futures.FIRST_COMPLETED)
-        while self._copies and self._copies[0].pages.is_ready():
-            self._store(self._copies.popleft())
-        return [fetch.sequence for fetch in self._fetches.values() if fetch.pages.done()]
+        while self._saves and self._saves[0][1].done():
+            self._end_oldest_save()
+        if not self._fetches:
+            return []
+        ended = self._ended()
+        self._start(set(ended))
+        under_way = [fetch.pages for fetch in self._fetches.values() if fetch.pages is not None]
+        if timeout and not ended and under_way:
+            futures.wait(under_way, timeout, futures.FIRST_COMPLETED)
+            ended = self._ended()
+        return ended
 
     def fill(self, sequence: Sequence, table: list[int], num_cached: int) -> int:
         """Write the pages fetched for a sequence into its page table after the `num_cached` tokens that it holds; returns how many it
         holds then. The table must be long enough."""
-        fetch, page_size = self._fetches.pop(sequence, None), self._manager.spec.page_size
-        if fetch is None or not fetch.pages.done() or fetch.pages.cancelled() or fetch.pages.exception() is not None:
-            return num_cached
-        fetched, held = fetch.pages.result(), num_cached // page_size
-        if held < fetch.first:  # pages before these have gone meanwhile
+        fetch, page_size = self._fetches.get(sequence), self._manager.spec.page_size
+        fetched = None if fetch is None else _result(fetch)
+        self.forget(sequence)
+        held = num_cached // page_size
+        if fetch is None or fetched is None or held < fetch.first:  # pages before these have gone meanwhile
             return num_cached
         fetched = fetched[held - fetch.first :]
         for start in range(0, len(fetched), MOVE_BUCKETS[-1]):
@@ -103,26 +129,114 @@ class TierTransfer:
         self.num_tokens_restored += len(fetched) * page_size
         return (held + len(fetched)) * page_size
 
-    def close(self) -> None:
-        """Save what the devices keep, as far as that takes no longer than some seconds, and let go of the tiers."""
-        self._manager.forget()
-        while self._copies:
-            self._store(self._copies.popleft())
-        self.tiers.close()
+    def close(self, timeout: float = CLOSE_SECONDS) -> None:
+        """Save what the devices keep to the file, if there is one, for at most so many seconds, and let go of the tiers."""
+        deadline = time.monotonic() + timeout
+        room = self.tiers.num_disk_slots
+        for mover, manager in reversed(self._pools):  # the decode mesh has answers too
+            pages = manager.cached_pages()[:room]
+            room -= len(pages)
+            save = self._save_with(mover)
+            for start in range(0, len(pages), MOVE_BUCKETS[-1]):
+                if not self._flush(deadline):
+                    break
+                save(pages[start : start + MOVE_BUCKETS[-1]])
+        self._flush(deadline)
+        self._saver.shutdown(wait=False, cancel_futures=True)
+        self.tiers.close(max(0.0, deadline - time.monotonic()))
 
-    def _saver(self, mover: PageMover) -> Callable[[list[CachedPage]], None]:
-        def save(evicted: list[CachedPage]) -> None:
-            new = [node for node in evicted if not self.tiers.touch(node.digest)]
+    def _missing(self, sequence: Sequence) -> tuple[int, list[bytes]]:
+        """How many leading pages of a sequence devices have, and what names those after them that it could start from."""
+        most = 0 if sequence.needs_prompt_scores else len(sequence.token_ids) - 1
+        # What only the decode mesh has comes back from there.
+        of_pools = (manager.missing(sequence.token_ids, most, sequence.context) for _, manager in self._pools)
+        return max(of_pools, key=lambda missing: missing[0])
+
+    def _begin(self, sequence: Sequence, first: int, keys: list[bytes]) -> bool:
+        if not keys or (self._late is not None and not self._late.done()):
+            return False
+        keys = keys[: min(self.tiers.find(keys).num_pages, self._most_fetched)]
+        if not keys:
+            return False
+        fetch = next((fetch for fetch in self._fetches.values() if fetch.keys == keys), None)
+        if fetch is None:
+            found, seconds = self.tiers.find(keys), self._seconds_to_compute(len(keys) * self._manager.spec.page_size)
+            if found.seconds + found.wait_seconds + len(keys) * self._seconds_to_move > seconds:
+                return False
+            fetch = _Fetch(first, keys, time.monotonic() + min(max(seconds, _SHORTEST_WAIT), _LONGEST_WAIT))
+        self._fetches[sequence] = fetch
+        return True
+
+    def _time_up(self, pages: np.ndarray, page_ids: list[int]) -> float:
+        started = time.monotonic()
+        self._mover.scatter(self._mover.put_bytes(pages), page_ids)
+        self._mover.wait()
+        return time.monotonic() - started
+
+    def _ended(self) -> list[Sequence]:
+        now = time.monotonic()
+        late = {s: fetch.pages for s, fetch in self._fetches.items() if not fetch.is_done and now >= fetch.give_up_at}
+        for sequence in late:
+            self._drop(sequence)
+            self._asked_again.add(sequence)
+        for pages in late.values():
+            if pages is not None and not pages.done():  # being read; others were cancelled
+                self._late = pages
+        return [*late, *(s for s, fetch in self._fetches.items() if fetch.is_done)]
+
+    def _drop(self, sequence: Sequence) -> None:
+        fetch = self._fetches.pop(sequence, None)
+        if fetch is not None and fetch.pages is not None and fetch not in self._fetches.values():
+            fetch.pages.cancel()
+
+    def _start(self, ended: set[Sequence]) -> None:
+        """Fetch for those that wait for room. The most urgent have it: others that have their pages already, and wait for their turn, give
+        them up and ask again when it comes."""
+        if all(fetch.pages is not None for fetch in self._fetches.values()):
+            return
+        by_urgency: dict[_Fetch, list[Sequence]] = {}
+        for sequence in sorted(self._fetches, key=lambda s: (s.context.priority, s.order)):
+            by_urgency.setdefault(self._fetches[sequence], []).append(sequence)
+        room = self._most_fetched
+        for fetch, sequences in by_urgency.items():
+            room -= len(fetch.keys)
+            if room >= 0 and fetch.pages is None:
+                fetch.pages = self.tiers.fetch(fetch.keys)
+            elif room < 0 and ended.issuperset(sequences):
+                for sequence in sequences:
+                    self._drop(sequence)
+
+    def _save_with(self, mover: PageMover) -> Callable[[list[CachedPage]], None]:
+        def save(pages: list[CachedPage]) -> None:
+            new = [node for node in pages if not self.tiers.touch(node.digest)]
             for start in range(0, len(new), MOVE_BUCKETS[-1]):
                 part = new[start : start + MOVE_BUCKETS[-1]]
-                pages = mover.gather([node.page for node in part])
-                pages.copy_to_host_async()
-                self._copies.append(_Copy([node.digest for node in part], pages))
-            while len(self._copies) > _MOST_COPIES:
-                self._store(self._copies.popleft())
+                while self._saves and sum(num_pages for num_pages, _ in self._saves) + len(part) > _MOST_SAVED:
+                    self._end_oldest_save()
+                gathered = mover.gather([node.page for node in part])
+                gathered.copy_to_host_async()
+                self._saves.append((len(part), self._saver.submit(self._store, [node.digest for node in part], gathered)))
 
         return save
 
-    def _store(self, copy: _Copy) -> None:
-        pages = np.asarray(copy.pages).view(np.uint8)  # [L, 2, X, K, G, bytes]
-        self.tiers.put((key, pages[:, :, i]) for i, key in enumerate(copy.keys))
+    def _store(self, keys: list[bytes], gathered: Any) -> None:
+        """In the saver's thread."""
+        pages = np.asarray(gathered).view(np.uint8)
+        self.tiers.put(zip(keys, pages, strict=False))  # there may be padding
+
+    def _end_oldest_save(self) -> None:
+        self._saves.popleft()[1].result()
+
+    def _flush(self, deadline: float) -> bool:
+        """Wait until all that was saved is in the file. False if time is up."""
+        futures.wait([save for _, save in self._saves], max(0.0, deadline - time.monotonic()))
+        return self.tiers.flush(max(0.0, deadline - time.monotonic())) and time.monotonic() < deadline
+
+
+def _result(fetch: _Fetch) -> np.ndarray | None:
+    if fetch.pages is None or not fetch.pages.done() or fetch.pages.cancelled():
+        return None
+    if (error := fetch.pages.exception()) is not None:
+        logger.warning("KV pages could not be read and are computed again: %r", error)
+        return None
+    return fetch.pages.result()

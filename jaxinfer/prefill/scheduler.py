@@ -41,6 +41,8 @@ class LowerTiers(Protocol):
 
     def begin(self, sequence: Sequence) -> bool: ...
 
+    def begin_again(self, sequence: Sequence) -> bool: ...
+
     def forget(self, sequence: Sequence) -> None: ...
 
     def poll(self, timeout: float) -> list[Sequence]: ...
@@ -71,10 +73,12 @@ class PrefillScheduler:
     def num_waiting(self) -> int:
         return len(self.queue) + len(self._fetching) + sum(map(len, self._held.values()))
 
-    def backlog(self) -> tuple[int, float | None]:
-        """Prompt tokens of all that wait for their first token, those of cached prefixes among them, and when the oldest arrived."""
-        ahead = [s for s in (*self.queue, *self.prefilling) if not s.num_output]
-        return sum(s.num_prompt - s.num_computed for s in ahead), min((s.request.arrival_time for s in ahead), default=None)
+    def backlog(self) -> list[tuple[int, float]]:
+        """Of each prompt that waits for its first token, about as they are served: the tokens still to be computed, in whole tiles and those
+        of cached prefixes among them, and when it arrived."""
+        ahead = (*sorted(self.prefilling, key=lambda s: s.turn), *self.queue)
+        left = [(s.num_prompt - s.num_computed, s.request.arrival_time) for s in ahead if not s.num_output]
+        return [(-(-num_tokens // QUERY_TILE) * QUERY_TILE, arrival_time) for num_tokens, arrival_time in left if num_tokens]
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence, or one that was preempted."""
@@ -137,6 +141,8 @@ class PrefillScheduler:
                     break
                 budget = self._add_chunk(chunks, admitted.pop(), budget)
             elif num_free_slots > 0 and self._admit(head, keep_free):
+                if head in self._fetching:
+                    continue
                 num_free_slots -= 1
                 budget = self._add_chunk(chunks, head, budget)
             elif make_room(head, admitted):
@@ -147,6 +153,7 @@ class PrefillScheduler:
         return chunks
 
     def _admit(self, sequence: Sequence, keep_free: int) -> bool:
+        """Whether there is room for it. If pages that it could start from went down to the tiers meanwhile, it waits for those instead."""
         table, num_tokens = sequence.prefill_pages, len(sequence.token_ids)
         if sequence.leader is not None:
             sequence.prompt_logprobs = sequence.leader.prompt_logprobs
@@ -156,6 +163,11 @@ class PrefillScheduler:
         if not self._manager.grow(table, num_tokens, keep_free):
             self._manager.free(table)
             return False
+        if self.tiers is not None and self.tiers.begin_again(sequence):
+            self._manager.free(table)
+            self.queue.remove(sequence)
+            self._fetching.add(sequence)
+            return True
         num_found = num_cached
         if self.recall is not None and not sequence.needs_prompt_scores:
             num_found = self.recall(sequence, table, num_found)

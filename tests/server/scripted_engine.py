@@ -24,6 +24,7 @@ class ScriptedEngine:
         self.may_step.set()
         self.error = None
         self.num_steps = 0
+        self.is_closed = False
 
     @property
     def has_work(self):
@@ -47,6 +48,11 @@ class ScriptedEngine:
         was_running = self.running.pop(request_id, None) is not None
         self.waiting = deque(entry for entry in self.waiting if entry[0] != request_id)
         return was_running
+
+    def close(self):
+        self.threads.add(threading.current_thread().name)
+        assert not self.has_work
+        self.is_closed = True
 
     def step(self):
         self.threads.add(threading.current_thread().name)

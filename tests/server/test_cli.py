@@ -51,7 +51,8 @@ def test_help_is_quick_because_nothing_heavy_is_imported():
 
 
 @pytest.mark.parametrize("command", ["serve", "generate", "batch", "demo"])
-def test_every_setting_is_a_flag_with_its_help_and_default(command, capsys):
+def test_every_setting_is_a_flag_with_its_help_and_default(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1000")  # else it is cut within words that have a hyphen
     assert run(command, "--help") == 0
     help = " ".join(capsys.readouterr().out.split())
     fields = flat_fields() + (list(dataclasses.fields(ServerConfig)) if command == "serve" else [])

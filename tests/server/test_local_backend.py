@@ -7,7 +7,7 @@ from contextlib import aclosing, asynccontextmanager
 
 import pytest
 
-from jaxinfer.request import RequestError, SamplingParams
+from jaxinfer.request import ANYONE, RequestContext, RequestError, SamplingParams
 from server.backend import Overloaded, Unavailable
 from server.local_backend import LocalBackend
 from tests.server.scripted_engine import ScriptedEngine
@@ -24,9 +24,9 @@ async def running(engine):
         await asyncio.wait_for(backend.stop(), 5)
 
 
-async def text_of(backend, request_id, max_tokens=5, n=1):
+async def text_of(backend, request_id, max_tokens=5, n=1, context=ANYONE):
     texts = [""] * n
-    async for delta in backend.generate(request_id, [1], SamplingParams(max_tokens=max_tokens, n=n)):
+    async for delta in backend.generate(request_id, [1], SamplingParams(max_tokens=max_tokens, n=n), context):
         assert delta.request_id == request_id
         texts[delta.index] += delta.text
     return texts
@@ -124,6 +124,27 @@ def test_above_the_queue_bound_requests_are_refused_even_before_the_engine_saw_t
     asyncio.run(run())
 
 
+def test_less_urgent_work_that_waits_keeps_nobody_out_until_there_is_twice_as_much():
+    async def run():
+        engine = ScriptedEngine(max_queue_size=4)
+        engine.may_step.clear()
+        async with running(engine) as backend:
+            batch, urgent = RequestContext(priority=20), RequestContext()
+            asked = [asyncio.create_task(text_of(backend, f"batch-{number}", context=batch)) for number in range(4)]
+            await asyncio.sleep(0.05)
+            with pytest.raises(Overloaded):
+                await text_of(backend, "one batch line too many", context=batch)
+            asked += [asyncio.create_task(text_of(backend, f"urgent-{number}", context=urgent)) for number in range(4)]
+            await asyncio.sleep(0.05)
+            for context in (urgent, batch, RequestContext(priority=-10)):
+                with pytest.raises(Overloaded):
+                    await text_of(backend, "one too many", context=context)
+            engine.may_step.set()
+            assert await asyncio.gather(*asked) == [["abcde"]] * 8
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize(("seconds_each", "retry_after"), [(0.0, 1.0), (5.0, 20.0), (1000.0, 120.0)])
 def test_retry_after_follows_the_queue_and_the_pace_of_admission(monkeypatch, seconds_each, retry_after):
     """Two requests are admitted in the time given; four then wait, which is as many as may."""
@@ -204,9 +225,12 @@ def test_stopping_finishes_what_runs_and_refuses_the_rest():
         await asyncio.sleep(0.01)
         with pytest.raises(Unavailable, match="shutting down"):
             await text_of(backend, "y")
+        assert not engine.is_closed
         engine.may_step.set()
         assert await asked == ["abcde"]
         await asyncio.wait_for(stopping, 5)
+        assert engine.is_closed
+        assert engine.threads == {"engine"}
         assert not any(thread.name == "engine" for thread in threading.enumerate())
 
     asyncio.run(run())

@@ -7,7 +7,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import server
-from jaxinfer.stats import EngineStats
+from jaxinfer.stats import EngineStats, TierStats
 from server.metrics import live_numbers, metrics_text
 
 STATIC = Path(server.__file__).parent / "static"
@@ -81,6 +81,30 @@ def test_every_number_of_the_engine_is_exported():
     text, _ = metrics_text(stats, {}, {})
     exported = samples(text.decode()).values()
     assert [name for value, name in enumerate(numbers, 1000) if value not in exported] == []
+
+
+def test_every_number_of_the_tiers_is_exported():
+    numbers = [name for name in TierStats.__slots__ if name != "refused"]
+    tiers = TierStats(**{name: value for value, name in enumerate(numbers, 2000)}, refused={"damaged": 3000, "other model": 3001})
+    found = samples(metrics_text(EngineStats(read_tiers=lambda: tiers), {}, {})[0].decode())
+    assert [name for value, name in enumerate(numbers, 2000) if value not in found.values()] == []
+    assert found["jaxinfer_kv_tier_bytes", ("tier", "disk")] == tiers.disk_bytes
+    assert found["jaxinfer_kv_tier_hits_total", ("tier", "host")] == tiers.num_host_hits
+    assert found["jaxinfer_kv_tier_refused_pages_total", ("reason", "other model")] == 3001
+    assert not any("kv_tier" in name for name, *_ in samples(metrics_text(EngineStats(), {}, {})[0].decode()))
+
+
+def test_targets_are_told_with_the_share_that_kept_them():
+    stats = EngineStats(target_itl=0.05, num_gaps_in_time=3)
+    stats.inter_token_latency.observe(0.04, 3)
+    stats.inter_token_latency.observe(0.06)
+    stats.time_to_first_token.observe(9.0)
+    found = samples(metrics_text(stats, {}, {})[0].decode())
+    assert found["jaxinfer_target_seconds", ("target", "itl")] == 0.05
+    assert found["jaxinfer_target_held_ratio", ("target", "itl")] == 0.75
+    assert not any(("target", "ttft") in labels for _, *labels in found), "none is set"
+    assert live_numbers(stats)["targets"] == {"itl": {"seconds": 0.05, "held": 0.75}}
+    assert live_numbers(EngineStats(target_ttft=1.0))["targets"] == {"ttft": {"seconds": 1.0, "held": None}}
 
 
 def test_live_numbers_hold_what_the_page_shows(client):

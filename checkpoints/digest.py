@@ -1,0 +1,21 @@
+"""What a checkpoint's weights are, in 32 bytes: the same for the same files wherever they lie."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+
+def weights_digest(path: Path) -> bytes:
+    """SHA-256 of a .gguf file, or of all the weight files of a folder. Reads every byte, several files at once: about a second for each
+    1.5 GB and core. Raises `OSError`."""
+    files = sorted(file for kind in ("*.safetensors", "*.gguf") for file in path.glob(kind)) if path.is_dir() else [path]
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        return hashlib.sha256(b"".join(threads.map(_file_digest, files))).digest()
+
+
+def _file_digest(file: Path) -> bytes:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").digest()
