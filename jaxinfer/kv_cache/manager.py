@@ -107,6 +107,10 @@ class KVManager:
         keys = digests(context.namespace, tokens, self.spec.page_size, num_pages)[held:] if held < num_pages else []
         return held, keys
 
+    def forget(self) -> None:
+        """Empty the prefix cache, all but the pages that sequences hold."""
+        self._evict(self._allocator.num_evictable)
+
     def cached_pages(self) -> list[CachedPage]:
         """All that the prefix cache keeps: what would be evicted last comes first, a page before those that follow it."""
         return self._cache.pages() if self._cache is not None else []
