@@ -123,29 +123,34 @@ class Engine:
 
     def step(self) -> list[OutputDelta]:
         """One turn: start a prefill chunk, hand over what is prefilled, start a decode step, read the decode step before it."""
-        surprises = COUNTER.num_surprises
-        started = time.thread_time()  # this thread's own: waiting for the device, or for a core the device keeps, is not the host's work
+        surprises, stats = COUNTER.num_surprises, self.stats
         prefill, decode = self._parts.prefill, self._parts.decode
+        # This thread's own time: waiting for the device, or for a core that the device keeps, is not the host's work.
+        began = time.thread_time()
         deltas = self._time_out()
         self._launch_prefill()
         self._hand_over()
+        handed_over = time.thread_time()
         launched = decode.launch(self._preempt_last)
-        self.stats.num_decode_steps += launched
+        launched_at = time.thread_time()
         # One decode step stays under way; the last one of a batch is read as soon as nothing follows it.
         is_due = decode.num_in_flight > (1 if launched else 0)
         # On one mesh steps end in the order of their launches: reading them in that order costs no time and tells theirs.
         until = decode.oldest_launch if is_due and self._parts.plan.shares_mesh else None
-        prefilled = prefill.collect(wait=not is_due and not launched, until=until)
-        decoded = decode.collect() if is_due else []
-        now = time.monotonic()
-        self._output.observe_gaps([d.sequence for d in decoded], now)
-        deltas += [self._take_token(*token, now) for token in decoded]
-        deltas += [self._take_first(*first, now) for first in prefilled]
-        self.stats.num_output_tokens += sum([len(delta.token_ids) for delta in deltas])
+        for first in prefill.collect(wait=not is_due and not launched, until=until):
+            deltas.append(self._take_first(*first, time.monotonic()))
+        prefilled = time.thread_time()
+        if is_due:
+            decoded, now = decode.collect(), time.monotonic()
+            self._output.observe_gaps([d.sequence for d in decoded], now)
+            deltas += [self._take_token(*token, now) for token in decoded]
+        stats.num_output_tokens += sum([len(delta.token_ids) for delta in deltas])
         self._update_gauges()
-        self.stats.num_compilations_after_ready += COUNTER.num_surprises - surprises
+        stats.num_compilations_after_ready += COUNTER.num_surprises - surprises
+        stats.num_decode_steps += launched
+        stats.prefill_host_seconds += handed_over - began + prefilled - launched_at
         if launched:
-            self.stats.host_seconds += time.thread_time() - started
+            stats.host_seconds += time.thread_time() - prefilled + launched_at - handed_over
         return deltas
 
     def _time_out(self) -> list[OutputDelta]:

@@ -97,6 +97,7 @@ class EngineStats:
     num_decode_steps: int = 0
     num_pages_moved: int = 0  # handed over between distinct meshes
     host_seconds: float = 0.0  # of the engine's thread at work in decode steps: scheduling, dispatch, reading, text
+    prefill_host_seconds: float = 0.0  # the same of prefill steps, with admission and hand-off
     # Of the tiers below the devices' pages, now, in any thread; None: there are none
     read_tiers: Callable[[], TierStats] | None = None
     # Latencies

@@ -31,6 +31,10 @@ _COUNTERS = {
     "num_pages_moved": ("kv_pages_moved", "KV pages handed over between distinct meshes"),
     "num_compilations": ("compilations", "XLA compilations of this process"),
     "num_compilations_after_ready": ("compilations_after_ready", "XLA compilations while serving; 0 if all is well"),
+    "prefill_host_seconds": (
+        "prefill_host_seconds",
+        "Seconds that prefill steps, admission and hand-off kept the engine's thread at work, outside the device programs",
+    ),
     "host_seconds": ("decode_host_seconds", "Seconds that decode steps kept the engine's thread at work, outside the device programs"),
 }
 _GAUGES = {
