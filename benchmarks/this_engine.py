@@ -17,7 +17,7 @@ from jaxinfer import LLM, SamplingParams
 def start() -> tuple[Answer, Callable[[Answer], Answer]]:
     """Load, compile, and return what this is and how to answer a case."""
     began = time.perf_counter()
-    llm = LLM(model=sys.argv[1], dtype=sys.argv[2])
+    llm = LLM(model=sys.argv[1], dtype=sys.argv[2], prefix_cache=False)  # every prompt is computed, as the peers do
     engine = llm.engine
     stats = engine.stats
     platform = jax.default_backend()
