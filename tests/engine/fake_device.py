@@ -4,6 +4,7 @@ page table leads to. A page given to two owners, lost, moved wrongly or written 
 
 from __future__ import annotations
 
+import math
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -13,16 +14,18 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxinfer.assembly import Parts
-from jaxinfer.config import EngineConfig
+from jaxinfer.config import EngineConfig, parse_bytes, parse_disk
 from jaxinfer.decode.batch import ON_DEVICE, DecodeBatch
 from jaxinfer.decode.scheduler import DecodeScheduler
 from jaxinfer.decode.worker import DecodeWorker
 from jaxinfer.engine import Engine
 from jaxinfer.kv_cache.manager import KVManager
 from jaxinfer.kv_cache.spec import PageSpec
+from jaxinfer.kv_tiers.tiers import Tiers
 from jaxinfer.kv_transfer.cross_mesh import CrossMeshTransfer
 from jaxinfer.kv_transfer.handoff import KVTransfer
 from jaxinfer.kv_transfer.same_mesh import SameMeshTransfer
+from jaxinfer.kv_transfer.tiers import TierTransfer
 from jaxinfer.prefill.batch import PrefillBatch
 from jaxinfer.prefill.pace import Pace
 from jaxinfer.prefill.queue import WaitingQueue
@@ -35,6 +38,7 @@ from jaxinfer.sampling.params import SamplingRows
 from jaxinfer.sampling.sampler import Sampled
 from jaxinfer.sequence import Sequence as EngineSequence
 from jaxinfer.stats import EngineStats
+from tests.kv_transfer.fake_mover import FakeMover
 from tests.server.fakes import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
@@ -183,6 +187,17 @@ class FakeCrossMesh(CrossMeshTransfer):
         there[target] = here[source]
 
 
+def fake_tiers(config: EngineConfig, pools: list[np.ndarray], managers: list[KVManager]) -> TierTransfer | None:
+    """The real tiers over pools of token ids, of 8 bytes each. Whatever is there is fetched."""
+    host_size = parse_bytes("kv_host_memory", config.cache.kv_host_memory or "0")
+    if not host_size:
+        return None
+    disk = parse_disk("kv_disk", config.cache.kv_disk) if config.cache.kv_disk else None
+    tiers = Tiers(pools[0][0].nbytes, host_size, disk, b"make-believe")
+    movers = [(FakeMover(pool), manager) for pool, manager in zip(pools, managers, strict=True)]
+    return TierTransfer(tiers, movers, lambda num_tokens: math.inf, most_fetched=host_size // pools[0][0].nbytes)  # type: ignore[arg-type]
+
+
 def fake_engine(
     config: EngineConfig,
     num_pages: int,
@@ -217,6 +232,8 @@ def fake_engine(
         if not shares_mesh:
             transfer = cross_mesh = FakeCrossMesh(pools, managers)
             scheduler.recall = cross_mesh.recall
+        tiers = scheduler.tiers = fake_tiers(config, pools, managers)
+        stats.read_tiers = tiers and tiers.tiers.stats
         return Parts(
             config,
             SimpleNamespace(
@@ -229,6 +246,7 @@ def fake_engine(
             managers[0],
             managers[-1],
             (),
+            tiers,
         )
 
     return Engine(config, assemble=assemble)

@@ -5,17 +5,21 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine import Engine
-from jaxinfer.request import FinishReason, RequestContext, RequestError, SamplingParams
+from jaxinfer.kv_tiers.disk_file import ALIGNMENT, ENTRY_SIZE
+from jaxinfer.request import FinishReason, OutputDelta, RequestContext, RequestError, SamplingParams
 from tests.engine.fake_device import TOKENIZER, VOCAB, expected_tokens, fake_engine
 from tests.engine.page_audit import assert_all_free, audit
+from tests.kv_tiers.made_pages import disk_size
 
 STEPS = 600  # of each of the runs below
+NUM_DISK_PAGES = 30
 
 
 @dataclass
@@ -130,8 +134,15 @@ def test_every_request_ends_once_with_its_tokens_and_no_page_is_lost(
         prefill_chunk_size=chunk_size,
     )
     engine = fake_engine(config, num_pages, seed=seed)
-    followed = run(engine, np.random.default_rng(seed))
+    check(engine, run(engine, np.random.default_rng(seed)))
+    if num_pages <= 30:
+        assert engine.stats.num_preemptions > 3
+    assert (engine.stats.num_cached_tokens > 0) == prefix_cache
+    if meshes == "two":
+        assert engine.stats.num_pages_moved > 100
 
+
+def check(engine: Engine, followed: dict[str, Followed]) -> None:
     assert_all_free(engine)
     assert len(followed) > 50
     num_finished = 0
@@ -149,8 +160,48 @@ def test_every_request_ends_once_with_its_tokens_and_no_page_is_lost(
             }
             assert request.reasons[index] is (FinishReason.STOP if ended else FinishReason.LENGTH)
     assert engine.stats.finished[FinishReason.STOP] + engine.stats.finished[FinishReason.LENGTH] >= num_finished
-    if num_pages <= 30:
-        assert engine.stats.num_preemptions > 3
-    assert (engine.stats.num_cached_tokens > 0) == prefix_cache
-    if meshes == "two":
-        assert engine.stats.num_pages_moved > 100
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("meshes", ["shared", "two"])
+@pytest.mark.parametrize("disk", ["no disk", "a disk", "a disk that loses bits"])
+def test_pages_that_come_back_from_the_tiers_change_nothing(meshes, disk, seed, tmp_path):
+    config = EngineConfig.of(
+        max_model_len=96,
+        decode_devices=(0,) if meshes == "shared" else (1,),
+        page_size=8,
+        max_batch_size=8,
+        decode_buckets=(8,),
+        prefill_buckets=(32, 64),
+        prefill_chunk_size=64,
+        kv_host_memory=str(24 * 8 * 8),
+        kv_disk=None if disk == "no disk" else f"{tmp_path / 'kv'}:{disk_size(NUM_DISK_PAGES)}",
+    )
+    refused = 0
+    for _ in range(1 if disk == "no disk" else 2):  # the second finds what the first left in the file
+        engine = fake_engine(config, 14, seed=seed)
+        if disk == "a disk that loses bits":
+            lose_bits(engine, tmp_path / "kv", np.random.default_rng(seed))
+        check(engine, run(engine, np.random.default_rng(seed)))
+        engine.close()
+        assert engine.stats.num_restored_tokens > 0
+        assert engine.stats.read_tiers is not None
+        refused += sum(engine.stats.read_tiers().refused.values())
+    assert (refused > 0) == (disk == "a disk that loses bits")
+
+
+def lose_bits(engine: Engine, file: Path, random: np.random.Generator) -> None:
+    """Before each step change a bit of a page in the file, or of its entry in the table."""
+    step = engine.step
+
+    def damage_and_step() -> list[OutputDelta]:
+        slot, offset = int(random.integers(NUM_DISK_PAGES)), int(random.integers(64))
+        position = random.choice([ALIGNMENT + slot * ENTRY_SIZE, (2 + slot) * ALIGNMENT]) + offset
+        with file.open("r+b") as opened:
+            opened.seek(position)
+            byte = opened.read(1)
+            opened.seek(position)
+            opened.write(bytes([value ^ 1 << int(random.integers(8)) for value in byte]))
+        return step()
+
+    engine.step = damage_and_step  # type: ignore[method-assign]
