@@ -253,6 +253,20 @@ def test_two_sequences_that_lack_the_same_pages_share_one_fetch(make, hold_reads
     assert rig.admit(other) == 0, "the first filled what it lacked"
 
 
+def test_who_goes_away_takes_nothing_from_those_that_share_its_fetch(make, hold_reads):
+    rig = make()
+    for start in (0, 100):
+        rig.gone_down(list(range(start, start + 30)))
+    gate, before, first, second = hold_reads(rig), prompt(30), prompt(30, 100), prompt(30, 100)
+    assert all(rig.transfer.begin(s) for s in (before, first, second))
+    assert rig.transfer.poll(0.0) == []
+    assert gate.reached.wait(20)
+    rig.transfer.forget(first)
+    gate.opened.set()
+    rig.ended(before, second)
+    assert rig.admit(second) == 7
+
+
 def test_a_fetch_that_nobody_needs_any_more_is_cancelled(make, hold_reads):
     rig = make()
     for start in (0, 100):
@@ -291,7 +305,7 @@ def test_pages_that_the_mesh_got_meanwhile_are_not_written_again(make):
     assert rig.admit(sequence) == 3
 
 
-def test_pages_that_went_down_meanwhile_are_fetched_too_when_the_turn_comes_once(make):
+def test_pages_that_went_down_meanwhile_are_fetched_too_when_the_turn_comes(make):
     rig, sequence = make(), prompt(30)
     rig.gone_down(sequence.token_ids)
     rig.mesh.compute(sequence.token_ids[:16])
@@ -299,11 +313,21 @@ def test_pages_that_went_down_meanwhile_are_fetched_too_when_the_turn_comes_once
     rig.ended(sequence)
     assert not rig.transfer.begin_again(sequence), "what was fetched fits to what the mesh has"
     rig.mesh.evict()
-    rig.saved()
     assert rig.transfer.begin_again(sequence)
     rig.ended(sequence)
-    assert not rig.transfer.begin_again(sequence)
     assert rig.admit(sequence) == 7
+
+
+def test_whose_pages_go_down_again_and_again_computes_them(make):
+    rig, sequence = make(), prompt(30)
+    rig.gone_down(sequence.token_ids)
+    for num_kept, is_begun in ((24, True), (16, True), (8, False)):
+        rig.mesh.compute(sequence.token_ids[:num_kept])
+        begin = rig.transfer.begin if num_kept == 24 else rig.transfer.begin_again
+        assert begin(sequence) == is_begun
+        rig.ended(sequence)
+        rig.mesh.evict()
+    assert rig.admit(sequence) == 0
 
 
 def test_a_gap_between_the_mesh_and_what_was_fetched_leaves_it_unused(make):
