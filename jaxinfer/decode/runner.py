@@ -109,13 +109,12 @@ class DecodeRunner:
         """Sampling parameters on the device, for all the steps that share them."""
         return jax.device_put(rows, replicated(self._mesh))
 
-    def run(self, batch: DecodeBatch, rows: SamplingRows, wants_logprobs: bool) -> Sampled:
+    def run(self, batch: DecodeBatch, rows: SamplingRows) -> Sampled:
         """Start one step; returns arrays that the device is yet to fill."""
         program = self._programs[f"decode/{len(batch.slots)}"]
         self._pool.array, self._state, sampled = program(self._weights, self._pool.array, self._state, batch, rows)
         if self._is_on_accelerator:  # else the host reads them where they are
-            for array in sampled if wants_logprobs else (sampled.tokens,):
-                array.copy_to_host_async()
+            sampled.packed.copy_to_host_async()
         return sampled
 
 

@@ -90,7 +90,7 @@ class DecodeWorker:
             return False
         rows = self._next_rows(sequences)
         launched_at = self._clock.now()
-        sampled = self._runner.run(rows.batch, rows.sampling, rows.wants_logprobs)
+        sampled = self._runner.run(rows.batch, rows.sampling)
         self._in_flight.append(_InFlight(sequences, rows.epochs, sampled, rows.wants_logprobs, launched_at))
         for sequence in sequences:
             sequence.num_in_flight += 1
@@ -99,8 +99,8 @@ class DecodeWorker:
     def collect(self) -> list[Decoded]:
         """Wait for the oldest step under way and read its tokens."""
         step = self._in_flight.popleft()
-        sampled = Sampled(*(np.asarray(a) for a in step.sampled)) if step.wants_logprobs else None
-        tokens = np.asarray(step.sampled.tokens).tolist()
+        sampled = Sampled(np.asarray(step.sampled.packed))
+        tokens = sampled.tokens.tolist()
         self.step_seconds = self._clock.ended(step.launched_at)
         decoded: list[Decoded] = []
         for row, (sequence, epoch, token) in enumerate(zip(step.sequences, step.epochs, tokens, strict=False)):
@@ -108,7 +108,7 @@ class DecodeWorker:
                 continue  # finished, aborted or preempted while the step ran: its token is dropped, and sampled again if need be
             sequence.num_in_flight -= 1
             logprob = None
-            if sampled is not None and sequence.params.logprobs is not None:
+            if step.wants_logprobs and sequence.params.logprobs is not None:
                 logprob = read_logprob(sampled, row, sequence.params.logprobs)
             decoded.append(Decoded(sequence, token, logprob))
         share = self.step_seconds / max(len(decoded), 1)  # who got a token pays, for rows that were dropped too

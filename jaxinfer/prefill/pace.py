@@ -9,17 +9,19 @@ from jaxinfer.runtime.buckets import bucket_for, prefill_rows
 
 _WEIGHT = 0.2  # of the newest measurement
 _CAUTION = 2.0  # deviations above the mean: what nine steps of ten stay below, since half of them exceed the mean
+_DRIFT = 0.02  # weight of the newest measurement in what a bucket takes beside the others
+_MOST_AT_ONCE = 3.0  # how much slower or quicker than of late a step may count
 
 
 @dataclass(slots=True)
-class _Timing:
-    """A running mean and mean deviation, in seconds, as TCP keeps them of round trips (Jacobson, 1988)."""
+class _Average:
+    """A running mean and mean deviation, as TCP keeps them of round trips (Jacobson, 1988)."""
 
     mean: float
     deviation: float = 0.0
 
-    def observe(self, seconds: float) -> None:
-        error = seconds - self.mean
+    def observe(self, value: float) -> None:
+        error = value - self.mean
         self.mean += _WEIGHT * error
         self.deviation += _WEIGHT * (abs(error) - self.deviation)
 
@@ -34,6 +36,9 @@ class Pace:
     The step takes no more tokens than leave the running sequences' inter-token latency within its target, and no more than those that
     wait need for theirs to the first token: a smaller step delays whoever runs by less. Where both can't be held the running
     sequences' goes first: theirs is the promise already given. Where not even the smallest step leaves it room, it is the smallest.
+
+    What a step takes is what its bucket takes when all is quiet, times how much slower than that steps of any bucket are of late: so buckets
+    that are not in use follow a mesh that gets slower or quicker, and none is ruled out for ever by one slow step.
     """
 
     def __init__(
@@ -42,8 +47,9 @@ class Pace:
         self._buckets = buckets
         self._target_ttft, self._target_itl = target_ttft, target_itl
         self._delays_decode = delays_decode
-        self._steps: dict[int, _Timing] = {}  # of each bucket
-        self._decode: _Timing | None = None
+        self._quiet: dict[int, float] = {}  # seconds that a step of each bucket takes
+        self._slowness = _Average(1.0)
+        self._decode: _Average | None = None
 
     @property
     def steers(self) -> bool:
@@ -52,53 +58,51 @@ class Pace:
 
     def observe(self, bucket: int, seconds: float) -> None:
         """A step of a bucket took so long."""
-        if bucket in self._steps:
-            self._steps[bucket].observe(seconds)
-        else:
-            self._steps[bucket] = _Timing(seconds)
+        if bucket not in self._quiet:
+            self._quiet[bucket] = max(seconds, 1e-9) / self._slowness.mean
+            return
+        least, most = self._slowness.mean / _MOST_AT_ONCE, self._slowness.mean * _MOST_AT_ONCE
+        slowness = min(max(seconds / self._quiet[bucket], least), most)
+        self._slowness.observe(slowness)
+        self._quiet[bucket] *= 1 + _DRIFT * (slowness / self._slowness.mean - 1)
 
     def observe_decode(self, seconds: float) -> None:
         """A decode step took so long; 0: none has ended yet."""
         if not seconds:
             return
         if self._decode is None:
-            self._decode = _Timing(seconds)
+            self._decode = _Average(seconds)
         else:
             self._decode.observe(seconds)
 
     def seconds_to_compute(self, num_tokens: int) -> float:
         """What prefilling that many tokens takes, infinity before anything was measured: then whatever is at hand is quicker."""
-        if not self._steps:
+        if not self._quiet:
             return float("inf")
-        known = {bucket: timing.mean for bucket, timing in self._steps.items()}
         whole, rest = divmod(num_tokens, self._buckets[-1])
-        seconds = whole * _step_seconds(self._buckets[-1], known)
-        return seconds + _step_seconds(bucket_for(rest, self._buckets), known) if rest else seconds
+        seconds = whole * self._quiet_seconds(self._buckets[-1]) + (self._quiet_seconds(bucket_for(rest, self._buckets)) if rest else 0.0)
+        return seconds * self._slowness.mean
 
     def budget(self, num_running: int, waiting: Sequence[tuple[int, float]]) -> int:
         """Tokens for the next step. `waiting`: of each prompt that waits for its first token, as they are served, the tokens still to be
         computed, in whole tiles, and for how many seconds it has waited."""
         if not self._delays_decode or not num_running or not self.steers:
             return self._buckets[-1]
-        known = {bucket: timing.cautious() for bucket, timing in self._steps.items()}
         decode_seconds = 0.0 if self._decode is None else self._decode.cautious()
-        turns = {bucket: _step_seconds(bucket, known) + decode_seconds for bucket in self._buckets}
+        slowness = self._slowness.cautious()
+        turns = {bucket: self._quiet_seconds(bucket) * slowness + decode_seconds for bucket in self._buckets}
         itl, ttft = self._target_itl, self._target_ttft
         allowed = [bucket for bucket in self._buckets if itl is None or turns[bucket] <= itl] or [self._buckets[0]]
         if ttft is None:
             return allowed[-1]
         return next((bucket for bucket in allowed if _are_in_time(waiting, bucket, turns[bucket], ttft)), allowed[-1])
 
-
-def _step_seconds(bucket: int, known: dict[int, float]) -> float:
-    """What a step of a bucket takes, by what is known of any; 0 if that is nothing. A bucket takes no longer than a larger one, nor than
-    a smaller one as many times as is needed: so one slow step in a bucket that is then avoided is not held against it for ever."""
-    if not known:
-        return 0.0
-    if bucket not in known:
-        nearest = min(known, key=lambda other: max(other, bucket) / min(other, bucket))
-        return known[nearest] * bucket / nearest
-    return min(seconds * max(1.0, bucket / other) for other, seconds in known.items())
+    def _quiet_seconds(self, bucket: int) -> float:
+        """By its size from the nearest bucket, for one that was never measured; 0 before any was."""
+        if not self._quiet:
+            return 0.0
+        nearest = min(self._quiet, key=lambda known: max(known, bucket) / min(known, bucket))
+        return self._quiet[nearest] * bucket / nearest
 
 
 def _are_in_time(waiting: Sequence[tuple[int, float]], bucket: int, turn: float, target: float) -> bool:

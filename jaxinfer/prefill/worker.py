@@ -73,7 +73,7 @@ class PrefillWorker:
         prefilled: list[Prefilled] = []
         while self._in_flight:
             oldest = self._in_flight[0]
-            is_due = wait or oldest.result.sampled.tokens.is_ready() if until is None else oldest.launched_at < until
+            is_due = wait or oldest.result.sampled.packed.is_ready() if until is None else oldest.launched_at < until
             if not is_due:
                 break
             prefilled += self._read(self._in_flight.popleft())
@@ -81,7 +81,7 @@ class PrefillWorker:
         return prefilled
 
     def _read(self, step: _InFlight) -> list[Prefilled]:
-        sampled = type(step.result.sampled)(*(np.asarray(a) for a in step.result.sampled))
+        sampled = type(step.result.sampled)(np.asarray(step.result.sampled.packed))
         seconds = self._clock.ended(step.launched_at)
         self.pace.observe(step.bucket, seconds)
         self._meter(step.chunks, seconds)

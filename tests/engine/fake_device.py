@@ -122,8 +122,8 @@ class FakeRunner:
         return next_token(context, int(rows.seed[row, 0]) << 32 | int(rows.seed[row, 1]))
 
     def result(self, tokens: np.ndarray, num_tokens: int) -> Sampled:
-        nothing = np.zeros(len(tokens))
-        return Sampled(self._device.run(tokens, num_tokens), nothing, nothing, nothing)
+        packed = np.stack([tokens, np.zeros_like(tokens)], axis=1)  # no log-probabilities
+        return Sampled(self._device.run(packed, num_tokens))
 
 
 class FakePrefill(FakeRunner):
@@ -147,7 +147,7 @@ class FakeDecode(FakeRunner):
     def put(self, rows: SamplingRows) -> SamplingRows:
         return rows
 
-    def run(self, batch: DecodeBatch, rows: SamplingRows, wants_logprobs: bool) -> Sampled:
+    def run(self, batch: DecodeBatch, rows: SamplingRows) -> Sampled:
         tokens = np.zeros(len(batch.slots), np.int64)
         for row, slot in enumerate(batch.slots):
             if slot < self.num_slots:
