@@ -104,9 +104,9 @@ def test_without_targets_steps_are_whole(clock):
 @pytest.mark.parametrize(("target", "largest"), [(0.35, 256), (0.17, 128), (0.145, 64), (0.1, 64), (0.06, 32)])
 def test_a_target_between_tokens_that_can_be_held_is_held_by_the_largest_steps_that_do(clock, target, largest):
     run, times = start(clock, target_itl=target)
-    sizes, gaps = prompts_arrive(run, times, (300, 200, 300, 200))
+    sizes, gaps = prompts_arrive(run, times, (256,) * 4)
     assert largest / 2 < max(sizes) <= largest
-    assert sum(sizes) == 1000
+    assert sum(sizes) == 1024
     assert max(gaps) <= target
     check_books(run, times)
     stats = run.engine.stats
