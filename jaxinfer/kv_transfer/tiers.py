@@ -64,6 +64,7 @@ class TierTransfer:
         self._late: Future[np.ndarray] | None = None  # a read that took longer than it may
         self._saves: deque[tuple[int, Future[None]]] = deque()  # under way, with their numbers of pages
         self._saver = ThreadPoolExecutor(1, "kv-tiers-saver")
+        self._is_closed = False
         for mover, manager in pools:
             manager.save_evicted = self._save_with(mover)
 
@@ -131,6 +132,9 @@ class TierTransfer:
 
     def close(self, timeout: float = CLOSE_SECONDS) -> None:
         """Save what the devices keep to the file, if there is one, for at most so many seconds, and let go of the tiers."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         deadline = time.monotonic() + timeout
         room = self.tiers.num_disk_slots
         for mover, manager in reversed(self._pools):  # the decode mesh has answers too
