@@ -121,6 +121,26 @@ def test_a_request_that_only_waited_took_nothing_but_that_time(clock):
     assert (usage.prefill_seconds, usage.decode_seconds) == (0, 0)
 
 
+def test_a_request_that_ran_says_how_long_it_had_waited(clock):
+    run = Driver(clock)
+    run.add("a", [1], endless(300, n=2), within(clock, 0.5))
+    run.finish()
+    usage = run.outputs["a"].device_usage
+    assert usage.queue_seconds == pytest.approx(0, abs=1e-5)
+    assert usage.prefill_seconds + usage.decode_seconds == pytest.approx(run.devices[0].busy_seconds, abs=0.03)
+
+
+def test_deadlines_pass_in_their_own_order(clock):
+    run = Driver(clock)
+    for seconds in (3.0, 1.0, 2.0, 0.5):
+        run.add(f"{seconds}", [1], endless(390), within(clock, seconds))
+    started, ended = clock.now, {}
+    while run.engine.has_work:
+        now = clock.now
+        ended |= {delta.request_id: now - started for delta in run.step() if delta.finish_reason}
+    assert ended == {f"{seconds}": pytest.approx(seconds, abs=0.03) for seconds in (0.5, 1.0, 2.0, 3.0)}
+
+
 @pytest.mark.parametrize("meshes", ["shared", "two"])
 def test_what_was_computed_before_the_deadline_is_found_by_the_next(clock, meshes):
     run = Driver(clock, meshes)

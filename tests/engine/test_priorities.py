@@ -118,6 +118,31 @@ def test_requests_of_one_priority_wait_for_each_other(clock):
     assert_all_served(run)
 
 
+@pytest.mark.parametrize(("meshes", "num_pages", "max_tokens"), [("shared", 50, 19), ("two", 56, 50)])
+def test_running_requests_are_left_a_page_each_to_grow_into(clock, meshes, num_pages, max_tokens):
+    run = Driver(clock, meshes, num_pages=num_pages)
+    for number in range(2):
+        run.add(f"{number}", [number] * 86, endless(max_tokens))
+    run_until(run, "1", 8)
+    run.add("late", [9] * 200, endless(3))  # fits, when it comes to that, and leaves too little
+    run.finish("0", "1")
+    assert run.engine.stats.num_preemptions == 0
+    assert_all_served(run)
+
+
+def test_urgent_prompts_are_handed_over_before_those_that_were_computed_earlier(clock):
+    run = Driver(clock, "two", num_pages=50)
+    run.add("urgent", [1] * 250, endless(100), URGENT)
+    run_until(run, "urgent", 2)
+    run.add("batch", [2] * 200, endless(20), BATCH)
+    run_until(run, "batch", 1)
+    run.add("now", [3] * 40, endless(10), INTERACTIVE)
+    run.finish("now")
+    assert not run.outputs["urgent"].is_finished
+    assert len(run.tokens("batch")) == 1, "of which one is prefill's: the decode mesh has no room for the rest"
+    assert_all_served(run)
+
+
 def test_batch_work_fills_what_is_left_and_no_more(clock):
     run = Driver(clock, max_batch_size=4)
     for number in range(8):
