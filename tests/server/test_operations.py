@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
 
 import server
 from jaxinfer.stats import EngineStats, TierStats
 from server.metrics import live_numbers, metrics_text
+from server.summary import Measured, summary_table
 
 STATIC = Path(server.__file__).parent / "static"
 
@@ -92,6 +94,27 @@ def test_every_number_of_the_tiers_is_exported():
     assert found["jaxinfer_kv_tier_hits_total", ("tier", "host")] == tiers.num_host_hits
     assert found["jaxinfer_kv_tier_refused_pages_total", ("reason", "other model")] == 3001
     assert not any("kv_tier" in name for name, *_ in samples(metrics_text(EngineStats(), {}, {})[0].decode()))
+
+
+def shown(stats, measured=None):
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(summary_table(stats, measured))
+    return capture.get()
+
+
+def test_the_summary_tells_of_tiers_and_targets_where_there_are_any():
+    assert "KV in host memory" not in shown(EngineStats())
+    numbers = dict.fromkeys((name for name in TierStats.__slots__ if name != "refused"), 0)
+    tiers = numbers | {"host_size": 3 << 30, "disk_size": 20 << 30, "disk_pages": 1234}
+    text = shown(EngineStats(read_tiers=lambda: TierStats(**tiers, refused={"torn": 2, "other model": 3})))
+    assert "3.0 GiB at most, 0 pages now" in text
+    assert "20.0 GiB at most, 1234 pages now, 2 refused (torn), 3 refused (other model)" in text
+    stats = EngineStats(target_itl=0.05, target_ttft=1.0, num_first_tokens_in_time=1)
+    stats.time_to_first_token.observe(0.2)
+    text = shown(stats, Measured(5, 1, 0.2, 0.0))
+    assert "1000 ms: held 100% of the times" in text
+    assert "50 ms: not measured" in text
 
 
 def test_targets_are_told_with_the_share_that_kept_them():
