@@ -96,6 +96,18 @@ def test_cached_tokens_are_told_once_for_each_sequence_and_counted_once(clock):
     assert_all_served(run)
 
 
+def test_pages_come_back_from_the_decode_mesh_once_for_all_that_start_from_them(clock):
+    run = Driver(clock, "two")
+    run.ask("one", prompt(100), endless(50))
+    num_moved = run.engine.stats.num_pages_moved
+    for name in "ab":
+        run.add(name, prompt(100) + run.tokens("one") + prompt(60, ord(name)), endless(5))
+    run.finish()
+    assert [run.outputs[name].cached_tokens for name in "ab"] == [144, 144]
+    assert run.engine.stats.num_pages_moved - num_moved == (18 - 12) + 2 * (pages(210) - 18)
+    assert_all_served(run)
+
+
 @pytest.mark.parametrize("meshes", ["shared", "two"])
 @pytest.mark.parametrize("goes", ["aborted", "preempted"])
 def test_what_was_computed_of_a_prompt_is_found_though_it_never_ended(clock, meshes, goes):
