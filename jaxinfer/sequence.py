@@ -49,6 +49,7 @@ class Sequence:
     decode_pages: list[int] = field(default_factory=list)
     slot: int = -1
     level: int | None = None  # of urgency, at which it was last admitted: lower goes first
+    passed_over_seconds: float = 0.0  # that others were preferred to it, until it was last admitted
     epoch: int = 0  # counts preemptions: a step started in an earlier epoch has nothing to say any more
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     is_started: bool = False  # its first delta is out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
@@ -21,17 +22,19 @@ class _Line:
     priority: int
     sequences: list[Sequence] = field(default_factory=list)
     overtaken_at: float | None = None  # when one of a better level went first, for the first time since this line was served
+    overtaken_by: float = math.inf  # the best level that went first since then
 
 
 class WaitingQueue:
     """Sequences that wait for pages and a place in the batch.
 
     Levels: a lower one goes first. A sequence's level is its priority, and one less for each `ageing_seconds` that its line has been passed
-    over, down to the best priority that waits: so batch work at 20 gets a turn after at most 20 of them however much interactive work at 0
-    there is, and default work overtakes fresh priority work in the same way. Only the first of a line ages, and from when another was
+    over, down to the best level that was preferred to it: so batch work at 20 gets a turn after at most 20 of them however much interactive
+    work at 0 there is, and default work overtakes priority work in the same way. Only the first of a line ages, and from when another was
     preferred to it: work behind much of its own kind is not starving, and a long batch must not turn urgent by being long. A sequence keeps
-    the level that it was admitted at: what got its turn by ageing is not preempted for the kind of work that it waited for, and goes back
-    to where it was.
+    the level that it was admitted at: what got its turn by ageing is not preempted for the kind of work that it waited for. What is
+    preempted goes back to where it was and ages on: else a turn in each of the gaps that others leave, too short to get anywhere, would
+    keep it from ever being let alone.
 
     Tenants that have work at the best level take turns by deficit round robin (Shreedhar and Varghese, 1996). Outputs are not known before
     they are made, so a turn lasts while the tenant's deficit is positive, and what it costs too much is a debt that its next turns pay:
@@ -90,26 +93,29 @@ class WaitingQueue:
         """Who is next; None if nobody waits. Changes nothing."""
         if not self._lines:
             return None
-        best = self._best_priority()
-        firsts = self._firsts(best, best, self._clock())
+        now = self._clock()
+        firsts = self._firsts(min(self._level(line, now) for line in self._all_lines()), now)
         return firsts[min(firsts, key=self._num_visits)]  # the first in turn of equals
 
     def level(self, sequence: Sequence) -> int:
         """The level at which a waiting sequence's line stands now."""
         context = sequence.request.context
-        return self._level(self._lines[context.tenant][context.priority], self._best_priority(), self._clock())
+        return self._level(self._lines[context.tenant][context.priority], self._clock())
 
     def pop(self, sequence: Sequence, num_tokens: int | None = None) -> None:
         """A sequence was admitted, as a rule the head: it gets the level it was admitted at, and its tenant pays for its tokens, or for the
         `num_tokens` of them that are to be computed."""
-        context, now, best = sequence.request.context, self._clock(), self._best_priority()
+        context, now = sequence.request.context, self._clock()
         served = self._lines[context.tenant][context.priority]
-        sequence.level = self._level(served, best, now)
+        sequence.level = level = self._level(served, now)
         for line in self._all_lines():
-            if line.overtaken_at is None and self._level(line, best, now) > sequence.level:
-                line.overtaken_at = now
-        served.overtaken_at = None
-        self._take_turn(context.tenant, list(self._firsts(sequence.level, best, now)))
+            if self._level(line, now) > level:
+                line.overtaken_at = now if line.overtaken_at is None else line.overtaken_at
+                line.overtaken_by = min(line.overtaken_by, level)
+        if served.overtaken_at is not None:
+            sequence.passed_over_seconds += now - served.overtaken_at
+        served.overtaken_at, served.overtaken_by = None, math.inf
+        self._take_turn(context.tenant, list(self._firsts(level, now)))
         self.charge(context.tenant, len(sequence.token_ids) if num_tokens is None else num_tokens)
         self.remove(sequence)
 
@@ -125,21 +131,17 @@ class WaitingQueue:
     def _all_lines(self) -> Iterator[_Line]:
         return (line for lines in self._lines.values() for line in lines.values())
 
-    def _best_priority(self) -> int:
-        return min(line.priority for line in self._all_lines())
+    def _level(self, line: _Line, now: float) -> int:
+        first = line.sequences[0]
+        seconds = first.passed_over_seconds + (0.0 if line.overtaken_at is None else now - line.overtaken_at)
+        best = min(line.overtaken_by, line.priority if first.level is None else first.level)
+        return int(max(line.priority - int(seconds / self._ageing_seconds), best))
 
-    def _level(self, line: _Line, best: int, now: float) -> int:
-        level = line.priority
-        if line.overtaken_at is not None:
-            level -= int((now - line.overtaken_at) / self._ageing_seconds)
-        admitted = line.sequences[0].level
-        return max(level if admitted is None else min(level, admitted), best)
-
-    def _firsts(self, level: int, best: int, now: float) -> dict[str, Sequence]:
+    def _firsts(self, level: int, now: float) -> dict[str, Sequence]:
         """Of each tenant that has any, its oldest sequence at a level or a better one; tenants in the order of their turns."""
         firsts = {}
         for tenant, lines in self._lines.items():
-            heads = [line.sequences[0] for line in lines.values() if self._level(line, best, now) <= level]
+            heads = [line.sequences[0] for line in lines.values() if self._level(line, now) <= level]
             if heads:
                 firsts[tenant] = min(heads, key=_order)
         return firsts

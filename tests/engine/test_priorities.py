@@ -240,6 +240,26 @@ def test_batch_work_gets_its_turn_however_much_interactive_work_comes(clock, mes
     assert_all_served(run)
 
 
+@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize("num_pages", [52, 200])
+def test_batch_work_gets_on_in_the_gaps_that_interactive_work_leaves_however_short(clock, prefix_cache, num_pages):
+    """One request after the other, with a pause that lets in batch work, which is too short for its prompt."""
+    run = Driver(clock, max_batch_size=1, prefix_cache=prefix_cache, num_pages=num_pages, ageing_seconds=0.2)
+    run.add("batch", [1] * 340, endless(20), BATCH)
+    started, number, last_ended = clock.now, 0, clock.now
+    while not run.outputs["batch"].is_finished:
+        assert clock.now < started + 20 * 0.2 + 3
+        if not number or run.outputs[f"{number}"].is_finished:
+            if clock.now > last_ended + 0.05:
+                number += 1
+                run.add(f"{number}", [number % 200, number // 200, 3] * 60, endless(20), INTERACTIVE)
+        else:
+            last_ended = clock.now
+        run.step()
+    assert run.engine.stats.num_preemptions >= 5
+    assert_all_served(run)
+
+
 def tokens_got(run: Driver) -> dict[str, int]:
     """By tenant: prompts that were computed and tokens that came of them."""
     got = {"a": 0, "b": 0}
