@@ -59,6 +59,7 @@ JAX_FREE = (
     "jaxinfer/kv_cache/manager.py",
     "jaxinfer/kv_tiers/*.py",
     "jaxinfer/prefill/queue.py",
+    "jaxinfer/prefill/pace.py",
     "jaxinfer/prefill/scheduler.py",
     "jaxinfer/prefill/batch.py",
     "jaxinfer/decode/scheduler.py",
@@ -66,6 +67,7 @@ JAX_FREE = (
     "jaxinfer/runtime/buckets.py",
     "jaxinfer/models/config.py",
     "checkpoints/source.py",
+    "checkpoints/digest.py",
     "checkpoints/weight_map.py",
     "checkpoints/hub.py",
     "server/*.py",  # the pattern's * also matches folders: all of server
