@@ -108,6 +108,7 @@ class WaitingQueue:
         context, now = sequence.request.context, self._clock()
         served = self._lines[context.tenant][context.priority]
         sequence.level = level = self._level(served, now)
+        contenders = list(self._firsts(level, now))
         for line in self._all_lines():
             if self._level(line, now) > level:
                 line.overtaken_at = now if line.overtaken_at is None else line.overtaken_at
@@ -115,7 +116,7 @@ class WaitingQueue:
         if served.overtaken_at is not None:
             sequence.passed_over_seconds += now - served.overtaken_at
         served.overtaken_at, served.overtaken_by = None, math.inf
-        self._take_turn(context.tenant, list(self._firsts(level, now)))
+        self._take_turn(context.tenant, contenders)
         self.charge(context.tenant, len(sequence.token_ids) if num_tokens is None else num_tokens)
         self.remove(sequence)
 

@@ -27,10 +27,13 @@ class Queue(WaitingQueue):
     """Notes who is admitted, and what that costs."""
 
     events: list[tuple[object, ...]]
+    changes: list[tuple[Sequence, tuple[int | None, float], tuple[int | None, float]]]
 
     def pop(self, sequence: Sequence, num_tokens: int | None = None) -> None:
+        before = sequence.level, sequence.passed_over_seconds
         super().pop(sequence, num_tokens)
         self.events.append(("admitted", sequence, num_tokens))
+        self.changes.append((sequence, before, (sequence.level, sequence.passed_over_seconds)))
 
 
 class Manager(KVManager):
@@ -83,6 +86,7 @@ class PrefillSchedulerAgainstModel(RuleBasedStateMachine):
         super().__init__()
         self.now = 1000.0
         self.events: list[tuple[object, ...]] = []
+        self.changes: list[tuple[Sequence, tuple[int | None, float], tuple[int | None, float]]] = []  # that admission made to sequences
         self.live: list[Sequence] = []
         self.num_done: dict[Sequence, int] = {}  # tokens, of those that prefill
         self.steps: deque[list[Chunk]] = deque()  # under way
@@ -92,7 +96,7 @@ class PrefillSchedulerAgainstModel(RuleBasedStateMachine):
     def begin(self, prefix_cache: bool, buckets: tuple[int, ...]) -> None:
         self.manager = Manager(self, lambda: self.now, prefix_cache=prefix_cache)
         queue = Queue(AGEING, QUANTUM, clock=lambda: self.now)
-        queue.events = self.events
+        queue.events, queue.changes = self.events, self.changes
         self.buckets = buckets
         self.scheduler = PrefillScheduler(self.manager, queue, buckets)
         self.queue = WaitingQueue(AGEING, QUANTUM, clock=lambda: self.now)  # does what the scheduler's should
@@ -113,6 +117,8 @@ class PrefillSchedulerAgainstModel(RuleBasedStateMachine):
         """Go through a step as it was planned: every event in its turn, and all of them."""
         events, planned, is_open = deque(self.events), deque(chunks), True
         prefilling = sorted(prefilling, key=lambda s: s.turn)
+        for sequence, (level, passed_over), _ in self.changes:
+            sequence.level, sequence.passed_over_seconds = level, passed_over
 
         def expect_chunk(sequence: Sequence, start: int) -> None:
             nonlocal budget
@@ -155,6 +161,7 @@ class PrefillSchedulerAgainstModel(RuleBasedStateMachine):
                     prefilling.remove(other)
         assert not events
         assert not planned
+        assert all((sequence.level, sequence.passed_over_seconds) == after for sequence, _, after in self.changes)
 
     # What an engine does.
 
@@ -225,6 +232,7 @@ class PrefillSchedulerAgainstModel(RuleBasedStateMachine):
             self.end_step()
         budget, prefilling = int(part * self.buckets[-1]), self.in_state(PREFILLING)
         self.events.clear()
+        self.changes.clear()
         chunks = self.scheduler.schedule(budget, num_free_slots, keep_free, self.make_room)
         self.check_step(chunks, prefilling, budget, num_free_slots)
         if not chunks:
