@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jaxinfer.request import RequestOutput
+from jaxinfer.request import RequestContext, RequestOutput
 from tests.engine.page_audit import assert_all_free, audit
 from tests.engine.test_token_equality import LAYOUTS
 from tests.engine.workload import alone, workload
@@ -27,7 +27,8 @@ def test_random_adds_and_aborts_lose_no_page_and_change_no_token(llms, llm, layo
         if number < 150 and random.random() < 0.3:
             which, request_id = int(random.integers(0, len(prompts))), f"f{number}"
             n = int(random.choice([1, 1, 3]))
-            engine.add_request(request_id, prompts[which], replace(params[which], n=n))
+            context = RequestContext(tenant=str(random.choice(["a", "b"])), priority=int(random.choice([0, 0, 20])))
+            engine.add_request(request_id, prompts[which], replace(params[which], n=n), context)
             followed[request_id] = which, RequestOutput.empty(request_id, None, prompts[which], replace(params[which], n=n))
             number += 1
         if followed and random.random() < 0.08:
