@@ -72,6 +72,7 @@ class DecodeWorker:
 
     def leave(self, sequence: Sequence) -> None:
         """Take a running sequence out of the batch."""
+        self._rows = None  # it may come back before the next step, in another slot and with a token that the device does not have
         self.scheduler.leave(sequence)
 
     def join(self, sequence: Sequence) -> None:

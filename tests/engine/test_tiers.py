@@ -234,4 +234,7 @@ def test_an_engine_may_be_closed_twice(make, tmp_path):
     llm = make(kv_disk=f"{tmp_path / 'kv'}:{DISK_SIZE}")
     llm.generate(LONG, GREEDY)
     llm.close()
+    written = tier_stats(llm).written_bytes
     llm.close()
+    assert tier_stats(llm).written_bytes == written > 0
+    assert tier_stats(make(kv_disk=f"{tmp_path / 'kv'}:{DISK_SIZE}")).disk_pages > 0, "the file is free, and has the pages"
