@@ -22,7 +22,8 @@ _IDLE_WAIT = 0.01  # seconds
 
 
 class Engine:
-    """Drives both meshes from one thread. `add_request`, `step` and `abort` are that thread's; `validate` is anyone's.
+    """Drives both meshes from one thread. `add_request`, `step` and `abort` are that thread's; `validate` is anyone's. `encode` is the
+    embedding model, which has requests and turns of its own; None without one.
 
     Blocks until weights are loaded and every program is compiled. Raises `ConfigError`, `CheckpointError` or
     `UnsupportedModelError`, all of them `ValueError`s that say what to change.
@@ -33,6 +34,7 @@ class Engine:
         self.stats = EngineStats(target_ttft=self.config.schedule.target_ttft, target_itl=self.config.schedule.target_itl)
         self._parts = assemble(self.config, self.stats)
         self.tokenizer = self._parts.tokenizer
+        self.encode = self._parts.encode
         self.max_model_len = self._parts.plan.max_model_len
         # Some checkpoints' tokenizers know more tokens than the model has embeddings for, some models have spare ones.
         self._vocab_size = min(self.tokenizer.vocab_size, self._parts.plan.template.config.vocab_size)
@@ -52,6 +54,11 @@ class Engine:
         the engine afterwards."""
         if self._parts.tiers is not None:
             self._parts.tiers.close()
+
+    @property
+    def shares_mesh(self) -> bool:
+        """Whether prefill and decode run on the same devices."""
+        return self._parts.plan.shares_mesh
 
     def plain_forward(self) -> PlainForward:
         """The model without cache or batch, on the decode mesh's weights: what the engine's numbers are checked against."""
@@ -128,7 +135,7 @@ class Engine:
         # This thread's own time: waiting for the device, or for a core that the device keeps, is not the host's work.
         began = time.thread_time()
         deltas = self._time_out()
-        self._launch_prefill()
+        changes = self._launch_prefill()
         self._hand_over()
         handed_over = time.thread_time()
         launched = decode.launch(self._preempt_last)
@@ -139,13 +146,19 @@ class Engine:
         until = decode.oldest_launch if is_due and self._parts.plan.shares_mesh else None
         for first in prefill.collect(wait=not is_due and not launched, until=until):
             deltas.append(self._take_first(*first, time.monotonic()))
+        changes = changes or bool(deltas)
         prefilled = time.thread_time()
         if is_due:
             decoded, now = decode.collect(), time.monotonic()
-            self._output.observe_gaps([d.sequence for d in decoded], now)
-            deltas += [self._take_token(*token, now) for token in decoded]
+            self._output.observe_gaps([sequence for sequence, _, _ in decoded], now)
+            taken = [self._output.token(*token, now) for token in decoded]
+            for delta, (sequence, _, _) in zip(taken, decoded, strict=True):
+                if delta.finish_reason is not None:
+                    self._end(sequence, delta)
+            deltas += taken
         stats.num_output_tokens += sum([len(delta.token_ids) for delta in deltas])
-        self._update_gauges()
+        if changes or not decode.is_steady:
+            self._update_gauges()
         stats.num_compilations_after_ready += COUNTER.num_surprises - surprises
         stats.num_decode_steps += launched
         stats.prefill_host_seconds += handed_over - began + prefilled - launched_at
@@ -166,12 +179,13 @@ class Engine:
                 deltas += [self._end(sequence, self._output.cut(sequence, FinishReason.TIMEOUT)) for sequence in list(sequences)]
         return deltas
 
-    def _launch_prefill(self) -> None:
+    def _launch_prefill(self) -> bool:
+        """False if no sequence waits or prefills."""
         parts, scheduler = self._parts, self._parts.prefill.scheduler
         if not scheduler.num_waiting and not scheduler.prefilling:
             if parts.tiers is not None:
                 parts.tiers.poll(0.0)
-            return
+            return False
         # With nothing else to do the engine would turn idly until a fetch ends.
         is_idle = not (self._num_admitted or len(scheduler.queue) or parts.prefill.num_in_flight or parts.decode.num_in_flight)
         scheduler.poll_tiers(_IDLE_WAIT if is_idle else 0.0)
@@ -190,6 +204,7 @@ class Engine:
                     sequence.meter.queue_seconds = now - sequence.request.arrival_time
                     self.stats.num_cached_tokens += sequence.num_cached
         self.stats.num_prefill_steps += bool(chunks)
+        return True
 
     @property
     def _num_admitted(self) -> int:
@@ -266,15 +281,12 @@ class Engine:
         """A sequence's prompt is in the cache: take the token sampled at its end."""
         if sequence.max_tokens == 0:
             return self._end(sequence, self._output.nothing(sequence))
-        delta = self._take_token(sequence, token_id, logprob, now)
-        if not sequence.is_finished:
-            self._prefilled.append(sequence)
-            self._prefilled.sort(key=lambda s: s.turn)
-        return delta
-
-    def _take_token(self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None, now: float) -> OutputDelta:
         delta = self._output.token(sequence, token_id, logprob, now)
-        return delta if delta.finish_reason is None else self._end(sequence, delta)
+        if delta.finish_reason is not None:
+            return self._end(sequence, delta)
+        self._prefilled.append(sequence)
+        self._prefilled.sort(key=lambda s: s.turn)
+        return delta
 
     def _end(self, sequence: Sequence, delta: OutputDelta) -> OutputDelta:
         """Finish a sequence with its last delta."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable
 
 from jaxinfer.config import ScheduleConfig
@@ -67,8 +66,17 @@ class OutputBuilder:
             delta.text = self._tokenizer.decode(list(sequence.request.prompt_token_ids), skip_special_tokens=False) + delta.text
 
     def observe_gaps(self, sequences: Iterable[Sequence], now: float) -> None:
-        """Count the times since the last tokens of sequences that have another; most of a batch have the same."""
-        for last, count in Counter([s.last_token_time for s in sequences]).items():
-            if last is not None:
-                self._stats.inter_token_latency.observe(now - last, count)
-                self._stats.num_gaps_in_time += count * (now - last <= self._target_itl)
+        """Count the times since the last tokens of sequences that have another; most neighbours in a batch have the same."""
+        since, count = None, 0
+        for sequence in sequences:
+            last = sequence.last_token_time
+            if last != since:
+                self._observe_gap(since, count, now)
+                since, count = last, 0
+            count += 1
+        self._observe_gap(since, count, now)
+
+    def _observe_gap(self, since: float | None, count: int, now: float) -> None:
+        if since is not None:
+            self._stats.inter_token_latency.observe(now - since, count)
+            self._stats.num_gaps_in_time += count * (now - since <= self._target_itl)

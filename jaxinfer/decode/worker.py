@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -20,15 +19,6 @@ from jaxinfer.sampling.sampler import Sampled
 from jaxinfer.sequence import Sequence, SequenceState
 
 
-@dataclass(frozen=True, slots=True)
-class _InFlight:
-    sequences: list[Sequence]
-    epochs: list[int]
-    sampled: Sampled
-    wants_logprobs: bool
-    launched_at: float  # seconds, of the mesh's clock
-
-
 @dataclass(slots=True)
 class _Rows:
     """The rows of the last step. While the same sequences run, their sampling parameters stay on the device and only positions move."""
@@ -42,12 +32,14 @@ class _Rows:
     is_steady: bool = False  # after the first step
 
 
-class Decoded(NamedTuple):
-    """A sequence's next token."""
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    rows: _Rows
+    sampled: Sampled
+    launched_at: float  # seconds, of the mesh's clock
 
-    sequence: Sequence
-    token_id: int
-    logprob: TokenLogprob | None
+
+Decoded = tuple[Sequence, int, TokenLogprob | None]  # a sequence's next token
 
 
 class DecodeWorker:
@@ -64,6 +56,11 @@ class DecodeWorker:
     @property
     def num_in_flight(self) -> int:
         return len(self._in_flight)
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether the last step launched had the rows of the one before it, none of them has left since, and none got a page."""
+        return self._rows is not None and self._rows.is_steady and not self.scheduler.grown
 
     @property
     def oldest_launch(self) -> float:
@@ -92,7 +89,7 @@ class DecodeWorker:
         rows = self._next_rows(sequences)
         launched_at = self._clock.now()
         sampled = self._runner.run(rows.batch, rows.sampling)
-        self._in_flight.append(_InFlight(sequences, rows.epochs, sampled, rows.wants_logprobs, launched_at))
+        self._in_flight.append(_InFlight(rows, sampled, launched_at))
         for sequence in sequences:
             sequence.num_in_flight += 1
         return True
@@ -103,24 +100,31 @@ class DecodeWorker:
         sampled = Sampled(np.asarray(step.sampled.packed))
         tokens = sampled.tokens.tolist()
         self.step_seconds = self._clock.ended(step.launched_at)
+        current = self._current(step.rows)
+        share = self.step_seconds / max(len(current), 1)  # who gets a token pays, for rows that are dropped too
         decoded: list[Decoded] = []
-        for row, (sequence, epoch, token) in enumerate(zip(step.sequences, step.epochs, tokens, strict=False)):
-            if sequence.epoch != epoch or sequence.state is not SequenceState.RUNNING:
-                continue  # finished, aborted or preempted while the step ran: its token is dropped, and sampled again if need be
+        for row in current:
+            sequence = step.rows.sequences[row]
             sequence.num_in_flight -= 1
-            logprob = None
-            if step.wants_logprobs and sequence.params.logprobs is not None:
-                logprob = read_logprob(sampled, row, sequence.params.logprobs)
-            decoded.append(Decoded(sequence, token, logprob))
-        share = self.step_seconds / max(len(decoded), 1)  # who got a token pays, for rows that were dropped too
-        for sequence, _, _ in decoded:
             sequence.meter.decode_seconds += share
+            logprob = None
+            if step.rows.wants_logprobs and sequence.params.logprobs is not None:
+                logprob = read_logprob(sampled, row, sequence.params.logprobs)
+            decoded.append((sequence, tokens[row], logprob))
         return decoded
+
+    def _current(self, rows: _Rows) -> range | list[int]:
+        """The rows whose sequences were not finished, aborted or preempted while the step ran: what it sampled for those is dropped, and
+        sampled again if need be."""
+        if rows is self._rows:  # nobody has left since
+            return range(len(rows.sequences))
+        each = enumerate(zip(rows.sequences, rows.epochs, strict=True))
+        return [row for row, (sequence, epoch) in each if sequence.epoch == epoch and sequence.state is SequenceState.RUNNING]
 
     def _next_rows(self, sequences: list[Sequence]) -> _Rows:
         rows = self._rows
         # Nobody has left since, nobody has come, and the step under way is these rows': each feeds what that one samples.
-        if rows is not None and rows.sequences == sequences and self._in_flight and self._in_flight[-1].epochs is rows.epochs:
+        if rows is not None and rows.sequences == sequences and self._in_flight and self._in_flight[-1].rows is rows:
             # A new array, for the device may still be reading the old one.
             rows.batch = DecodeBatch(rows.batch.packed + (rows.steps.later if rows.is_steady else rows.steps.first))
             rows.is_steady = True

@@ -46,6 +46,12 @@ def audit(engine: Engine) -> None:
     assert len({s.slot for s in decode.running}) == len(decode.running)
     assert sum(len(s) for s in (decode.running, prefill.prefilling, engine._prefilled)) <= engine.config.schedule.max_batch_size
 
+    stats = engine.stats
+    assert (stats.num_waiting, stats.num_running) == (len(prefill.waiting), len(decode.running))
+    assert stats.num_prefilling == len(prefill.prefilling) + len(engine._prefilled)
+    assert (stats.prefill_pages_used, stats.decode_pages_used) == (parts.prefill_manager.num_used, parts.decode_manager.num_used)
+    assert (stats.prefill_pages_cached, stats.decode_pages_cached) == (parts.prefill_manager.num_cached, parts.decode_manager.num_cached)
+
 
 def assert_all_free(engine: Engine) -> None:
     """Nothing is left of any request but, perhaps, a step under way when the last one ended."""
