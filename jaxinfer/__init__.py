@@ -10,13 +10,14 @@ from typing import Any
 
 _PUBLIC = {
     "LLM": "jaxinfer.llm",
+    "Embedder": "jaxinfer.embedder",
     "Engine": "jaxinfer.engine",
     "EngineConfig": "jaxinfer.config",
     "SamplingParams": "jaxinfer.request",
     "RequestOutput": "jaxinfer.request",
 }
 
-__all__ = ["LLM", "Engine", "EngineConfig", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "Embedder", "Engine", "EngineConfig", "RequestOutput", "SamplingParams"]
 
 
 def __getattr__(name: str) -> Any:

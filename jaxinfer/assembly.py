@@ -17,6 +17,8 @@ from jaxinfer.decode.batch import empty_batch as empty_decode_batch
 from jaxinfer.decode.runner import DecodeRunner
 from jaxinfer.decode.scheduler import DecodeScheduler
 from jaxinfer.decode.worker import DecodeWorker
+from jaxinfer.encode.loading import load_encoder
+from jaxinfer.encode.worker import EncodeWorker
 from jaxinfer.kv_cache.manager import KVManager
 from jaxinfer.kv_cache.pages import PagePool
 from jaxinfer.kv_tiers.tiers import Tiers
@@ -59,6 +61,7 @@ class Parts:
     decode_manager: KVManager  # the same as prefill's when both share a mesh
     weights: Weights  # the decode mesh's
     tiers: TierTransfer | None = None
+    encode: EncodeWorker | None = None  # on the prefill mesh
 
 
 def assemble(config: EngineConfig, stats: EngineStats) -> Parts:
@@ -68,6 +71,9 @@ def assemble(config: EngineConfig, stats: EngineStats) -> Parts:
     """
     use_persistent_cache()
     split_cpu(config.devices.cpu_devices)
+    clocks = [DeviceClock(), DeviceClock()]
+    # First, so that the plan's pages are of the memory that it leaves.
+    encode = load_encoder(config, stats, clocks[0]) if config.model.embedding_model else None
     source = open_source(resolve(config.model.model))
     plan = make_plan(config, ArchitectureConfig.from_hf(source.config))
     tokenizer = Tokenizer.from_source(source)
@@ -75,7 +81,7 @@ def assemble(config: EngineConfig, stats: EngineStats) -> Parts:
 
     roles = (plan.decode,) if plan.shares_mesh else (plan.prefill, plan.decode)
     pools = [_pool(plan, role) for role in roles]
-    cache, clocks = config.cache, [DeviceClock() for _ in roles]
+    cache, clocks = config.cache, clocks[: len(roles)]
     managers = [KVManager(spec, role.num_pages, prefix_cache=cache.prefix_cache, session_seconds=cache.session_seconds) for role in roles]
     prefill_runner = PrefillRunner(
         plan.template, plan.prefill.mesh, plan.prefill.rules, pools[0], schedule.prefill_buckets, plan.max_model_len
@@ -90,7 +96,7 @@ def assemble(config: EngineConfig, stats: EngineStats) -> Parts:
         started = time.monotonic()
         loading = background.submit(_load, config, plan, source, pools, stats)
         programs = compile_programs(sources)
-        stats.compile_seconds = time.monotonic() - started
+        stats.compile_seconds += time.monotonic() - started
         prefill_weights, decode_weights = loading.result()
     movers = [PageMover(_moves(role), pool, programs) for role, pool in zip(roles, pools, strict=True)]
     pace = Pace(schedule.prefill_buckets, schedule.target_ttft, schedule.target_itl, delays_decode=plan.shares_mesh)
@@ -128,6 +134,7 @@ def assemble(config: EngineConfig, stats: EngineStats) -> Parts:
         managers[-1],
         decode_weights,
         tier_transfer,
+        encode,
     )
 
 
@@ -187,7 +194,7 @@ def _load(config: EngineConfig, plan: Plan, source: TensorSource, pools: list[Pa
         for pool in pools:
             pool.allocate()
         jax.block_until_ready((decode, prefill, [pool.array for pool in pools]))
-    stats.load_seconds = time.monotonic() - started
+    stats.load_seconds += time.monotonic() - started
     return prefill, decode
 
 
@@ -223,7 +230,7 @@ def _run_full(prefill: PrefillRunner, size: int) -> None:
 
 
 def _report(stats: EngineStats, config: EngineConfig, plan: Plan, programs: dict[str, Executable], pools: list[PagePool]) -> None:
-    stats.num_programs = len(programs)
+    stats.num_programs += len(programs)
     stats.prefill_devices = tuple(str(d) for d in plan.prefill.mesh.devices.flat)
     stats.decode_devices = tuple(str(d) for d in plan.decode.mesh.devices.flat)
     stats.prefill_pages, stats.decode_pages = plan.prefill.num_pages - 1, plan.decode.num_pages - 1

@@ -29,6 +29,9 @@ class ModelConfig:
         choices=("auto", "float32", "bfloat16"),
     )
     max_model_len: int | None = _flag(None, "longest prompt plus output in tokens; the model's own context if not given")
+    embedding_model: str | None = _flag(
+        None, "embedding model beside the main one: a local folder, a Hugging Face id, or 'minilm' (all-MiniLM-L6-v2)"
+    )
     random_weights: bool = _flag(False, "made-up weights of the model's shapes, to measure without its files' contents")
 
 

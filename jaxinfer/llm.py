@@ -8,11 +8,13 @@ from functools import cached_property
 from typing import Any, overload
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Float32
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxinfer.config import ConfigError, EngineConfig
+from jaxinfer.embedder import embed
+from jaxinfer.encode.texts import Text
 from jaxinfer.engine import Engine
 from jaxinfer.plain_forward import PlainForward
 from jaxinfer.request import RequestError, RequestOutput, SamplingParams
@@ -97,6 +99,15 @@ class LLM:
         for output, text in zip(outputs, texts, strict=True):
             output.prompt = text
         return outputs[0] if is_one else outputs
+
+    def embed(self, texts: Text | Sequence[Text], *, dimensions: int | None = None) -> Float32[np.ndarray, "N D"]:
+        """A row for each text (or its token ids), by the `embedding_model`; of length 1 where that model's are. See `Embedder.embed`.
+
+        Raises `RequestError` for a text that is empty or too long, and `ConfigError` for an LLM without an embedding model.
+        """
+        if self.engine.encode is None:
+            raise ConfigError("this LLM has no embedding model: make it with embedding_model, such as LLM(embedding_model='minilm')")
+        return embed(self.engine.encode, texts, dimensions)
 
     def logits(self, token_ids: Sequence[int]) -> Float[np.ndarray, "T V"]:
         """float32 scores over the vocabulary of what follows each token, from the plain forward pass: no cache, no batch.

@@ -95,6 +95,8 @@ class EngineStats:
     num_gaps_in_time: int = 0  # within target_itl; of inter_token_latency's
     num_prefill_steps: int = 0
     num_decode_steps: int = 0
+    num_embedded_texts: int = 0
+    num_embedded_tokens: int = 0
     num_pages_moved: int = 0  # handed over between distinct meshes
     host_seconds: float = 0.0  # of the engine's thread at work in decode steps: scheduling, dispatch, reading, text
     prefill_host_seconds: float = 0.0  # the same of prefill steps, with admission and hand-off

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
+from jaxinfer.encode.texts import Embedded, TextReader, TokenIds
 from jaxinfer.request import ANYONE, OutputDelta, RequestContext, SamplingParams
 from jaxinfer.stats import EngineStats
 
@@ -29,10 +30,16 @@ class Backend(Protocol):
 
     max_model_len: int  # tokens, prompt plus output
     max_batch_size: int  # sequences decoded at once
+    text_reader: TextReader | None  # of the embedding model; None without one
 
     def generate(
         self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, context: RequestContext = ANYONE
     ) -> AsyncGenerator[OutputDelta]: ...
+
+    async def embed(self, request_id: str, token_lists: Sequence[TokenIds]) -> Embedded:
+        """Embeddings of texts that `text_reader` has read. Raises `Overloaded` and `Unavailable` as `generate` does; cancelling the task
+        that waits drops the request."""
+        ...
 
     def stats(self) -> EngineStats: ...
 

@@ -28,7 +28,7 @@ from server.summary import Measured, summary_table
 if TYPE_CHECKING:
     from jaxinfer.engine import Engine
 
-DEFAULT_NAMES = ("SmolLM2-135M-Instruct", "default")  # what --model default is served as
+SERVED_AS = {"default": ("SmolLM2-135M-Instruct", "default"), "minilm": ("all-MiniLM-L6-v2", "minilm")}  # models known by two names
 DEMO_PROMPT = "Explain in a few sentences why the sky is blue."
 KEYS_VARIABLE, PRIORITY_KEYS_VARIABLE = "JAXINFER_API_KEYS", "JAXINFER_PRIORITY_KEYS"
 
@@ -180,15 +180,17 @@ def _server_config(arguments: argparse.Namespace) -> ServerConfig:
         fields.setdefault("api_keys", tuple(key.strip() for key in keys.split(",")))
     if keys := os.environ.get(PRIORITY_KEYS_VARIABLE):
         fields.setdefault("priority_keys", tuple(key.strip() for key in keys.split(",")))
-    fields.setdefault("served_model_name", _model_names(arguments))
+    models = EngineConfig.of(**given(arguments, flat_fields())).model
+    fields.setdefault("served_model_name", _names_of(models.model))
+    if models.embedding_model is not None:
+        fields.setdefault("served_embedding_name", _names_of(models.embedding_model))
     return ServerConfig(**fields)
 
 
-def _model_names(arguments: argparse.Namespace) -> tuple[str, ...]:
-    """A model's short name and, unless it is a path, which is nobody else's business, --model as it was given."""
-    model = EngineConfig.of(**given(arguments, flat_fields())).model.model
-    if model == DEFAULT_NAMES[1]:
-        return DEFAULT_NAMES
+def _names_of(model: str) -> tuple[str, ...]:
+    """A model's short name and, unless it is a path, which is nobody else's business, what was given for it."""
+    if model in SERVED_AS:
+        return SERVED_AS[model]
     path = Path(model)
     name = path.resolve().name.removesuffix(".gguf")
     return (name,) if path.is_absolute() or path.exists() else tuple(dict.fromkeys((name, model)))
@@ -215,7 +217,7 @@ def _batch(arguments: argparse.Namespace) -> int:
     console = Console(stderr=True)
     num_lines = count_lines(arguments.input)  # before the long start, which a wrong name would waste
     engine = _start_engine(arguments, console)
-    config = ServerConfig(served_model_name=_model_names(arguments))
+    config = ServerConfig(served_model_name=_names_of(engine.config.model.model))
     backend = LocalBackend(engine)
     service = Service(backend, engine.tokenizer, config, int(time.time()))
     schedule = engine.config.schedule

@@ -17,6 +17,7 @@ class ServerConfig:
     host: str = _flag("127.0.0.1", "address to listen on; 0.0.0.0 for every interface")
     port: int = _flag(8000, "port to listen on; 0: any free one")
     served_model_name: tuple[str, ...] = _flag((), "names clients may ask for, the first one reported; from --model if not given")
+    served_embedding_name: tuple[str, ...] = _flag((), "the same of the embedding model; from --embedding-model if not given")
     api_keys: tuple[str, ...] = _flag((), "keys of which clients must send one; also from the environment, JAXINFER_API_KEYS")
     priority_keys: tuple[str, ...] = _flag(
         (), "those of the API keys whose requests may go ahead of others, all if none is given; also from JAXINFER_PRIORITY_KEYS"
@@ -40,8 +41,9 @@ class ServerConfig:
             raise ConfigError("priority_keys has a key that is not one of api_keys: give only such")
         if self.request_timeout is not None and not self.request_timeout > 0:
             raise ConfigError(f"request_timeout is {self.request_timeout}: give seconds above 0, or leave it out")
-        if any(not name.strip() for name in self.served_model_name):
-            raise ConfigError("served_model_name has an empty name: give non-empty names, separated by commas")
+        for setting in ("served_model_name", "served_embedding_name"):
+            if any(not name.strip() for name in getattr(self, setting)):
+                raise ConfigError(f"{setting} has an empty name: give non-empty names, separated by commas")
         if self.max_prompts < 1:
             raise ConfigError(f"max_prompts is {self.max_prompts}: it must be at least 1")
         if self.shutdown_timeout < 0:
@@ -67,3 +69,8 @@ class ServerConfig:
     def model_names(self) -> tuple[str, ...]:
         """Every name a client may ask for."""
         return self.served_model_name or ("default",)
+
+    @property
+    def embedding_names(self) -> tuple[str, ...]:
+        """Every name a client may ask for embeddings by."""
+        return self.served_embedding_name or ("embedding",)

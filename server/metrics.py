@@ -28,6 +28,8 @@ _COUNTERS = {
     "num_preemptions": ("preemptions", "Requests that gave up their pages to be recomputed later"),
     "num_prefill_steps": ("prefill_steps", "Runs of a prefill program"),
     "num_decode_steps": ("decode_steps", "Runs of a decode program"),
+    "num_embedded_texts": ("embedded_texts", "Texts that embeddings were made of"),
+    "num_embedded_tokens": ("embedded_tokens", "Tokens of these texts"),
     "num_pages_moved": ("kv_pages_moved", "KV pages handed over between distinct meshes"),
     "num_compilations": ("compilations", "XLA compilations of this process"),
     "num_compilations_after_ready": ("compilations_after_ready", "XLA compilations while serving; 0 if all is well"),

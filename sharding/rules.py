@@ -14,4 +14,7 @@ Rules = Mapping[str, str]
 # Megatron's split (arXiv:1909.08053): columns of the first matrix, rows of the second, one all-reduce after each pair.
 TENSOR_PARALLEL: Rules = {"heads": TENSOR, "kv_heads": TENSOR, "mlp": TENSOR, "vocab": TENSOR}
 
-RULES: Mapping[str, Rules] = {"prefill": TENSOR_PARALLEL, "decode": TENSOR_PARALLEL}
+# An encoder has no scores over its vocabulary, which seldom divides: its table lies whole on every device.
+ENCODER: Rules = {"heads": TENSOR, "kv_heads": TENSOR, "mlp": TENSOR}
+
+RULES: Mapping[str, Rules] = {"prefill": TENSOR_PARALLEL, "decode": TENSOR_PARALLEL, "encode": ENCODER}

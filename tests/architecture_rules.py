@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from itertools import permutations
 from pathlib import Path, PurePosixPath
 
 PACKAGES = ("jaxinfer", "pallas_kernels", "sharding", "checkpoints", "server")
@@ -23,8 +24,8 @@ ARROWS: dict[str, tuple[str, ...]] = {
 # jaxinfer from top to bottom: a module imports from its own layer or lower ones.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("jaxinfer", "jaxinfer.llm"),
-    ("jaxinfer.engine", "jaxinfer.assembly", "jaxinfer.output", "jaxinfer.plain_forward"),
-    ("jaxinfer.prefill", "jaxinfer.decode", "jaxinfer.kv_transfer", "jaxinfer.plan"),
+    ("jaxinfer.engine", "jaxinfer.embedder", "jaxinfer.assembly", "jaxinfer.output", "jaxinfer.plain_forward"),
+    ("jaxinfer.prefill", "jaxinfer.decode", "jaxinfer.encode", "jaxinfer.kv_transfer", "jaxinfer.plan"),
     ("jaxinfer.runtime", "jaxinfer.speculative", "jaxinfer.sampling", "jaxinfer.structured_output"),
     ("jaxinfer.models",),
     ("jaxinfer.layers",),
@@ -41,7 +42,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "jaxinfer.chat_template",
     ),
 )
-TWINS = (("jaxinfer.prefill", "jaxinfer.decode"), ("jaxinfer.decode", "jaxinfer.prefill"))
+TWINS = tuple(permutations(("jaxinfer.prefill", "jaxinfer.decode", "jaxinfer.encode"), 2))  # none imports another
 
 # The host half: importing any of these must not bring in JAX, however indirectly.
 JAX_FREE = (
@@ -64,12 +65,18 @@ JAX_FREE = (
     "jaxinfer/prefill/batch.py",
     "jaxinfer/decode/scheduler.py",
     "jaxinfer/decode/batch.py",
+    "jaxinfer/encode/texts.py",
+    "jaxinfer/encode/queue.py",
+    "jaxinfer/encode/batch.py",
     "jaxinfer/runtime/buckets.py",
     "jaxinfer/models/config.py",
+    "jaxinfer/models/encoder_config.py",
     "checkpoints/source.py",
     "checkpoints/digest.py",
     "checkpoints/weight_map.py",
     "checkpoints/hub.py",
+    "checkpoints/embedded.py",
+    "checkpoints/sentence_files.py",
     "server/*.py",  # the pattern's * also matches folders: all of server
 )
 JAX_FREE_LATER = ("jaxinfer/structured_output/grammar.py",)  # rooms planned, not yet built

@@ -38,9 +38,13 @@ class Attention(nnx.Module):
         self.qkv = Linear({"embed": size}, group, dtype, use_bias=use_bias)
         self.out = Linear({"heads": num_heads, "head_size": head_size}, {"embed": size}, dtype, use_bias=use_bias)
 
-    def __call__(self, x: Float[Array, "T D"], cos_sin: CosSin, pages: Pages, attend: Attend) -> tuple[Float[Array, "T D"], Pages]:
+    def project(self, x: Float[Array, "T D"]) -> tuple[Float[Array, "T N H"], Float[Array, "T K H"], Float[Array, "T K H"]]:
+        """Queries, keys and values."""
         qkv, g = self.qkv(x), self.heads_per_kv
         q, k, v = qkv[:, :, :g], qkv[:, :, g], qkv[:, :, g + 1]
-        q = q.reshape(len(q), -1, q.shape[-1])
+        return q.reshape(len(q), -1, q.shape[-1]), k, v
+
+    def __call__(self, x: Float[Array, "T D"], cos_sin: CosSin, pages: Pages, attend: Attend) -> tuple[Float[Array, "T D"], Pages]:
+        q, k, v = self.project(x)
         attended, pages = attend(rotate(q, cos_sin), rotate(k, cos_sin), v, pages)
         return self.out(attended), pages

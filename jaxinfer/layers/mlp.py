@@ -1,7 +1,8 @@
-"""The gated feed-forward part of a block (SwiGLU, arXiv:2002.05202)."""
+"""The feed-forward part of a block."""
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
@@ -10,6 +11,8 @@ from jaxinfer.layers.linear import Linear, silu
 
 
 class GatedMLP(nnx.Module):
+    """SwiGLU (arXiv:2002.05202)."""
+
     def __init__(self, size: int, inner_size: int, dtype: jnp.dtype, *, use_bias: bool) -> None:
         self.gate_up = Linear({"embed": size}, {"gate_up": 2, "mlp": inner_size}, dtype, use_bias=use_bias)
         self.down = Linear({"mlp": inner_size}, {"embed": size}, dtype, use_bias=use_bias)
@@ -17,3 +20,19 @@ class GatedMLP(nnx.Module):
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         gate_up = self.gate_up(x)
         return self.down(silu(gate_up[:, 0]) * gate_up[:, 1])
+
+
+class MLP(nnx.Module):
+    """Two products with a GELU between them."""
+
+    def __init__(self, size: int, inner_size: int, dtype: jnp.dtype, *, use_bias: bool) -> None:
+        self.up = Linear({"embed": size}, {"mlp": inner_size}, dtype, use_bias=use_bias)
+        self.down = Linear({"mlp": inner_size}, {"embed": size}, dtype, use_bias=use_bias)
+
+    def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        return self.down(gelu(self.up(x)))
+
+
+def gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """x times the normal distribution's cumulative function (arXiv:1606.08415), exactly."""
+    return x * 0.5 * (1 + jax.lax.erf(x * 0.5**0.5))

@@ -21,3 +21,18 @@ class RMSNorm(nnx.Module):
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
         return wide.astype(x.dtype) * self.scale[...].astype(x.dtype)
+
+
+class LayerNorm(nnx.Module):
+    """Layer norm (arXiv:1607.06450), computed in float32 whatever x's type."""
+
+    def __init__(self, size: int, epsilon: float, dtype: jnp.dtype) -> None:
+        self.epsilon = epsilon
+        self.scale = weight((size,), ("embed",), dtype)
+        self.bias = weight((size,), ("embed",), dtype)
+
+    def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        wide = x.astype(jnp.float32)
+        wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
+        return (wide * self.scale[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)).astype(x.dtype)

@@ -57,30 +57,30 @@ class ArchitectureConfig:
         activation = config.get("hidden_act", "silu")
         if activation not in _ACTIVATIONS:
             raise UnsupportedModelError(f"hidden_act is {activation!r}: supported are {', '.join(_ACTIVATIONS)}")
-        hidden_size, num_heads = _integer(config, "hidden_size"), _integer(config, "num_attention_heads")
-        num_kv_heads = _integer(config, "num_key_value_heads", num_heads)
+        hidden_size, num_heads = integer(config, "hidden_size"), integer(config, "num_attention_heads")
+        num_kv_heads = integer(config, "num_key_value_heads", num_heads)
         if num_heads % num_kv_heads:
             raise UnsupportedModelError(f"num_key_value_heads is {num_kv_heads}: it must divide num_attention_heads ({num_heads})")
-        head_size = _integer(config, "head_dim", hidden_size // num_heads)
+        head_size = integer(config, "head_dim", hidden_size // num_heads)
         if head_size % 2:
             raise UnsupportedModelError(f"head_dim is {head_size}: it must be even, for rotary embeddings")
-        max_position_embeddings = _integer(config, "max_position_embeddings", 2048)
+        max_position_embeddings = integer(config, "max_position_embeddings", 2048)
         window = config.get("sliding_window")
         if window is not None and window < max_position_embeddings:
             raise UnsupportedModelError(f"sliding_window is {window!r}: only null (attention to the whole context) is supported")
         rope_theta, rope_scaling = _rope(config)
         return cls(
             architecture=architectures[0],
-            num_layers=_integer(config, "num_hidden_layers"),
+            num_layers=integer(config, "num_hidden_layers"),
             hidden_size=hidden_size,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_size=head_size,
-            mlp_size=_integer(config, "intermediate_size"),
-            vocab_size=_integer(config, "vocab_size"),
+            mlp_size=integer(config, "intermediate_size"),
+            vocab_size=integer(config, "vocab_size"),
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
-            rms_norm_eps=_positive(config, "rms_norm_eps", 1e-6),
+            rms_norm_eps=positive(config, "rms_norm_eps", 1e-6),
             max_position_embeddings=max_position_embeddings,
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
             attention_bias=bool(config.get("attention_bias", False)),
@@ -94,21 +94,22 @@ def _rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     settings = config.get(name) or {}
     if not isinstance(settings, Mapping):
         raise UnsupportedModelError(f"{name} is {settings!r}: it must be an object or null")
-    theta = _positive(settings if "rope_theta" in settings else config, "rope_theta", 10000.0)
+    theta = positive(settings if "rope_theta" in settings else config, "rope_theta", 10000.0)
     kind = settings.get("rope_type", settings.get("type", "default"))
     if kind == "default":
         return theta, None
     if kind != "llama3":
         raise UnsupportedModelError(f"{name}.rope_type is {kind!r}: supported are default, llama3")
     return theta, RopeScaling(
-        factor=_positive(settings, "factor", None, name),
-        low_freq_factor=_positive(settings, "low_freq_factor", None, name),
-        high_freq_factor=_positive(settings, "high_freq_factor", None, name),
-        original_context=_integer(settings, "original_max_position_embeddings", None, name),
+        factor=positive(settings, "factor", None, name),
+        low_freq_factor=positive(settings, "low_freq_factor", None, name),
+        high_freq_factor=positive(settings, "high_freq_factor", None, name),
+        original_context=integer(settings, "original_max_position_embeddings", None, name),
     )
 
 
-def _integer(config: Mapping[str, Any], key: str, default: int | None = None, inside: str = "") -> int:
+def integer(config: Mapping[str, Any], key: str, default: int | None = None, inside: str = "") -> int:
+    """A configuration's field. Raises `UnsupportedModelError` naming it, as part of `inside`, where it is not a positive integer."""
     value = config.get(key)
     value = default if value is None else value
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -116,7 +117,8 @@ def _integer(config: Mapping[str, Any], key: str, default: int | None = None, in
     return value
 
 
-def _positive(config: Mapping[str, Any], key: str, default: float | None, inside: str = "") -> float:
+def positive(config: Mapping[str, Any], key: str, default: float | None, inside: str = "") -> float:
+    """The same of a positive number."""
     value = config.get(key)
     value = default if value is None else value
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:

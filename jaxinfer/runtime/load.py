@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +14,24 @@ from jaxtyping import Array
 
 from checkpoints.loader import load
 from checkpoints.source import TensorSource
+from checkpoints.weight_map import WeightMap
 from jaxinfer.models.base import CausalLM
 from jaxinfer.models.config import ArchitectureConfig
+from jaxinfer.models.encoder_config import EncoderConfig
 from jaxinfer.models.registry import model_class
 from sharding.partition import named_sharding
 from sharding.rules import Rules
 
 Weights = tuple[Array, ...]
+
+
+class _Loadable(Protocol):
+    weight_map: WeightMap
+
+    def __init__(self, config: Any, dtype: jnp.dtype, activation_dtype: jnp.dtype) -> None: ...
+
+
+Model = TypeVar("Model", bound=_Loadable)
 
 
 @dataclass(frozen=True)
@@ -44,19 +55,19 @@ class Leaf:
 
 
 @dataclass(frozen=True)
-class ModelTemplate:
+class Template(Generic[Model]):
     """A module split once into its structure and a flat list of leaves. Programs take the leaves as arguments and call `merge`
     while being traced, so a step never walks module state."""
 
-    config: ArchitectureConfig
+    config: ArchitectureConfig | EncoderConfig
     dtype: jnp.dtype  # of the weights
     activation_dtype: jnp.dtype  # of what flows between layers, keys and values too
-    model: type[CausalLM]
+    model: type[Model]
     graph: Any
     structure: Any  # of the state, as a pytree
     leaves: tuple[Leaf, ...]
 
-    def merge(self, weights: Weights) -> CausalLM:
+    def merge(self, weights: Weights) -> Model:
         """The module with these arrays in it, for use inside a program."""
         parameters: dict[int, Array] = {}
         for leaf, array in zip(self.leaves, weights, strict=True):
@@ -71,10 +82,18 @@ class ModelTemplate:
         )
 
 
+ModelTemplate = Template[CausalLM]
+
+
 def make_template(config: ArchitectureConfig, dtype: jnp.dtype, activation_dtype: jnp.dtype | None = None) -> ModelTemplate:
     """Build the model abstractly: no array is made. Activations have the weights' type unless another is given."""
-    activation_dtype = activation_dtype or dtype
-    model = model_class(config)
+    return template_of(model_class(config), config, dtype, activation_dtype or dtype)
+
+
+def template_of(
+    model: type[Model], config: ArchitectureConfig | EncoderConfig, dtype: jnp.dtype, activation_dtype: jnp.dtype
+) -> Template[Model]:
+    """The same of any class with a weight map that is built from these."""
     graph, state = nnx.split(nnx.eval_shape(lambda: model(config, dtype, activation_dtype)))
     parameters, structure = jax.tree.flatten_with_path(state)
     metadata = dict(nnx.to_flat_state(state))
@@ -90,10 +109,10 @@ def make_template(config: ArchitectureConfig, dtype: jnp.dtype, activation_dtype
             axes, shape = (None, *axes), (len(of_leaf), *shape)
         places, paths = zip(*of_leaf, strict=True)
         leaves.append(Leaf(places, paths, axes, shape))
-    return ModelTemplate(config, dtype, activation_dtype, model, graph, structure, tuple(leaves))
+    return Template(config, dtype, activation_dtype, model, graph, structure, tuple(leaves))
 
 
-def load_weights(template: ModelTemplate, source: TensorSource, mesh: Mesh, rules: Rules) -> Weights:
+def load_weights(template: Template[Any], source: TensorSource, mesh: Mesh, rules: Rules) -> Weights:
     """The checkpoint's weights on the mesh, each device reading only its part. Raises `CheckpointError`."""
     weight_map = template.model.weight_map
     for leaf in template.leaves:
@@ -104,7 +123,7 @@ def load_weights(template: ModelTemplate, source: TensorSource, mesh: Mesh, rule
     return tuple(loaded[name] for name in names)
 
 
-def random_weights(template: ModelTemplate, mesh: Mesh, rules: Rules) -> Weights:
+def random_weights(template: Template[Any], mesh: Mesh, rules: Rules) -> Weights:
     """Made-up weights, the same on every mesh: normal, scaled by fan-in; vectors (norms) are ones."""
 
     def make(number: int, leaf: Leaf, target: jax.ShapeDtypeStruct) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -20,15 +21,15 @@ from server.batches.batch_store import BatchStore
 from server.batches.runner import BatchRunner
 from server.config import ServerConfig
 from server.metrics import live_numbers, metrics_text
-from server.openai import chat, completions
+from server.openai import chat, completions, embeddings
 from server.openai.batches import CreateBatch, add_batches
 from server.openai.body import parse, read_body
 from server.openai.caller import ANONYMOUS, tenant_name
 from server.openai.errors import ApiError, from_exception, quoted
 from server.openai.files import add_files
 from server.openai.front_door import FrontDoor, Traffic
-from server.openai.protocol import ChatRequest, CompletionRequest
-from server.openai.responses import ChatCompletion, Completion, Health, Model, ModelList
+from server.openai.protocol import ChatRequest, CompletionRequest, EmbeddingRequest
+from server.openai.responses import ChatCompletion, Completion, EmbeddingList, Health, Model, ModelList
 from server.openai.schema import documented_body, documented_errors, openapi_page
 from server.openai.service import Service
 from server.openai.stream import event_stream, until_disconnected
@@ -75,7 +76,7 @@ def create_app(
         _add_absence(app)
     _add_operations(app, backend, traffic, usage, runner)
     app.mount("/static", StaticFiles(directory=STATIC), name="static")
-    app.openapi = openapi_page(app, [ChatRequest, CompletionRequest, CreateBatch], has_keys=bool(config.api_keys))  # type: ignore[method-assign]
+    app.openapi = openapi_page(app, [ChatRequest, CompletionRequest, EmbeddingRequest, CreateBatch], has_keys=bool(config.api_keys))  # type: ignore[method-assign]
     return app
 
 
@@ -103,17 +104,19 @@ def _add_api(app: FastAPI, service: Service) -> None:
         answer = await until_disconnected(request.receive, completions.respond(service, body, request.state.caller))
         return Response(answer.model_dump_json(), media_type="application/json")
 
-    def model(name: str) -> Model:
-        return Model(id=name, created=service.created, max_model_len=service.backend.max_model_len)
+    @app.post("/v1/embeddings", response_model=EmbeddingList, responses=errors, openapi_extra=documented_body(EmbeddingRequest))
+    async def text_embeddings(request: Request) -> Response:
+        body = parse(await read_body(request, config.max_body_bytes), EmbeddingRequest)
+        answer = await until_disconnected(request.receive, embeddings.respond(service, body, request.state.caller))
+        return Response(await asyncio.to_thread(answer.model_dump_json), media_type="application/json")
 
     @app.get("/v1/models", responses=documented_errors(401, 503))
     async def models() -> ModelList:
-        return ModelList(data=[model(name) for name in config.model_names])
+        return ModelList(data=service.models())
 
     @app.get("/v1/models/{model_id:path}", responses=documented_errors(401, 404, 503))
     async def model_by_id(model_id: str) -> Model:
-        service.check_model(model_id)
-        return model(model_id)
+        return service.model(model_id)
 
 
 def _add_absence(app: FastAPI) -> None:

@@ -243,6 +243,11 @@ class ChatRequest(SamplingBody):
         return self._sampling(max_tokens=max_tokens, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
 
 
+def _one_each(prompt: Any) -> Any:
+    """A `Prompt` as a list of texts, or of lists of token ids."""
+    return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+
+
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=MAX_INT)]], Field(min_length=1)]
 Prompt = Annotated[
     Annotated[NonEmpty, Tag("<string>")]
@@ -258,6 +263,30 @@ Prompt = Annotated[
         list_list="<token lists>",
     ),
 ]
+
+
+MAX_INPUTS = 2048  # OpenAI's limit
+
+
+class EmbeddingRequest(StrictModel):
+    model: str
+    input: Prompt
+    encoding_format: Literal["float", "base64"] | None = _documented(description="base64: of little-endian float32; float by default")
+    dimensions: int | None = _documented(
+        minimum=1, description="that many of each embedding, brought to length 1 again; at most the model's"
+    )
+    user: str | None = None  # without effect here
+
+    @model_validator(mode="after")
+    def _check_number(self) -> Self:
+        if len(self.inputs) > MAX_INPUTS:
+            raise RequestError(f"input has {len(self.inputs)} texts: at most {MAX_INPUTS} in one request", "input")
+        return self
+
+    @property
+    def inputs(self) -> list[str] | list[list[int]]:
+        """One entry a text: itself, or its token ids."""
+        return _one_each(self.input)
 
 
 class CompletionRequest(SamplingBody):
@@ -281,9 +310,7 @@ class CompletionRequest(SamplingBody):
     @property
     def prompts(self) -> list[str] | list[list[int]]:
         """One entry a prompt: its text, or its token ids."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        return [self.prompt] if isinstance(self.prompt[0], int) else self.prompt  # type: ignore[return-value, list-item]
+        return _one_each(self.prompt)
 
     def sampling_params(self) -> SamplingParams:
         """How to sample. Raises `RequestError` for a value out of its range."""

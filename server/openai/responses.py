@@ -131,6 +131,32 @@ class Completion(BaseModel):
     usage: Usage | None = None
 
 
+class EmbeddingUsage(BaseModel):
+    prompt_tokens: int
+    total_tokens: int
+    jaxinfer: DeviceSeconds
+
+    @classmethod
+    def of(cls, usage: RequestUsage) -> EmbeddingUsage:
+        """A request's."""
+        return cls(
+            prompt_tokens=usage.input_tokens, total_tokens=usage.input_tokens, jaxinfer=DeviceSeconds(**device_seconds(usage.device))
+        )
+
+
+class Embedding(BaseModel):
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str  # or base64 of little-endian float32
+
+
+class EmbeddingList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
+
 class Model(BaseModel):
     id: str
     object: Literal["model"] = "model"

@@ -7,12 +7,13 @@ import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from jaxinfer.encode.texts import TextReader
 from jaxinfer.request import FinishReason, RequestError, SamplingParams
 from jaxinfer.tokenizer import Tokenizer
 from server.backend import Backend, Unavailable
 from server.config import ServerConfig
 from server.openai.errors import ApiError
-from server.openai.responses import FinishedBy
+from server.openai.responses import FinishedBy, Model
 from server.usage import UsageMeter
 
 LONG_TEXT = 20_000  # characters; above it the tokenizer works in a thread, so that other streams go on
@@ -29,8 +30,31 @@ class Service:
     def check_model(self, name: str) -> None:
         """Raises `ApiError` 404 for a model that isn't served."""
         if name not in self.config.model_names:
-            served = ", ".join(self.config.model_names)
-            raise ApiError(404, f"the model {name[:200]!r} does not exist: served here is {served}", param="model", code="model_not_found")
+            raise _no_model(name, "served here is", self.config.model_names)
+
+    def embedding_reader(self, name: str) -> TextReader:
+        """What reads texts for the embedding model of this name. Raises `ApiError` 404 where it, or any at all, isn't served."""
+        reader = self.backend.text_reader
+        if reader is None:
+            message = "this server makes no embeddings: start it with --embedding-model, such as --embedding-model minilm"
+            raise ApiError(404, message, code="embeddings_disabled")
+        if name not in self.config.embedding_names:
+            raise _no_model(name, "embeddings here are made by", self.config.embedding_names)
+        return reader
+
+    def models(self) -> list[Model]:
+        """Each name of each model."""
+        listed = [Model(id=name, created=self.created, max_model_len=self.backend.max_model_len) for name in self.config.model_names]
+        if (reader := self.backend.text_reader) is not None:
+            listed += [Model(id=name, created=self.created, max_model_len=reader.max_tokens) for name in self.config.embedding_names]
+        return listed
+
+    def model(self, name: str) -> Model:
+        """The one of this name. Raises `ApiError` 404 if there is none."""
+        for model in self.models():
+            if model.id == name:
+                return model
+        raise _no_model(name, "served here is", [model.id for model in self.models()])
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """The text's token ids."""
@@ -58,6 +82,11 @@ class Service:
         wrong = next((i for i in token_ids if not 0 <= i <= highest), None)
         if wrong is not None:
             raise RequestError(f"{param} has the token id {wrong}: the model's go from 0 to {highest}", param)
+
+
+def _no_model(name: str, served_as: str, served: Sequence[str]) -> ApiError:
+    message = f"the model {name[:200]!r} does not exist: {served_as} {', '.join(served)}"
+    return ApiError(404, message, param="model", code="model_not_found")
 
 
 def new_id(prefix: str) -> str:

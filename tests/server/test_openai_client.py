@@ -108,7 +108,7 @@ def test_a_timeout_is_not_asked_again(url, backend):
 
 
 def test_models(api):
-    assert [model.id for model in api.models.list()] == ["tiny", "org/tiny"]
+    assert [model.id for model in api.models.list()] == ["tiny", "org/tiny", "encoder"]
     assert api.models.retrieve("org/tiny").id == "org/tiny"
 
 

@@ -19,7 +19,7 @@ FOLDER = tempfile.TemporaryDirectory()
 
 def make_app() -> FastAPI:
     tokenizer = byte_tokenizer()
-    config = ServerConfig(served_model_name=("tiny",), api_keys=(KEY,))
+    config = ServerConfig(served_model_name=("tiny",), served_embedding_name=("tiny",), api_keys=(KEY,))
     return create_app(FakeBackend(tokenizer), tokenizer, config, store=BatchStore(Path(FOLDER.name)))
 
 
@@ -29,7 +29,7 @@ EXAMPLES = settings(max_examples=60, derandomize=True, deadline=None, database=N
 
 # What a schema can't say: fields that depend on one another, and what the model, its context and the folder hold.
 DEPENDENT = {"priority", "top_logprobs", "stream_options", "max_tokens", "max_completion_tokens", "min_tokens", "best_of"}
-OF_THE_MODEL = {"logit_bias", "stop_token_ids", "prompt", "messages"}
+OF_THE_MODEL = {"logit_bias", "stop_token_ids", "prompt", "messages", "input", "dimensions"}
 OF_THE_FOLDER = {"input_file_id"}
 
 

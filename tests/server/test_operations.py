@@ -18,9 +18,10 @@ STATIC = Path(server.__file__).parent / "static"
 def test_models_are_listed_and_found_by_each_name(client):
     listed = client.get("/v1/models").json()
     assert listed["object"] == "list"
-    assert [model["id"] for model in listed["data"]] == ["tiny", "org/tiny"]
-    assert client.get("/v1/models/org/tiny").json() == listed["data"][1]
-    assert listed["data"][0]["max_model_len"] == 512
+    assert [model["id"] for model in listed["data"]] == ["tiny", "org/tiny", "encoder"]
+    for model in listed["data"]:
+        assert client.get(f"/v1/models/{model['id']}").json() == model
+    assert [model["max_model_len"] for model in listed["data"]] == [512, 512, 300]
 
 
 def test_a_new_server_is_healthy_and_ready(client):

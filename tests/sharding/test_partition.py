@@ -16,7 +16,7 @@ def test_axes_that_the_rules_name_are_split():
 
 
 def test_every_role_has_a_table():
-    assert set(RULES) == {"prefill", "decode"}
+    assert set(RULES) == {"prefill", "decode", "encode"}
     for rules in RULES.values():
         assert set(rules.values()) <= set(make_mesh((0,)).axis_names)
 

@@ -1,0 +1,70 @@
+"""From a configuration to an EncodeWorker that is ready: weights are read while programs compile."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+
+from checkpoints.hub import open_source, resolve
+from checkpoints.sentence_files import read_sentence_files
+from jaxinfer.config import ConfigError, EngineConfig
+from jaxinfer.encode.queue import EncodeQueue
+from jaxinfer.encode.runner import EncodeRunner
+from jaxinfer.encode.texts import TextReader
+from jaxinfer.encode.worker import EncodeWorker
+from jaxinfer.models.bert import Bert
+from jaxinfer.models.encoder_config import EncoderConfig
+from jaxinfer.plan import compute_dtypes
+from jaxinfer.runtime.compilation import COUNTER, compile_programs
+from jaxinfer.runtime.device_clock import DeviceClock
+from jaxinfer.runtime.load import Weights, load_weights, template_of, weight_bytes
+from jaxinfer.stats import EngineStats
+from jaxinfer.tokenizer import Tokenizer
+from sharding.mesh import make_mesh
+from sharding.rules import RULES
+
+
+def load_encoder(config: EngineConfig, stats: EngineStats, clock: DeviceClock) -> EncodeWorker:
+    """The embedding model on the prefill mesh; after it nothing compiles.
+
+    Raises `ConfigError`, `CheckpointError` or `UnsupportedModelError` with what to change.
+    """
+    assert config.model.embedding_model is not None
+    source = open_source(resolve(config.model.embedding_model))
+    if not source.path.is_dir():
+        raise ConfigError(
+            f"embedding_model is {config.model.embedding_model!r}: give a folder with config.json, tokenizer.json and safetensors"
+        )
+    encoder = EncoderConfig.from_hf(source.config, read_sentence_files(source.path))
+    rules = RULES["encode"]
+    try:
+        mesh = make_mesh(config.devices.prefill_devices)
+        template = template_of(Bert, encoder, *compute_dtypes(config.model.dtype, mesh.devices.flat[0].platform))
+        template.abstract(mesh, rules)
+    except ValueError as error:
+        raise ConfigError(f"prefill_devices is {config.devices.prefill_devices}: {error}") from error
+    tokenizer = Tokenizer.from_source(source)
+    reader = TextReader(tokenizer, min(tokenizer.vocab_size, encoder.vocab_size), encoder.max_tokens, encoder.hidden_size)
+    queue = EncodeQueue(encoder.max_tokens)
+    runner = EncodeRunner(template, mesh, rules, queue.shapes, normalizes=encoder.normalizes)
+
+    def load() -> Weights:
+        started = time.monotonic()
+        with COUNTER.compiling():
+            weights = jax.block_until_ready(load_weights(template, source, mesh, rules))
+        stats.load_seconds += time.monotonic() - started
+        return weights
+
+    with ThreadPoolExecutor(1, "weights") as background:
+        started = time.monotonic()
+        loading = background.submit(load)
+        programs = compile_programs(runner.programs())
+        stats.compile_seconds += time.monotonic() - started
+        weights = loading.result()
+    with COUNTER.compiling():
+        runner.start(programs, weights)
+    stats.num_programs += len(programs)
+    stats.memory["embedding weights"] = weight_bytes(weights)
+    return EncodeWorker(reader, queue, runner, encoder.pooling, clock, stats)

@@ -1,0 +1,51 @@
+"""EncodeRunner: an encoder's weights and compiled programs on a mesh, and one call a batch."""
+
+from __future__ import annotations
+
+import jax
+from jax.sharding import Mesh
+from jaxtyping import Array, Float
+
+from jaxinfer.encode.batch import EncodeBatch, empty_batch
+from jaxinfer.encode.program import encode_step
+from jaxinfer.encode.queue import Shape
+from jaxinfer.models.bert import Bert
+from jaxinfer.runtime.compilation import Executable, ProgramSource, abstract_like
+from jaxinfer.runtime.load import Template, Weights
+from sharding.partition import replicated
+from sharding.rules import Rules
+
+
+class EncodeRunner:
+    def __init__(self, template: Template[Bert], mesh: Mesh, rules: Rules, shapes: list[Shape], *, normalizes: bool) -> None:
+        self._mesh = mesh
+        self._shapes = shapes
+        self._abstract_weights = template.abstract(mesh, rules)
+        self._step = encode_step(template, mesh, normalizes=normalizes)
+        self._programs: dict[str, Executable] = {}
+        self._weights: Weights = ()
+
+    def programs(self) -> list[ProgramSource]:
+        """What to compile: a program a shape."""
+        on_mesh = replicated(self._mesh)
+        return [
+            ProgramSource(_name(shape), self._step, (self._abstract_weights, abstract_like(empty_batch(*shape), on_mesh)), self._mesh)
+            for shape in self._shapes
+        ]
+
+    def start(self, programs: dict[str, Executable], weights: Weights) -> None:
+        """Take the compiled programs and the weights, and run each once: the first time takes longer."""
+        self._programs, self._weights = programs, weights
+        for shape in self._shapes:
+            jax.block_until_ready(self.run(empty_batch(*shape)))
+
+    def run(self, batch: EncodeBatch) -> Float[Array, "S D"]:
+        """Start one batch; returns embeddings that the device is yet to make."""
+        num_rows, width = batch.token_ids.shape
+        embeddings: Array = self._programs[_name((num_rows, width))](self._weights, batch)
+        embeddings.copy_to_host_async()
+        return embeddings
+
+
+def _name(shape: Shape) -> str:
+    return f"encode/{shape[0]}x{shape[1]}"

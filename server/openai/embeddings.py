@@ -1,0 +1,54 @@
+"""/v1/embeddings: texts or token ids in, a vector for each out."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+
+from jaxinfer.encode.texts import Embedded, TextReader, TokenIds, cut
+from jaxinfer.request import FinishReason, OutputDelta
+from server.openai.caller import UNKNOWN, Caller
+from server.openai.protocol import EmbeddingRequest
+from server.openai.responses import Embedding, EmbeddingList, EmbeddingUsage
+from server.openai.service import LONG_TEXT, Service, finished_by, new_id
+from server.usage import Asked
+
+ENDPOINT = "/v1/embeddings"
+
+
+async def respond(service: Service, body: EmbeddingRequest, caller: Caller = UNKNOWN) -> EmbeddingList:
+    """The whole answer. Raises what `errors.from_exception` knows."""
+    reader = service.embedding_reader(body.model)
+    reader.check_dimensions(body.dimensions)
+    token_lists = await _read(reader, body)
+    id = new_id("embd")
+    asked = Asked(id, caller.request_id, caller.tenant, caller.session, ENDPOINT, body.model, "default", 0)
+    # To the books a request is one prompt, however many texts it has.
+    with service.usage.measure(asked, [range(sum(map(len, token_lists)))], 1) as usage:
+        try:
+            async with asyncio.timeout(caller.timeout):
+                embedded = await service.backend.embed(id, token_lists)
+        except TimeoutError:
+            usage.add(OutputDelta(id, 0, finish_reason=FinishReason.TIMEOUT))
+            finished_by(FinishReason.TIMEOUT)  # raises the answer
+            raise
+        usage.add(OutputDelta(id, 0, finish_reason=FinishReason.STOP, device_usage=embedded.usage))
+    data = _data(embedded, body)
+    return EmbeddingList.model_construct(object="list", data=data, model=body.model, usage=EmbeddingUsage.of(usage))
+
+
+async def _read(reader: TextReader, body: EmbeddingRequest) -> list[TokenIds]:
+    inputs = body.inputs
+    if sum(map(len, inputs)) < LONG_TEXT:
+        return reader.read(inputs, "input")
+    return await asyncio.to_thread(reader.read, inputs, "input")
+
+
+def _data(embedded: Embedded, body: EmbeddingRequest) -> list[Embedding]:
+    embeddings = cut(embedded.embeddings, body.dimensions).astype("<f4", copy=False)
+    if body.encoding_format == "base64":
+        vectors: list[list[float] | str] = [base64.b64encode(row.tobytes()).decode() for row in embeddings]
+    else:
+        vectors = embeddings.tolist()
+    # Made here and right: not checked again, number by number.
+    return [Embedding.model_construct(object="embedding", index=i, embedding=vector) for i, vector in enumerate(vectors)]
