@@ -8,6 +8,7 @@ from typing import Any
 
 # What "LlamaForCausalLM" code serves: Mistral without a sliding window is the same model.
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
+SUPPORTED_ENCODERS = ("BertModel",)  # for embeddings; see encoder_config.py
 _ACTIVATIONS = ("silu", "swish")  # two names of one function
 
 
@@ -53,7 +54,8 @@ class ArchitectureConfig:
         """
         architectures = config.get("architectures")
         if not isinstance(architectures, list) or len(architectures) != 1 or architectures[0] not in SUPPORTED_ARCHITECTURES:
-            raise UnsupportedModelError(f"architectures is {architectures!r}: supported are {', '.join(SUPPORTED_ARCHITECTURES)}")
+            hint = " (an encoder is given as --embedding-model)" if architectures in [[name] for name in SUPPORTED_ENCODERS] else ""
+            raise UnsupportedModelError(f"architectures is {architectures!r}: supported are {', '.join(SUPPORTED_ARCHITECTURES)}{hint}")
         activation = config.get("hidden_act", "silu")
         if activation not in _ACTIVATIONS:
             raise UnsupportedModelError(f"hidden_act is {activation!r}: supported are {', '.join(_ACTIVATIONS)}")

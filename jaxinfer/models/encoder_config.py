@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from checkpoints.sentence_files import SentenceFiles
-from jaxinfer.models.config import UnsupportedModelError, integer, positive
+from jaxinfer.models.config import SUPPORTED_ENCODERS, UnsupportedModelError, integer, positive
 
-SUPPORTED_ENCODERS = ("BertModel",)
 _POOLINGS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
 _PREFIX = "pooling_mode_"
 

@@ -2,17 +2,21 @@
 
 logits.npz holds for every prompt NAME: NAME/prompt_ids, NAME/tokens (greedy), and for each token's step and for each of
 NAME/prefill_positions (scores after that prompt token) the scores at `vocab_ids`, the 8 best ids and scores, and the logsumexp
-over the whole vocabulary. tokenizer.json holds token ids of all texts and the rendered chats.
+over the whole vocabulary. tokenizer.json holds token ids of all texts and the rendered chats. embeddings.npz: see embeddings.py.
 """
 
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 
 import numpy as np
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
+from checkpoints import hub
+from tests import tiny_encoder
+from tests.golden import embeddings
 from tests.parity import reference
 
 FOLDER = Path(__file__).parent
@@ -27,6 +31,7 @@ def main() -> None:
     tokenizer, model = reference.load_tokenizer(), reference.load_model()
     write_tokenizer(inputs, tokenizer)
     write_logits(inputs, tokenizer, model)
+    write_embeddings()
 
 
 def write_tokenizer(inputs: dict, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -65,6 +70,24 @@ def write_logits(inputs: dict, tokenizer: PreTrainedTokenizerFast, model: PreTra
         margins = of_prompt["best_logits"][:, 0] - of_prompt["best_logits"][:, 1]
         print(f"{prompt['name']}: {len(prompt_ids)} tokens, smallest margin {margins.min():.4f}, {tokenizer.decode(tokens.tolist())!r}")
     np.savez_compressed(FOLDER / "logits.npz", **arrays)
+
+
+def write_embeddings() -> None:
+    folder = hub.resolve("minilm")
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), reference.load_encoder(folder)
+    token_lists = [tokenizer.encode(text) for text in embeddings.texts()]
+    pooled = np.stack([reference.hidden_states(model, token_ids).mean(0) for token_ids in token_lists])
+    with tempfile.TemporaryDirectory() as tiny:
+        tiny_model = reference.load_encoder(tiny_encoder.write(Path(tiny)))
+        states = [reference.hidden_states(tiny_model, token_ids) for token_ids in tiny_encoder.token_lists()]
+    embeddings.save(
+        embeddings.Golden(
+            token_lists,
+            pooled / np.linalg.norm(pooled, axis=1, keepdims=True),
+            np.stack([state.mean(0) for state in states]),
+            np.stack([state[0] for state in states]),
+        )
+    )
 
 
 def summary(prefix: str, scores: np.ndarray, vocab_ids: np.ndarray) -> dict[str, np.ndarray]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
 from tokenizers import pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from checkpoints import hub
 
@@ -49,3 +50,13 @@ def greedy(model: PreTrainedModel, token_ids: Sequence[int], num_tokens: int) ->
         chosen.append(int(scores[-1].argmax()))
         inputs = torch.tensor([[chosen[-1]]])
     return np.array(chosen, np.int32), np.stack(scores)
+
+
+def load_encoder(folder: Path) -> PreTrainedModel:
+    return AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@torch.inference_mode()
+def hidden_states(model: PreTrainedModel, token_ids: Sequence[int]) -> np.ndarray:
+    """[T, D] float32: an encoder's last, of one text alone, without padding."""
+    return model(torch.tensor([list(token_ids)])).last_hidden_state[0].numpy()
