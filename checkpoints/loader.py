@@ -51,7 +51,7 @@ def _check(source: TensorSource, targets: Mapping[str, jax.ShapeDtypeStruct], we
         target = tuple(targets[path].shape)
         parts = _parts(source, weight, target)
         fit = all(_groups(_oriented(source.shape(name), weight), part.shape) is not None for name, part in parts.items())
-        if not fit or sum(part.size for part in parts.values()) != target[weight.axis]:
+        if not fit or sum(part.size for part in parts.values()) != target[weight.axis % len(target)]:
             shapes = " and ".join(f"tensor {name!r} has shape {list(source.shape(name))}" for name in weight.tensors)
             raise CheckpointError(
                 f"{source.path}: {shapes}, but the configuration calls for {list(target)}{' side by side' if len(parts) > 1 else ''}"

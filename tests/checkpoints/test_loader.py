@@ -23,7 +23,7 @@ LAYER = "model.layers.{layer}."
 WEIGHTS = WeightMap(
     {
         "embedding.table": Weight(("model.embed_tokens.weight",)),
-        "norm.scale": Weight(("model.norm.weight",)),
+        "norm.scale": Weight(("model.norm.weight",), axis=-2),  # of no meaning to a single tensor, but models' tables may say so
         "blocks.{layer}.norm.scale": Weight((LAYER + "input_layernorm.weight",)),
         "blocks.{layer}.mlp_norm.scale": Weight((LAYER + "post_attention_layernorm.weight",)),
         "blocks.{layer}.qkv.kernel": Weight(tuple(f"{LAYER}self_attn.{p}_proj.weight" for p in "qkv"), transpose=True, axis=-2),
