@@ -1,4 +1,4 @@
-"""`jaxinfer serve` as a process of its own on a free port, and what it tells of itself."""
+"""A server as a process of its own on a free port, `jaxinfer serve` if no other is asked for, and what it tells of itself."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
@@ -21,6 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from benchmarks.worker import ROOT
 
 START_TIMEOUT = 600.0  # seconds to load and compile
+OURS = (sys.executable, "-m", "server.cli", "serve")
 STOP_TIMEOUT = 30.0  # seconds to end after SIGTERM
 
 
@@ -29,17 +31,33 @@ class ServerError(RuntimeError):
 
 
 class Server:
-    """Started by entering, stopped by leaving; `url` is its address. The port is free when it is chosen."""
+    """Started by entering, stopped by leaving; `url` is its address. The port is free when it is chosen.
 
-    def __init__(self, flags: Sequence[str]) -> None:
+    `command` is another server's, which must know --host and --port; `ready_path` answers 200 when it is ready."""
+
+    def __init__(
+        self,
+        flags: Sequence[str],
+        *,
+        command: Sequence[str] = OURS,
+        ready_path: str = "/ready",
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         # The log goes to a file, not a pipe: nobody reads it unless the server fails, and a full pipe would block it.
         self._log = tempfile.TemporaryFile(mode="w+", encoding="utf-8", errors="replace")  # noqa: SIM115 - open as long as the server
-        command = [sys.executable, "-m", "server.cli", "serve", *flags, "--host", "127.0.0.1", "--port", str(port)]
-        self._process = subprocess.Popen(command, cwd=ROOT, stdout=self._log, stderr=subprocess.STDOUT)
+        self._ready_path = ready_path
+        self._process = subprocess.Popen(
+            [*command, *flags, "--host", "127.0.0.1", "--port", str(port)],
+            cwd=ROOT,
+            env=os.environ | (environment or {}),
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # a group: some servers start processes of their own
+        )
         self.pid = self._process.pid
 
     def __enter__(self) -> Self:
@@ -55,9 +73,20 @@ class Server:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._process.kill()
+        self._signal(signal.SIGKILL)
         self._process.wait()
         self._log.close()
+
+    def pause(self) -> None:
+        """Stop it, so that no thread of it spins on a core while another is measured."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
 
     def end(self) -> int | None:
         """Send SIGTERM; returns the exit status, or None where it doesn't end in time."""
@@ -77,7 +106,7 @@ class Server:
 
     def _is_ready(self) -> bool:
         try:
-            with urllib.request.urlopen(f"{self.url}/ready", timeout=5) as answer:
+            with urllib.request.urlopen(f"{self.url}{self._ready_path}", timeout=5) as answer:
                 return bool(answer.status == 200)
         except OSError:
             return False

@@ -1,15 +1,18 @@
-"""An engine in a process of its own, spoken to in lines of JSON; stopped (SIGSTOP) while another is measured, so that no idle
-thread of it spins on a core. Standard library only: the worker's side runs in the peer's environment too."""
+"""An engine in a process group of its own, spoken to in lines of JSON; stopped (SIGSTOP) while another is measured, so that no idle
+thread of it spins on a core. Standard library only: the worker's side runs in the peers' environments too."""
 
 from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +25,24 @@ class WorkerError(RuntimeError):
 
 
 class Worker:
-    """Start `python -m module ...`, wait for its first line (what it is), and stop it until it is asked something."""
+    """Start `python -m module ...`, wait for its first line (what it is), and stop it until it is asked something.
 
-    def __init__(self, python: str, module: str, *args: str) -> None:
+    `environment` is added to this process's; `patience` is how many seconds an answer may take, the first line among them."""
+
+    def __init__(self, python: str, module: str, *args: str, environment: Mapping[str, str] | None = None, patience: float = 900) -> None:
         # On disk, not a pipe: nobody reads it unless the worker fails, and a full pipe would block it.
         self._log = tempfile.TemporaryFile(mode="w+", encoding="utf-8", errors="replace")  # noqa: SIM115 - open as long as the worker
+        self._patience = patience
+        self.started = time.perf_counter()
         self._process = subprocess.Popen(
-            [python, "-m", module, *args], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True
+            [python, "-m", module, *args],
+            cwd=ROOT,
+            env=os.environ | (environment or {}),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            start_new_session=True,  # a group: some engines start processes of their own
         )
         self.name = module
         self.pid = self._process.pid
@@ -37,12 +51,12 @@ class Worker:
         except BaseException:
             self.close()
             raise
-        self._process.send_signal(signal.SIGSTOP)
+        self._signal(signal.SIGSTOP)
 
     def ask(self, **question: Any) -> Answer:
         """One answer; the worker runs only until it has given it. Raises `WorkerError` with the worker's last words."""
         assert self._process.stdin is not None
-        self._process.send_signal(signal.SIGCONT)
+        self._signal(signal.SIGCONT)
         try:
             self._process.stdin.write(json.dumps(question) + "\n")
             self._process.stdin.flush()
@@ -50,15 +64,22 @@ class Worker:
         except BrokenPipeError:
             raise WorkerError(self._last_words()) from None
         finally:
-            self._process.send_signal(signal.SIGSTOP)
+            self._signal(signal.SIGSTOP)
 
     def close(self) -> None:
-        self._process.kill()  # also ends a stopped process
+        self._signal(signal.SIGKILL)  # also ends stopped processes
         self._process.wait()
         self._log.close()
 
+    def _signal(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+
     def _read(self) -> Answer:
         assert self._process.stdout is not None
+        # A worker says a line and waits: nothing is left in the buffer when it is asked again.
+        if not select.select([self._process.stdout], [], [], self._patience)[0]:
+            raise WorkerError(f"{self.name}: no answer within {self._patience:.0f} s")
         line = self._process.stdout.readline()
         if not line:
             raise WorkerError(self._last_words())

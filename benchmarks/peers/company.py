@@ -1,0 +1,145 @@
+"""The engines that are there, from the making of their environments to their last answer; who isn't, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import Others
+from benchmarks.peers.engines import Engine, ServerCommand
+from benchmarks.peers.measures import Measures
+from benchmarks.peers.memory import note_memory
+from benchmarks.peers.plan import Plan
+from benchmarks.peers.quality import TEXT, measure_quality, windows
+from benchmarks.peers.rates import last_line, measure_rates
+from benchmarks.peers.second_turn import WITH, WITHOUT, measure_second_turn
+from benchmarks.peers.served import Served, measure_served, words_of
+from benchmarks.peers.starts import measure_starts
+from benchmarks.peers.venvs import Absent, provide
+from benchmarks.peers.weights import provide_weights
+from benchmarks.serving import Server, ServerError, served_model
+from benchmarks.worker import Worker, WorkerError
+from checkpoints.hub import open_source
+from jaxinfer.tokenizer import Tokenizer
+
+Say = Callable[[str], None]
+
+
+class Company:
+    """`gather` first, then `measure` each part, then `close`. `about` has what each engine that is there says of itself."""
+
+    def __init__(self, engines: Sequence[Engine], model: Path, threads: int, plan: Plan, others: Others, say: Say) -> None:
+        self._engines, self._model, self._threads, self._say = {e.name: e for e in engines}, model, threads, say
+        self.plan, self.others = plan, others
+        self.measures = Measures()
+        self.absent: dict[str, str] = {}
+        self.lost: dict[str, str] = {}  # what failed in the middle, and why
+        self.about: dict[str, dict[str, Any]] = {}
+        self._models: dict[str, Path] = {}
+        self._workers: dict[str, Worker] = {}
+
+    def gather(self, *, installs: bool) -> None:
+        """See who is there: environment, weights, a worker that starts."""
+        for name, engine in self._engines.items():
+            try:
+                if engine.recipe:
+                    provide(engine.recipe, installs=installs, say=self._say)
+                self._models[name] = provide_weights(engine.weights, self._model, self._say)
+                self._say(f"starting {name}")
+                worker = engine.worker(self._models[name], self._threads, self.plan.context)
+            except (Absent, WorkerError) as error:
+                self.absent[name] = last_line(error)
+                self._say(f"{name}: absent ({self.absent[name]})")
+                continue
+            self._workers[name] = worker
+            self.about[name] = {"bits": engine.bits, "settings": dict(engine.settings), **worker.about}
+
+    def measure(self, part: str) -> None:
+        """One of `plan.PARTS`. An engine that fails in one is tried again in the next."""
+        measure = {
+            "rates": self._rates,
+            "second-turn": self._second_turn,
+            "quality": self._quality,
+            "start": self._start,
+            "served": self._served,
+        }[part]
+        lost: dict[str, str] = {}
+        measure(lost)
+        for name, why in lost.items():
+            self._say(f"{name}: {why}")
+            self.lost[f"{name}, {part}"] = why
+
+    def close(self) -> None:
+        for worker in self._workers.values():
+            worker.close()
+        self._workers.clear()
+
+    def _present(self) -> list[Engine]:
+        return [self._engines[name] for name in self.about]
+
+    def _rates(self, lost: dict[str, str]) -> None:
+        measure_rates(self._workers, self.plan.rates, self.plan.rounds, self.measures, lost, self.others, self._say)
+        for name, worker in self._workers.items():
+            if name not in lost:
+                note_memory(self.measures, "without a server", name, worker.pid)
+
+    def _second_turn(self, lost: dict[str, str]) -> None:
+        ours = next((engine for engine in self._present() if engine.is_ours), None)
+        if ours is None:
+            return
+        with ExitStack() as stack:
+            pair = {}
+            for name, has_cache in ((WITH, True), (WITHOUT, False)):
+                pair[name] = ours.worker(self._models[ours.name], self._threads, self.plan.context, prefix_cache=has_cache)
+                stack.callback(pair[name].close)
+            try:
+                measure_second_turn(pair, self.plan.chat, self.plan.rounds, self.measures, self.others, self._say)
+            except WorkerError as error:
+                lost[ours.name] = last_line(error)
+
+    def _quality(self, lost: dict[str, str]) -> None:
+        tokenizer = Tokenizer.from_source(open_source(self._model))
+        tokens = windows(tokenizer.encode(TEXT.read_text(encoding="utf-8"), add_special_tokens=False), *self.plan.windows)
+        able = {name: worker for name, worker in self._workers.items() if self._engines[name].gives_logits}
+        measure_quality(able, tokens, self.measures, lost, self._say)
+
+    def _start(self, lost: dict[str, str]) -> None:
+        self.close()
+        measure_starts(
+            self._present(),
+            self._models,
+            self._threads,
+            self.plan.start_rounds,
+            self.plan.start,
+            self.measures,
+            lost,
+            self.others,
+            self._say,
+        )
+
+    def _served(self, lost: dict[str, str]) -> None:
+        self.close()
+        tokenizer = Tokenizer.from_source(open_source(self._model))
+        with ExitStack() as stack:
+            servers: dict[str, Served] = {}
+            for engine in self._present():
+                if command := engine.server(self._models[engine.name], self._threads, self.plan.context):
+                    self._say(f"starting {engine.name}'s server")
+                    try:
+                        servers[engine.name] = self._serve(stack, command)
+                    except ServerError as error:
+                        lost[engine.name] = f"its server: {last_line(error)}"
+            words = words_of(tokenizer)
+            measure_served(servers, self.plan.loads, self.plan.rounds, words, self.measures, lost, self.others, self._say)
+            for name, served in servers.items():
+                if name not in lost:
+                    note_memory(self.measures, "as a server", name, served.server.pid)
+
+    def _serve(self, stack: ExitStack, command: ServerCommand) -> Served:
+        server = Server((), command=command.command, ready_path=command.ready_path, environment=command.environment)
+        stack.enter_context(server)
+        name, _ = served_model(server.url)
+        server.pause()
+        return Served(server, name, command.body)

@@ -1,0 +1,13 @@
+"""The most memory an engine held: as a worker after the rates, as a server after its clients."""
+
+from __future__ import annotations
+
+from benchmarks.machine import peak_memory
+from benchmarks.peers.measures import Measures
+
+PART = "memory"
+
+
+def note_memory(measures: Measures, label: str, engine: str, pid: int) -> None:
+    """Of the process and its descendants, while they are still there."""
+    measures.add(PART, f"peak memory, {label}", "MiB", engine, peak_memory(pid), is_higher_better=False)

@@ -1,0 +1,64 @@
+"""Tokens a second without a server: decode, prefill and many requests at once, by each engine in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from benchmarks.machine import Others
+from benchmarks.peers.measures import Measures
+from benchmarks.worker import Answer, Worker, WorkerError
+from benchmarks.workload import Case
+
+HOST = "host"  # the part of the report that has the host's time
+
+
+def rotated(names: Sequence[str], number: int) -> list[str]:
+    """The order of a round: each begins with the next one, so that none always follows the same other."""
+    start = number % len(names) if names else 0
+    return [*names[start:], *names[:start]]
+
+
+def measure_rates(
+    workers: Mapping[str, Worker],
+    work: Sequence[Case],
+    rounds: int,
+    measures: Measures,
+    lost: dict[str, str],
+    others: Others,
+    say: Callable[[str], None],
+) -> None:
+    """One unrecorded round of few tokens to warm up, then the rounds. An engine that fails goes to `lost`, with the reason."""
+    for number, case, name in _turns(list(workers), work, rounds):
+        if name in lost:
+            continue
+        say(f"{f'round {number} of {rounds}' if number else 'warming up'}: {case.label}, {name}")
+        others.look()
+        try:
+            answer = workers[name].ask(case=(case if number else case.short()).as_json(), seed=number)
+        except WorkerError as error:
+            lost[name] = f"{case.label}: {last_line(error)}"
+            continue
+        if number:
+            others.keep()
+            _record(measures, case, name, answer)
+
+
+def _turns(names: Sequence[str], work: Sequence[Case], rounds: int) -> Iterator[tuple[int, Case, str]]:
+    for number in range(rounds + 1):
+        for case in work:
+            for name in rotated(names, number):
+                yield number, case, name
+
+
+def _record(measures: Measures, case: Case, name: str, answer: Answer) -> None:
+    rate = answer["tokens_per_second"]
+    measures.add(case.kind, case.label, "tokens/s", name, rate, is_higher_better=True)
+    host = answer.get("host_seconds_per_decode_step")
+    if case.kind == "decode" and host is not None:
+        measures.add(HOST, f"{case.label}: host time a step", "us", name, host * 1e6, is_higher_better=False)
+        measures.add(HOST, f"{case.label}: its share of a step", "share", name, host * rate / case.size, is_higher_better=False)
+
+
+def last_line(error: Exception) -> str:
+    """What an error says in the end."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1]

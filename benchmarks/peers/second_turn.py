@@ -1,0 +1,42 @@
+"""What the prefix cache saves: time to the first token of a chat's second turn, with the cache and without, in turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+
+from benchmarks.machine import Others
+from benchmarks.peers.measures import Measures
+from benchmarks.peers.rates import rotated
+from benchmarks.worker import Worker
+
+PART = "second turn"
+WITH, WITHOUT = "with the prefix cache", "without it"
+
+
+@dataclass(frozen=True)
+class Chat:
+    """Tokens of the first turn's prompt, of its answer, and of what is asked then."""
+
+    prompt_tokens: int
+    answer_tokens: int
+    new_tokens: int
+    token_ids: tuple[int, int]
+
+    @property
+    def label(self) -> str:
+        return f"{self.prompt_tokens:,} tokens, an answer of {self.answer_tokens}, then {self.new_tokens} more: time to first token"
+
+
+def measure_second_turn(
+    workers: Mapping[str, Worker], chat: Chat, rounds: int, measures: Measures, others: Others, say: Callable[[str], None]
+) -> None:
+    """`workers` under WITH and WITHOUT. One unrecorded round, then the rounds. Raises `WorkerError`."""
+    for number in range(rounds + 1):
+        for name in rotated(list(workers), number):
+            say(f"{f'round {number} of {rounds}' if number else 'warming up'}: a chat's second turn {name}")
+            others.look()
+            seconds = workers[name].ask(second_turn=asdict(chat), seed=2 * number)["second_turn_seconds"]
+            if number:
+                others.keep()
+                measures.add(PART, chat.label, "s", name, seconds, is_higher_better=False)
