@@ -49,8 +49,8 @@ test-parity: $(PARITY_STAMP) ## compare live with torch and transformers, in a v
 golden: $(PARITY_STAMP) ## write the reference implementation's results anew to tests/golden/
 	@$(PARITY)/python -m tests.golden.write $(ARGS)
 
-bench: $(TEST_STAMP) $(PARITY_STAMP) ## this engine against transformers on this machine, one run, as ratios
-	@$(BIN)/python -m benchmarks.offline --peer-python $(PARITY)/python $(ARGS)
+bench: $(TEST_STAMP) ## this engine beside transformers, llama.cpp and vLLM on this machine, one run (ARGS="--quick": a look)
+	@$(BIN)/python -m benchmarks.peers $(ARGS)
 
 replay: $(TEST_STAMP) $(GUIDELLM_STAMP) ## a service's trace against this server (TRACE=file, in the format of Mooncake's traces)
 	@test -n "$(TRACE)" || { echo "Give a trace: make replay TRACE=conversation_trace.jsonl (docs/load_tests.md says where there is one)."; exit 1; }
@@ -60,7 +60,7 @@ soak: $(TEST_STAMP) ## overload, aborts, bad requests: what must hold (ARGS="--m
 	@$(BIN)/python -m benchmarks.soak $(ARGS)
 
 clean: ## remove the virtual environments and what tools left (model and compilation caches stay)
-	rm -rf .venv .venv-parity .venv-guidellm build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .schemathesis
+	rm -rf .venv .venv-parity .venv-guidellm .venv-llama-cpp .venv-vllm build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .schemathesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 %/bin/python:

@@ -11,6 +11,8 @@ from typing import Any
 
 import psutil
 
+SHORTEST = 1.0  # seconds
+
 
 def machine() -> dict[str, Any]:
     """Its processor, the cores that this process may use, and Python's version."""
@@ -26,7 +28,7 @@ def machine_slug(about: dict[str, Any]) -> str:
 
 class Others:
     """How many cores processes other than this one and its children kept busy, a hypervisor's share among them. `samples` has a value
-    for each stretch that was kept."""
+    for each stretch of a second or more that was kept: the clock behind it ticks a hundred times a second."""
 
     def __init__(self) -> None:
         self._own = psutil.Process()
@@ -42,7 +44,8 @@ class Others:
         began, every, own = self._since
         self.look()
         now, every_now, own_now = self._since
-        self.samples.append(max((every_now - every) - (own_now - own), 0.0) / max(now - began, 1e-9))
+        if now - began >= SHORTEST:
+            self.samples.append(max((every_now - every) - (own_now - own), 0.0) / (now - began))
 
     def _own_seconds(self) -> float:
         total = 0.0

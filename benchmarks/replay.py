@@ -26,7 +26,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from benchmarks.guidellm_replay import GUIDELLM, GuidellmError, replay_with_guidellm
 from benchmarks.http_load import Outcome, Record, base_url, connected, open_loop
-from benchmarks.offline import machine
+from benchmarks.machine import machine
 from benchmarks.replay_plan import CalibrationError, Replay, decide
 from benchmarks.replay_plot import draw
 from benchmarks.replay_report import IdealHits, Target, ideal_hits, markdown, rows, summarize, table

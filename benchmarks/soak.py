@@ -26,7 +26,7 @@ from rich.console import Console
 
 from benchmarks import soak_checks as checks
 from benchmarks.http_load import Outcome, Record, Request, closed_loop, connected, open_loop, send
-from benchmarks.offline import machine
+from benchmarks.machine import machine
 from benchmarks.replay_report import markdown, percentiles, table
 from benchmarks.serving import Server, ServerError, served_model
 from benchmarks.soak_checks import Check, Phase

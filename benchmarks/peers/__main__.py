@@ -9,6 +9,7 @@ import argparse
 import datetime
 import json
 import os
+import signal
 import statistics
 import sys
 import time
@@ -22,6 +23,7 @@ from benchmarks.machine import Others, machine, machine_slug
 from benchmarks.peers import charts, report
 from benchmarks.peers.company import Company
 from benchmarks.peers.engines import chosen
+from benchmarks.peers.measures import Measures
 from benchmarks.peers.plan import PARTS, Plan
 from benchmarks.worker import ROOT
 from checkpoints.hub import resolve
@@ -34,12 +36,25 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=(__doc__ or "").splitlines()[0])
     flag = parser.add_argument
     flag("--model", default="default", help="as for `jaxinfer serve --model`: a .gguf file or a folder; llama.cpp reads only the first")
-    flag("--engines", nargs="+", default=[], metavar="NAME", help="those whose names begin so, such as jaxinfer llama.cpp-q4_1; all if not given")
+    flag(
+        "--engines",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="those whose names begin so, such as jaxinfer llama.cpp-q4_1; all if not given",
+    )
     flag("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what is measured; all if not given")
     flag("--rounds", type=int, default=3, help="measurements of each figure by each engine (default: %(default)s)")
     flag("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of each engine; all cores if not given")
     flag("--quick", action="store_true", help="one round of everything, a few tokens each: a look at whether it runs, not a measurement")
-    flag("--token-ids", type=int, nargs=2, default=None, metavar=("FIRST", "END"), help="prompts are drawn from these; 1000 to 31000 if not given")
+    flag(
+        "--token-ids",
+        type=int,
+        nargs=2,
+        default=None,
+        metavar=("FIRST", "END"),
+        help="prompts are drawn from these; 1000 to 31000 if not given",
+    )
     flag(
         "--install",
         action=argparse.BooleanOptionalAction,
@@ -70,14 +85,17 @@ def main() -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     company = Company(options.engines, model, options.threads, plan, Others(), lambda text: console.print(text, markup=False))
     installs = not options.quick if options.install is None else options.install
-    company.gather(installs=installs)
-    for part in PARTS:
-        if part not in options.parts:
-            continue
-        company.measure(part)
-        # After each part: what is measured isn't lost by what comes after it.
-        write(output, result_of(company, options, date, about, time.perf_counter() - began))
-    company.close()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # what it started must not outlive it
+    try:
+        company.gather(installs=installs)
+        for part in PARTS:
+            if part not in options.parts:
+                continue
+            company.measure(part)
+            # After each part: what is measured isn't lost by what comes after it.
+            write(output, result_of(company, options, date, about, time.perf_counter() - began))
+    finally:
+        company.close()
     console.print(output.with_suffix(".md").read_text(encoding="utf-8"), markup=False)
     console.print(f"written to {output}, its page and its pictures beside it")
 
@@ -101,7 +119,7 @@ def result_of(company: Company, options: argparse.Namespace, date: str, about: d
 def write(output: Path, result: dict[str, Any]) -> None:
     """The JSON, the page and the pictures."""
     output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    measures = report.Measures.from_json(result["measures"])
+    measures = Measures.from_json(result["measures"])
     where = f"{result['machine']['cpu']}, {result['machine']['cores']} cores, {result['settings']['model']}, {result['date']}"
     pictures = charts.draw(output.parent, output.stem, where, measures, list(result["engines"]))
     output.with_suffix(".md").write_text(report.render(result, [p.name for p in pictures]), encoding="utf-8")

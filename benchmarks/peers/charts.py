@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from benchmarks.peers import memory, served, starts
 from benchmarks.peers.measures import Measure, Measures
 from benchmarks.peers.report import value
-from benchmarks.picture import INK, MUTED, STYLE, styled
+from benchmarks.picture import INK, MUTED, STYLE, duration, styled
 
 # Okabe and Ito's colours, told apart by the colour-blind too: one a family, a lighter tone for each further engine of it.
 FAMILIES = {"jaxinfer": "#0072B2", "transformers": "#E69F00", "llama.cpp": "#009E73", "vLLM": "#CC79A7"}
@@ -62,7 +62,7 @@ def _draw(path: Path, title: str, subtitle: str, panels: Sequence[Measure], shad
 
 def _bars(axes: Axes, measure: Measure, shades: Mapping[str, tuple[float, float, float]]) -> None:
     found = [(name, spread) for name in shades if (spread := measure.spread(name))]
-    axes.set_title(f"{measure.label}" + (f" ({measure.unit})" if measure.unit in ("tokens/s", "MiB") else ""), fontsize=10.5)
+    axes.set_title(f"{measure.label}" + (f" ({measure.unit})" if measure.unit in ("tokens/s", "MiB") else ""), fontsize=9.5, x=-0.28)
     longest = max((spread.high for _, spread in found), default=1.0)
     for place, (name, spread) in enumerate(found):
         axes.barh(place, spread.median, color=shades[name], height=0.72)
@@ -74,3 +74,5 @@ def _bars(axes: Axes, measure: Measure, shades: Mapping[str, tuple[float, float,
     axes.grid(visible=False, axis="y")
     axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(4))
     axes.tick_params(axis="x", labelsize=8)
+    if measure.unit == "s":
+        axes.xaxis.set_major_formatter(lambda seconds, _: duration(seconds))

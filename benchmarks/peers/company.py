@@ -125,12 +125,14 @@ class Company:
         with ExitStack() as stack:
             servers: dict[str, Served] = {}
             for engine in self._present():
-                if command := engine.server(self._models[engine.name], self._threads, self.plan.context):
-                    self._say(f"starting {engine.name}'s server")
-                    try:
-                        servers[engine.name] = self._serve(stack, command)
-                    except ServerError as error:
-                        lost[engine.name] = f"its server: {last_line(error)}"
+                command = engine.server(self._models[engine.name], self._threads, self.plan.context)
+                if command is None:
+                    continue
+                self._say(f"starting {engine.name}'s server")
+                try:
+                    servers[engine.name] = self._serve(stack, command)
+                except ServerError as error:
+                    lost[engine.name] = f"its server: {last_line(error)}"
             words = words_of(tokenizer)
             measure_served(servers, self.plan.loads, self.plan.rounds, words, self.measures, lost, self.others, self._say)
             for name, served in servers.items():

@@ -17,7 +17,7 @@ OURS = "jaxinfer"
 
 @dataclass(frozen=True)
 class ServerCommand:
-    command: Sequence[str]
+    command: Sequence[str]  # without --host and --port
     ready_path: str  # answers 200 when it is ready
     body: Mapping[str, Any]  # of a completion request: what keeps it from ending early, in its words
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -49,10 +49,12 @@ class Engine:
         """Its process, ready for sequences of `context` tokens. `settings` beside its own. Raises `WorkerError`."""
         about = {"name": self.name, "model": str(model), "threads": threads, "context": context, **self.settings, **settings}
         given = vllm_environment(threads) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if self.family == "vLLM" else {}
-        return Worker(self.python, f"benchmarks.peers.{MODULES[self.family]}", json.dumps(about), environment=given | dict(environment or {}))
+        return Worker(
+            self.python, f"benchmarks.peers.{MODULES[self.family]}", json.dumps(about), environment=given | dict(environment or {})
+        )
 
     def server(self, model: Path, threads: int, context: int) -> ServerCommand | None:
-        """The command of its server, without --host and --port; None where it has none."""
+        """How its server is started; None where it has none that is made for load."""
         return SERVERS[self.family](self, model, threads, context)
 
 
@@ -67,7 +69,7 @@ def _llama_cpp_server(engine: Engine, model: Path, threads: int, context: int) -
     flags = {"model": model, "n_threads": threads, "n_threads_batch": threads, "n_ctx": context, "logits_all": False}
     flags |= {"interrupt_requests": False, "flash_attn": True, "verbose": False}
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    return ServerCommand([engine.python, "-m", "llama_cpp.server", *words], "/v1/models", {"ignore_eos": True})
+    return ServerCommand([engine.python, "-m", "llama_cpp.server", *words], "/v1/models", {})  # it can't be told to ignore the end
 
 
 def _vllm_server(engine: Engine, model: Path, threads: int, context: int) -> ServerCommand:
@@ -77,7 +79,8 @@ def _vllm_server(engine: Engine, model: Path, threads: int, context: int) -> Ser
 
 
 def _no_server(engine: Engine, model: Path, threads: int, context: int) -> None:
-    return None
+    """`transformers serve` is not made for load: a request at a time, streams that end without [DONE], and on two cores its answers came at a
+    tenth of the rate of the loop in `transformers_engine`; its continuous batching, which wants a GPU's attention, was slower still."""
 
 
 def vllm_environment(threads: int) -> dict[str, str]:

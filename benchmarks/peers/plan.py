@@ -39,7 +39,7 @@ class Plan:
             windows=(512, 2),
             start=Case("prefill", 32, token_ids=ids),
             start_rounds=min(rounds, 2),
-            loads=(Load(1, 4, 64, 64), Load(8, 24, 64, 64), Load(32, 64, 64, 64)),
+            loads=(Load(1, 4, 64, 64), Load(8, 16, 64, 64), Load(32, 64, 64, 64)),
             context=4096,
         )
 

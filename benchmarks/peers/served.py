@@ -118,7 +118,7 @@ def figures(records: Sequence[Record]) -> list[tuple[str, str, float | None, boo
         ("output", "tokens/s", sum(r.output_tokens or 0 for r in records) / seconds, True),
         ("time to first token, median", "s", _percentile(ttft, 50), False),
         ("time to first token, p99", "s", _percentile(ttft, 99), False),
-        ("time a token after it, median", "s", _percentile(gaps, 50), False),
+        ("time per token after it, median", "s", _percentile(gaps, 50), False),
     ]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 import venv
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

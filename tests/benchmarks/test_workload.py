@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from benchmarks import offline, workload
+from benchmarks import workload
 from benchmarks.workload import Case, Prompts, measure, prompts
 
 
@@ -57,15 +57,31 @@ def test_engines_get_the_same_prompts_and_no_round_repeats_them() -> None:
     assert len(set(rows)) == 4
 
 
-def test_ratios_are_of_measurements_of_one_round() -> None:
-    case = Case("decode", 8, 4)
+def test_throughput_is_of_all_tokens_over_the_whole_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
 
-    def answers(*rates: float) -> dict[str, list[dict[str, float]]]:
-        return {case.label: [{"tokens_per_second": r, "host_seconds_per_decode_step": r * 1e-6} for r in rates]}
+    def generate(batch: Prompts, new_tokens: int) -> Iterator[Sequence[int]]:
+        assert [len(p) for p in batch] == [64, 64] and new_tokens == 2
+        for seconds, step in [(4, []), (1, [0]), (1, [0]), (1, [1]), (1, [1])]:
+            clock.now += seconds
+            yield step
 
-    measured = {"jaxinfer": answers(100, 300, 200), "slow": answers(50, 100, 100), "fast": answers(100, 200, 400)}
-    (row,) = offline.summarize(measured, [case])
-    assert row["tokens_per_second"] == {"jaxinfer": 200, "slow": 100, "fast": 200}
-    assert [r["peer"] for r in row["ratios"]] == ["fast", "slow"]
-    assert row["ratios"][0] == {"ours": "jaxinfer", "peer": "fast", "median": 1.0, "low": 0.5, "high": 1.5}
-    assert offline.host_microseconds(measured, [case, Case("prefill", 128)]) == {"decode, batch 8": pytest.approx(200)}
+    assert measure(Case("throughput", 2, 2, 64), 1, generate) == pytest.approx(4 / 8)
+
+
+def test_prompts_keep_to_the_token_ids_they_are_given() -> None:
+    case = Case("decode", 4, 1, 200, token_ids=(5, 9))
+    seen: set[int] = set()
+
+    def generate(batch: Prompts, new_tokens: int) -> Iterator[Sequence[int]]:
+        seen.update(token for prompt in batch for token in prompt)
+        yield from [range(4)] * new_tokens
+
+    measure(case, 1, generate)
+    assert seen == {5, 6, 7, 8}
+
+
+def test_a_case_survives_json() -> None:
+    case = Case("throughput", 64, 128, 64)
+    assert measure(Case(**case.as_json()), 3, lambda batch, new: iter([range(64)] * new)) > 0
+    assert Case(**case.as_json()).label == case.label
