@@ -11,7 +11,7 @@ import tokenizers
 from safetensors.numpy import save_file
 from tokenizers import models, normalizers, pre_tokenizers, processors
 
-HIDDEN, LAYERS, HEADS, MLP, VOCAB, POSITIONS, MAX_TOKENS = 32, 3, 4, 48, 84, 80, 70
+HIDDEN, LAYERS, HEADS, MLP, VOCAB, POSITIONS, MAX_TOKENS = 32, 2, 4, 48, 84, 80, 70
 CONFIG: dict[str, Any] = {
     "architectures": ["BertModel"],
     "model_type": "bert",

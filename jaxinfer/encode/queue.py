@@ -17,7 +17,7 @@ from jaxinfer.encode.texts import TokenIds
 Shape = tuple[int, int]  # of a batch: rows, and places for tokens in each
 
 _STEP_TOKENS = 512  # places of the largest batches: larger ones take no less time a token, and decoding would wait for them
-_NARROWEST = 32
+_NARROWEST, _FINE = 32, 128  # widths; from the latter on they grow by quarters
 _LEAST_FULL = 0.75  # of a batch's rows; fewer are quicker one by one
 
 
@@ -45,14 +45,13 @@ class EncodeJob:
     num_left: int = 0  # texts without an embedding
 
 
-def shapes_for(max_tokens: int) -> list[Shape]:
-    """The shapes of batches for texts of so many tokens: for each width one row, and as many as make up a whole step."""
-    widths = [min(_NARROWEST, max_tokens)]
-    while widths[-1] < max_tokens:
-        widths.append(min(2 * widths[-1], max_tokens))
-    shapes = [(num_rows, width) for width in widths for num_rows in (1, max(_STEP_TOKENS // width, 1))]
-    # Of the narrowest only one row, for a short text alone: where more wait they are as quick in wider ones.
-    return list(dict.fromkeys(shape for shape in shapes if shape[0] == 1 or shape[1] > _NARROWEST or len(widths) == 1))
+def widths_for(max_tokens: int) -> list[int]:
+    """The widths of rows for texts of so many tokens: doubling while they are narrow, then in steps of a quarter."""
+    widths, width = [], _NARROWEST
+    while width < max_tokens:
+        widths.append(width)
+        width += width if width < _FINE else 1 << (width.bit_length() - 3)
+    return [*widths, max_tokens]
 
 
 class EncodeQueue:
@@ -60,11 +59,19 @@ class EncodeQueue:
     whosever they are. So texts of one batch are of like length, and a short job soon has its turn behind a long one."""
 
     def __init__(self, max_tokens: int) -> None:
-        self.shapes = shapes_for(max_tokens)
-        self._most_rows = {width: num_rows for num_rows, width in sorted(self.shapes)}
+        widths = widths_for(max_tokens)
+        # Whole steps, by their width. Of the narrowest there is none: many short texts are as quick in wider rows.
+        self._steps = {width: max(_STEP_TOKENS // width, 1) for width in widths[1:] or widths}
+        # Single rows, for a few texts: fewer widths do.
+        self._singles = [width for width in widths if width.bit_count() == 1 or width == max_tokens]
         self._jobs: deque[EncodeJob] = deque()
         self._texts: list[_Waiting] = []  # in order
         self._num_arrived = 0
+
+    @property
+    def shapes(self) -> list[Shape]:
+        """Of all batches that `take` may give."""
+        return sorted({(num_rows, width) for width, num_rows in self._steps.items()} | {(1, width) for width in self._singles})
 
     def __len__(self) -> int:
         """Waiting texts."""
@@ -88,24 +95,26 @@ class EncodeQueue:
         if not self._jobs:
             return None
         self._jobs.rotate(-1)
-        rest = list(self._texts)
-        first = rest.pop(max(i for i, text in enumerate(rest) if text[2].job is self._jobs[-1]))
-        width = self._width(first[0])
-        most = self._most_rows[width]
-        rows = [[first, *_fill(rest, width - first[0], width // SHORTEST - 1)]]
-        while len(rows) < most and (row := _fill(rest, width, width // SHORTEST)):
-            rows.append(row)
+        first = max(i for i, text in enumerate(self._texts) if text[2].job is self._jobs[-1])
+        length = self._texts[first][0]
+        width = next(width for width in self._steps if width >= length)
+        most = self._steps[width]
+        rows = self._rows(first, width, most)
         if len(rows) < _LEAST_FULL * most:
-            most, rows = 1, rows[:1]
+            most, total = 1, sum(text[0] for text in self._texts)
+            width = next(single for single in self._singles if single >= max(length, min(total, width)))
+            rows = self._rows(first, width, most)
         self._take_away({text for row in rows for text in row})
         return (most, width), [[text[2] for text in row] for row in rows]
 
-    def _width(self, length: int) -> int:
-        """Of the rows for a text of this length."""
-        narrowest = min(self._most_rows)
-        # The narrowest for what fits it alone; no text is of no tokens.
-        is_alone = sum(text[0] for text in self._texts[: narrowest + 1]) <= narrowest
-        return next(w for w in self._most_rows if w >= length and (w > narrowest or is_alone or len(self._most_rows) == 1))
+    def _rows(self, first: int, width: int, most: int) -> list[list[_Waiting]]:
+        """The first text and the largest others that fit, in rows, `most` at most."""
+        rest = list(self._texts)
+        begun = rest.pop(first)
+        rows = [[begun, *_fill(rest, width - begun[0], width // SHORTEST - 1)]]
+        while len(rows) < most and (row := _fill(rest, width, width // SHORTEST)):
+            rows.append(row)
+        return rows
 
     def _take_away(self, texts: set[_Waiting]) -> None:
         self._texts = [text for text in self._texts if text not in texts]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxinfer.encode.batch import most_texts
-from jaxinfer.encode.queue import EncodeJob, EncodeQueue, shapes_for
+from jaxinfer.encode.queue import EncodeJob, EncodeQueue, widths_for
 
 
 def job_of(lengths, name="job"):
@@ -30,17 +30,24 @@ def drained(queue):
 
 
 @pytest.mark.parametrize(
-    ("max_tokens", "shapes"),
+    ("max_tokens", "widths"),
     [
-        (256, [(1, 32), (1, 64), (8, 64), (1, 128), (4, 128), (1, 256), (2, 256)]),
-        (70, [(1, 32), (1, 64), (8, 64), (1, 70), (7, 70)]),
-        (2048, [(1, 32), (1, 64), (8, 64), (1, 128), (4, 128), (1, 256), (2, 256), (1, 512), (1, 1024), (1, 2048)]),
-        (32, [(1, 32), (16, 32)]),
-        (10, [(1, 10), (51, 10)]),
+        (256, [32, 64, 128, 160, 192, 224, 256]),
+        (513, [32, 64, 128, 160, 192, 224, 256, 320, 384, 448, 512, 513]),
+        (70, [32, 64, 70]),
+        (32, [32]),
+        (10, [10]),
     ],
 )
-def test_widths_double_up_to_the_longest_text(max_tokens, shapes):
-    assert shapes_for(max_tokens) == shapes
+def test_widths_double_then_grow_by_quarters_up_to_the_longest_text(max_tokens, widths):
+    assert widths_for(max_tokens) == widths
+
+
+def test_every_width_has_whole_steps_and_some_have_single_rows():
+    whole = {(8, 64), (4, 128), (3, 160), (2, 192), (2, 224), (2, 256)}
+    assert set(EncodeQueue(256).shapes) == whole | {(1, 32), (1, 64), (1, 128), (1, 256)}
+    assert EncodeQueue(10).shapes == [(1, 10), (51, 10)]
+    assert {(1, 320), (1, 512)} <= set(EncodeQueue(512).shapes)  # a step is no more than a row
 
 
 @settings(max_examples=200, deadline=None)
@@ -86,7 +93,7 @@ def test_many_texts_fill_nearly_all_places():
     queue = EncodeQueue(256)
     queue.add(job_of(lengths))
     places = sum(num_rows * width for (num_rows, width), _ in drained(queue))
-    assert sum(lengths) / places > 0.94
+    assert sum(lengths) / places > 0.92
 
 
 def test_a_text_alone_takes_the_narrowest_row_and_several_a_wider_one():
@@ -98,6 +105,8 @@ def test_a_text_alone_takes_the_narrowest_row_and_several_a_wider_one():
     assert queue.take()[0] == (1, 32)
     queue.add(job_of([10, 10, 10, 10]))
     assert queue.take()[0] == (1, 64)
+    queue.add(job_of([150, 100]))
+    assert (queue.take()[0], len(queue)) == ((1, 256), 0)
 
 
 def test_a_step_is_taken_whole_where_most_of_it_is_used_and_row_by_row_where_not():
@@ -110,8 +119,10 @@ def test_a_step_is_taken_whole_where_most_of_it_is_used_and_row_by_row_where_not
 
 def test_long_texts_come_first_and_short_ones_fill_their_rows():
     queue = EncodeQueue(256)
-    queue.add(job_of([3, 250, 60, 200, 4, 5]))
-    assert [(shape, lengths_of(rows)) for shape, rows in drained(queue)] == [((2, 256), [[250, 5], [200, 4, 3]]), ((1, 64), [[60]])]
+    queue.add(job_of([3, 250, 60, 220, 4, 5]))
+    assert [(shape, lengths_of(rows)) for shape, rows in drained(queue)] == [((2, 256), [[250, 5], [220, 4, 3]]), ((1, 64), [[60]])]
+    queue.add(job_of([150] * 3 + [190, 185]))
+    assert [shape for shape, _ in drained(queue)] == [(2, 192), (3, 160)]
 
 
 def test_jobs_take_turns_whatever_their_size():

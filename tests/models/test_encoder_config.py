@@ -19,7 +19,7 @@ FILES = SentenceFiles(["Transformer", "Pooling", "Normalize"], {"max_seq_length"
 def test_every_size_is_taken_over() -> None:
     assert EncoderConfig.from_hf(CONFIG, FILES) == EncoderConfig(
         architecture="BertModel",
-        num_layers=3,
+        num_layers=2,
         hidden_size=32,
         num_heads=4,
         mlp_size=48,

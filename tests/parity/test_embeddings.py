@@ -52,6 +52,11 @@ def test_embeddings_are_the_references(minilm: Embedder) -> None:
     np.testing.assert_allclose(made, expected, atol=1e-5)
 
 
+def test_bfloat16_weights_come_close() -> None:
+    rounded = Embedder("minilm", dtype="bfloat16").embed(embeddings.texts())
+    assert embeddings.cosines(rounded, embeddings.load().embeddings).min() > 0.9995
+
+
 @settings(max_examples=500, deadline=None)
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=60))
 def test_token_ids_of_any_text_are_the_references(minilm: Embedder, text: str) -> None:
