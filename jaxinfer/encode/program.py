@@ -51,7 +51,7 @@ def _attend(
         return x.astype(jnp.float32).reshape(num_rows, width, *x.shape[1:]).transpose(0, 2, 1, 3)
 
     # Plain batched products of what was laid out for them: XLA on CPU takes a quarter longer to find that out itself.
-    scores = by_head(q * q.shape[-1] ** -0.5) @ by_head(k).transpose(0, 1, 3, 2)
+    scores = (by_head(q) * q.shape[-1] ** -0.5) @ by_head(k).transpose(0, 1, 3, 2)
     scores = jnp.where(same_text[:, None], scores, -1e30)
     weights = jnp.exp(scores - scores.max(-1, keepdims=True))
     attended = (weights @ by_head(v)) / weights.sum(-1, keepdims=True)

@@ -1,0 +1,30 @@
+"""jaxinfer's embedding model as a worker: `python -m benchmarks.this_embedder FOLDER DTYPE THREADS`."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+
+from benchmarks.worker import Answer, serve
+from jaxinfer import Embedder
+
+
+def start() -> tuple[Answer, Callable[[Answer], Answer]]:
+    """Load, compile, and return what this is and how to embed."""
+    embedder = Embedder(sys.argv[1], dtype=sys.argv[2])
+
+    def answer(question: Answer) -> Answer:
+        began = time.perf_counter()
+        embeddings = embedder.embed(question["texts"])
+        seconds = time.perf_counter() - began
+        notes = f"{embedder.stats.num_compilations_after_ready} compiled after ready"
+        return {"seconds": seconds, "embeddings": embeddings.tolist(), "notes": notes}
+
+    return {"name": f"jaxinfer {sys.argv[2]}"}, answer
+
+
+if __name__ == "__main__":
+    serve(start)
+    os._exit(0)  # no wait for the runtime's threads
