@@ -80,8 +80,9 @@ class Company:
         return [self._engines[name] for name in self.about]
 
     def _rates(self, lost: dict[str, str]) -> None:
-        measure_rates(self._workers, self.plan.rates, self.plan.rounds, self.measures, lost, self.others, self._say)
+        told = measure_rates(self._workers, self.plan.rates, self.plan.rounds, self.measures, lost, self.others, self._say)
         for name, worker in self._workers.items():
+            self.about[name]["told"] = told[name]
             if name not in lost:
                 note_memory(self.measures, "without a server", name, worker.pid)
 

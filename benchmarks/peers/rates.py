@@ -26,8 +26,10 @@ def measure_rates(
     lost: dict[str, str],
     others: Others,
     say: Callable[[str], None],
-) -> None:
-    """One unrecorded round of few tokens to warm up, then the rounds. An engine that fails goes to `lost`, with the reason."""
+) -> dict[str, dict[str, Answer]]:
+    """One unrecorded round of few tokens to warm up, then the rounds. An engine that fails goes to `lost`, with the reason. Returns what
+    else each engine told of each case in the last round, such as the cache it chose."""
+    told: dict[str, dict[str, Answer]] = {name: {} for name in workers}
     for number, case, name in _turns(list(workers), work, rounds):
         if name in lost:
             continue
@@ -40,7 +42,8 @@ def measure_rates(
             continue
         if number:
             others.keep()
-            _record(measures, case, name, answer)
+            told[name][case.label] = _record(measures, case, name, answer)
+    return told
 
 
 def _turns(names: Sequence[str], work: Sequence[Case], rounds: int) -> Iterator[tuple[int, Case, str]]:
@@ -50,13 +53,15 @@ def _turns(names: Sequence[str], work: Sequence[Case], rounds: int) -> Iterator[
                 yield number, case, name
 
 
-def _record(measures: Measures, case: Case, name: str, answer: Answer) -> None:
-    rate = answer["tokens_per_second"]
+def _record(measures: Measures, case: Case, name: str, answer: Answer) -> Answer:
+    """Take the figures; the rest is returned."""
+    rate = answer.pop("tokens_per_second")
     measures.add(case.kind, case.label, "tokens/s", name, rate, is_higher_better=True)
-    host = answer.get("host_seconds_per_decode_step")
+    host = answer.pop("host_seconds_per_decode_step", None)
     if case.kind == "decode" and host is not None:
         measures.add(HOST, f"{case.label}: host time a step", "us", name, host * 1e6, is_higher_better=False)
         measures.add(HOST, f"{case.label}: its share of a step", "share", name, host * rate / case.size, is_higher_better=False)
+    return answer
 
 
 def last_line(error: Exception) -> str:

@@ -24,7 +24,7 @@ def render(result: Mapping[str, Any], pictures: Sequence[str] = ()) -> str:
     for title, parts, about in SECTIONS:
         if rows := [m for part in parts for m in measures.of(part)]:
             pieces += [f"## {title}", about, comparison(rows, {n: e["bits"] for n, e in engines.items()})]
-    pieces += _second_turn(measures) + _host(measures) + _quality(measures) + _embeddings(result.get("embeddings"))
+    pieces += _second_turn(measures) + _host(measures, list(engines)) + _quality(measures) + _embeddings(result.get("embeddings"))
     return "\n\n".join([*pieces, *_absent(result), *_conditions(result)]) + "\n"
 
 
@@ -101,11 +101,11 @@ def _second_turn(measures: Measures) -> list[str]:
     return ["## Second turn", about, table(["", second_turn.WITH, second_turn.WITHOUT, "times as fast"], rows)]
 
 
-def _host(measures: Measures) -> list[str]:
+def _host(measures: Measures, engines: Sequence[str]) -> list[str]:
     rows = measures.of(rates.HOST)
     if not rows:
         return []
-    names = list(rows[0].values)
+    names = [name for name in engines if name in rows[0].values]
     about = "What the engine's thread does in a decode step outside the compiled program: scheduling, dispatch, reading, text. Some of it while the device works."
     return ["## Host time", about, table(["", *names], [[m.label, *(value(m.unit, m.spread(n)) for n in names)] for m in rows])]
 
@@ -116,8 +116,8 @@ def _quality(measures: Measures) -> list[str]:
         return []
     names = list(dict.fromkeys(n for m in rows for n in m.values))
     about = (
-        "Over a fixed text in the public domain. The weights that all engines start from are a 4-bit file's: llama.cpp's Q4_1 computes with them "
-        "as they are and rounds what they are multiplied by, the others with what they stand for. KL divergence is of an engine's "
+        "Over a fixed text in the public domain. The default model is a 4-bit file: llama.cpp's Q4_1 multiplies its weights as they are and "
+        "rounds what they are multiplied by, all others start from what they stand for. KL divergence is of an engine's "
         f"distribution over the vocabulary from {quality.REFERENCE}'s, the mean over all positions."
     )
     return ["## Quality", about, table(["", *(m.label for m in rows)], [[n, *(value(m.unit, m.spread(n)) for m in rows)] for n in names])]

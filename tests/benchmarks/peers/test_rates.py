@@ -22,12 +22,16 @@ class FakeWorker:
         self.asked.append(question)
         if not self.rates:
             raise WorkerError("its last words:\nout of memory")
-        return {"tokens_per_second": self.rates.pop(0), "host_seconds_per_decode_step": self.host}
+        return {"tokens_per_second": self.rates.pop(0), "host_seconds_per_decode_step": self.host, "cache": f"number {len(self.asked)}"}
 
 
-def run(workers: dict[str, Any], work: list[Case], rounds: int) -> tuple[Measures, dict[str, str], list[str]]:
+def run(
+    workers: dict[str, Any], work: list[Case], rounds: int, told: dict[str, Any] | None = None
+) -> tuple[Measures, dict[str, str], list[str]]:
     measures, lost, said = Measures(), {}, []
-    measure_rates(workers, work, rounds, measures, lost, Others(), said.append)
+    found = measure_rates(workers, work, rounds, measures, lost, Others(), said.append)
+    if told is not None:
+        told.update(found)
     return measures, lost, said
 
 
@@ -57,3 +61,9 @@ def test_host_time_is_of_decode_steps_with_its_share_of_one() -> None:
     assert time.values == {"ours": [pytest.approx(1000)]}
     # 400 tokens a second in steps of 8 are 50 steps a second: 1 ms of 20.
     assert share.values == {"ours": [pytest.approx(0.05)]}
+
+
+def test_what_an_engine_chose_is_told() -> None:
+    told: dict[str, Any] = {}
+    run({"a": FakeWorker(1, 2, 3)}, [Case("prefill", 128)], 2, told)
+    assert told == {"a": {"prefill, 128 tokens": {"cache": "number 3"}}}
