@@ -21,9 +21,9 @@ def machine() -> dict[str, Any]:
 
 
 def machine_slug(about: dict[str, Any]) -> str:
-    """Its name in a file's name: 'amd-epyc-2-cores'."""
+    """Its name in a file's name: 'amd-epyc-2-cores', with the accelerator's behind it where `about` has one."""
     words = re.sub(r"\(.*?\)|@.*|\bprocessor\b|\bcpu\b", " ", about["cpu"].lower())
-    return re.sub(r"[^a-z0-9]+", "-", f"{words} {about['cores']} cores").strip("-")
+    return re.sub(r"[^a-z0-9]+", "-", f"{words} {about['cores']} cores {about.get('accelerator', '').lower()}").strip("-")
 
 
 class Others:

@@ -81,13 +81,15 @@ def main() -> None:
     plan = Plan.quick(options.token_ids) if options.quick else Plan.full(options.rounds, options.token_ids)
     about, began = machine(), time.perf_counter()
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
-    output = options.output or RESULTS / f"{machine_slug(about)}-{date}.json"
-    output.parent.mkdir(parents=True, exist_ok=True)
     company = Company(options.engines, model, options.threads, plan, Others(), lambda text: console.print(text, markup=False))
     installs = not options.quick if options.install is None else options.install
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # what it started must not outlive it
     try:
         company.gather(installs=installs)
+        if found := {engine["device"] for engine in company.about.values() if engine["platform"] != "cpu"}:
+            about["accelerator"] = " ".join(sorted(found))
+        output = options.output or RESULTS / f"{machine_slug(about)}-{date}.json"
+        output.parent.mkdir(parents=True, exist_ok=True)
         for part in PARTS:
             if part not in options.parts:
                 continue

@@ -8,7 +8,7 @@ from pathlib import Path
 import matplotlib
 from matplotlib.axes import Axes
 
-from benchmarks.peers import memory, served, starts
+from benchmarks.peers import embedded, memory, served, starts
 from benchmarks.peers.measures import Measure, Measures
 from benchmarks.peers.report import value
 from benchmarks.picture import INK, MUTED, STYLE, duration, styled
@@ -37,6 +37,7 @@ def draw(folder: Path, stem: str, title: str, measures: Measures, engines: Seque
     for kind, about, panels in (
         ("rates", "Tokens a second without a server: longer is better", rates),
         ("served", "Over HTTP: throughput (longer is better), then latencies (shorter is better)", measures.of(served.PART)),
+        ("embeddings", "Embeddings, texts a second: longer is better", measures.of(embedded.PART)),
         ("start", "Start to the first token, peak memory: shorter is better", waits),
     ):
         if panels:
@@ -62,7 +63,9 @@ def _draw(path: Path, title: str, subtitle: str, panels: Sequence[Measure], shad
 
 def _bars(axes: Axes, measure: Measure, shades: Mapping[str, tuple[float, float, float]]) -> None:
     found = [(name, spread) for name in shades if (spread := measure.spread(name))]
-    axes.set_title(f"{measure.label}" + (f" ({measure.unit})" if measure.unit in ("tokens/s", "MiB") else ""), fontsize=9.5, x=-0.28)
+    axes.set_title(
+        f"{measure.label}" + (f" ({measure.unit})" if measure.unit in ("tokens/s", "texts/s", "MiB") else ""), fontsize=9.5, x=-0.28
+    )
     longest = max((spread.high for _, spread in found), default=1.0)
     for place, (name, spread) in enumerate(found):
         axes.barh(place, spread.median, color=shades[name], height=0.72)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import Others
+from benchmarks.peers.embedded import measure_embeddings
 from benchmarks.peers.engines import Engine, ServerCommand
 from benchmarks.peers.measures import Measures
 from benchmarks.peers.memory import note_memory
@@ -21,10 +22,12 @@ from benchmarks.peers.venvs import Absent, provide
 from benchmarks.peers.weights import provide_weights
 from benchmarks.serving import Server, ServerError, served_model
 from benchmarks.worker import Worker, WorkerError
-from checkpoints.hub import open_source
+from checkpoints.hub import open_source, resolve
+from checkpoints.source import CheckpointError
 from jaxinfer.tokenizer import Tokenizer
 
 Say = Callable[[str], None]
+EMBEDDING_MODEL = "minilm"
 
 
 class Company:
@@ -62,6 +65,7 @@ class Company:
             "rates": self._rates,
             "second-turn": self._second_turn,
             "quality": self._quality,
+            "embeddings": self._embeddings,
             "start": self._start,
             "served": self._served,
         }[part]
@@ -105,6 +109,25 @@ class Company:
         tokens = windows(tokenizer.encode(TEXT.read_text(encoding="utf-8"), add_special_tokens=False), *self.plan.windows)
         able = {name: worker for name, worker in self._workers.items() if self._engines[name].gives_logits}
         measure_quality(able, tokens, self.measures, lost, self._say)
+
+    def _embeddings(self, lost: dict[str, str]) -> None:
+        self.close()
+        try:
+            folder = resolve(EMBEDDING_MODEL)
+        except CheckpointError as error:
+            lost["embeddings"] = last_line(error)
+            return
+        measure_embeddings(
+            self._present(),
+            folder,
+            self._threads,
+            self.plan.num_texts,
+            self.plan.rounds,
+            self.measures,
+            lost,
+            self.others,
+            self._say,
+        )
 
     def _start(self, lost: dict[str, str]) -> None:
         self.close()

@@ -10,8 +10,8 @@ from benchmarks.peers.second_turn import Chat
 from benchmarks.peers.served import Load
 from benchmarks.workload import TOKEN_IDS, Case
 
-# In the order they are measured: those that need the workers, then those that need the memory that workers hold.
-PARTS = ("rates", "second-turn", "quality", "start", "served")
+# In the order they are measured: first those that need the workers, then those that start processes of their own.
+PARTS = ("rates", "second-turn", "quality", "embeddings", "start", "served")
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,7 @@ class Plan:
     rates: tuple[Case, ...]
     chat: Chat
     windows: tuple[int, int]  # of the quality text: tokens of each, and how many
+    num_texts: int | None  # embedded in each case; None: all there are
     start: Case
     start_rounds: int
     loads: tuple[Load, ...]
@@ -37,6 +38,7 @@ class Plan:
             ),
             chat=Chat(2000, 32, 64, ids),
             windows=(512, 2),
+            num_texts=None,
             start=Case("prefill", 32, token_ids=ids),
             start_rounds=min(rounds, 2),
             loads=(Load(1, 4, 64, 64), Load(8, 16, 64, 64), Load(32, 64, 64, 64)),
@@ -55,6 +57,7 @@ class Plan:
             ),
             chat=Chat(128, 8, 8, ids),
             windows=(64, 1),
+            num_texts=8,
             start=Case("prefill", 8, token_ids=ids),
             start_rounds=1,
             loads=(Load(1, 2, 8, 8), Load(4, 8, 8, 8)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.peers import memory, quality, rates, second_turn, served, starts
+from benchmarks.peers import embedded, memory, quality, rates, second_turn, served, starts
 from benchmarks.peers.engines import OURS
 from benchmarks.peers.measures import Measure, Measures, Spread
 
@@ -20,11 +20,12 @@ SECTIONS = (
 def render(result: Mapping[str, Any], pictures: Sequence[str] = ()) -> str:
     """The whole page. `result` as the JSON file has it; `pictures` are file names beside the page."""
     measures, engines = Measures.from_json(result["measures"]), result["engines"]
+    bits = {name: engine["bits"] for name, engine in engines.items()}
     pieces = [_heading(result), *(f"![{name}]({name})" for name in pictures)]
     for title, parts, about in SECTIONS:
         if rows := [m for part in parts for m in measures.of(part)]:
-            pieces += [f"## {title}", about, comparison(rows, {n: e["bits"] for n, e in engines.items()})]
-    pieces += _second_turn(measures) + _host(measures, list(engines)) + _quality(measures) + _embeddings(result.get("embeddings"))
+            pieces += [f"## {title}", about, comparison(rows, bits)]
+    pieces += _second_turn(measures) + _host(measures, list(engines)) + _quality(measures) + _embeddings(measures, bits)
     return "\n\n".join([*pieces, *_absent(result), *_conditions(result)]) + "\n"
 
 
@@ -59,6 +60,8 @@ def value(unit: str, spread: Spread | None) -> str:
         return f"{number * 1e3:,.{1 if number < 0.1 else 0}f} ms" if number < 1 else f"{number:.2f} s" if number < 10 else f"{number:.0f} s"
     if unit == "share":
         return f"{number:.1%}"
+    if unit == "cosine":
+        return f"{number:.5f}"
     if unit == "nats":
         return f"{number:.2g}"
     if unit in ("MiB", "us"):
@@ -123,8 +126,15 @@ def _quality(measures: Measures) -> list[str]:
     return ["## Quality", about, table(["", *(m.label for m in rows)], [[n, *(value(m.unit, m.spread(n)) for m in rows)] for n in names])]
 
 
-def _embeddings(found: Mapping[str, Any] | None) -> list[str]:
-    return ["## Embeddings", found["markdown"].strip()] if found else []
+def _embeddings(measures: Measures, bits: Mapping[str, int]) -> list[str]:
+    rates, alike = measures.of(embedded.PART), measures.of(embedded.LIKENESS)
+    if not rates:
+        return []
+    pieces = ["## Embeddings", "Texts per second, from text to vectors.", comparison(rates, bits)]
+    if alike:
+        names = [name for name in bits if name in alike[0].values]
+        pieces.append(table(["", *names], [[m.label, *(value(m.unit, m.spread(n)) for n in names)] for m in alike]))
+    return pieces
 
 
 def _absent(result: Mapping[str, Any]) -> list[str]:
