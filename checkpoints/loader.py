@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,10 +19,16 @@ from checkpoints.weight_map import Weight, WeightMap
 _NUM_THREADS = min(4, os.cpu_count() or 1)
 
 
-def load(source: TensorSource, targets: Mapping[str, jax.ShapeDtypeStruct], weight_map: WeightMap) -> dict[str, jax.Array]:
+def load(
+    source: TensorSource,
+    targets: Mapping[str, jax.ShapeDtypeStruct],
+    weight_map: WeightMap,
+    convert: Callable[[str, jax.Array], Any] = lambda path, array: array,
+) -> dict[str, Any]:
     """Every parameter of `targets` (dotted path -> shape, dtype and sharding) from the checkpoint, as an array so sharded.
 
-    Floating point values are cast to the target's type. May be called again on the same source for another mesh. Raises
+    Floating point values are cast to the target's type. `convert` is given each array as soon as it is there, and what it returns takes
+    its place: no more than a few are held in both forms. May be called again on the same source for another mesh. Raises
     `CheckpointError`, before anything is read, for tensors that are missing, of another shape, or left over.
     """
     weights = {path: weight_map.find(path) for path in targets}
@@ -29,7 +36,7 @@ def load(source: TensorSource, targets: Mapping[str, jax.ShapeDtypeStruct], weig
     largest_first = sorted(targets, key=lambda path: -prod(targets[path].shape))  # so that no thread is left with one at the end
     pool = ThreadPoolExecutor(_NUM_THREADS, "load")
     try:
-        arrays = pool.map(lambda path: _load_one(source, targets[path], weights[path]), largest_first)
+        arrays = pool.map(lambda path: convert(path, _load_one(source, targets[path], weights[path])), largest_first)
         loaded = dict(zip(largest_first, arrays, strict=True))
     finally:
         pool.shutdown(cancel_futures=True)

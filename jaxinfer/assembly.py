@@ -38,7 +38,8 @@ from jaxinfer.prefill.worker import PrefillWorker
 from jaxinfer.runtime.buckets import prefill_rows
 from jaxinfer.runtime.compilation import COUNTER, Executable, compile_programs, use_persistent_cache
 from jaxinfer.runtime.device_clock import DeviceClock
-from jaxinfer.runtime.load import Weights, load_weights, random_weights
+from jaxinfer.runtime.load import load_weights, random_weights
+from jaxinfer.runtime.template import Weights
 from jaxinfer.sampling.params import neutral_rows
 from jaxinfer.stats import EngineStats
 from jaxinfer.tokenizer import Tokenizer

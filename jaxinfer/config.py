@@ -28,6 +28,12 @@ class ModelConfig:
         "compute type: auto (float32 on CPU, bfloat16 on GPU), float32, bfloat16 (on CPU: products only, activations stay float32)",
         choices=("auto", "float32", "bfloat16"),
     )
+    weights: str = _flag(
+        "auto",
+        "matrices in memory: auto (as dtype says) or int8 (8-bit integers with a scale an output, multiplied as integers: fast for few "
+        "sequences on a CPU, and not exactly the checkpoint's)",
+        choices=("auto", "int8"),
+    )
     max_model_len: int | None = _flag(None, "longest prompt plus output in tokens; the model's own context if not given")
     embedding_model: str | None = _flag(
         None, "embedding model beside the main one: a local folder, a Hugging Face id, or 'minilm' (all-MiniLM-L6-v2)"

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxinfer.kv_cache.pages import Pages
 from jaxinfer.runtime.compilation import Executable, ProgramSource, compile_program
-from jaxinfer.runtime.load import ModelTemplate, Weights
+from jaxinfer.runtime.template import ModelTemplate, Weights
 from sharding.mesh import TENSOR
 from sharding.partition import replicated
 

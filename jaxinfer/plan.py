@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxinfer.config import ConfigError, EngineConfig, format_bytes, parse_bytes
 from jaxinfer.kv_cache.spec import PageSpec
 from jaxinfer.models.config import ArchitectureConfig
-from jaxinfer.runtime.load import ModelTemplate, make_template
+from jaxinfer.runtime.template import ModelTemplate, make_template
 from sharding.mesh import make_mesh
 from sharding.rules import RULES, Rules
 
@@ -52,7 +52,7 @@ def make_plan(config: EngineConfig, architecture: ArchitectureConfig) -> Plan:
     devices = {"prefill": config.devices.prefill_devices, "decode": config.devices.decode_devices}
     meshes = {role: _mesh(role, ids) for role, ids in devices.items()}
     platform = meshes["decode"].devices.flat[0].platform
-    template = make_template(architecture, *compute_dtypes(config.model.dtype, platform))
+    template = make_template(architecture, *compute_dtypes(config.model.dtype, platform, config.model.weights))
     spec = PageSpec(
         architecture.num_layers,
         architecture.num_kv_heads,
@@ -75,12 +75,12 @@ def make_plan(config: EngineConfig, architecture: ArchitectureConfig) -> Plan:
     return Plan(template, spec, roles["prefill"], roles["decode"], min(wanted, capacity))
 
 
-def compute_dtypes(name: str, platform: str) -> tuple[jnp.dtype, jnp.dtype]:
+def compute_dtypes(name: str, platform: str, weights: str = "auto") -> tuple[jnp.dtype, jnp.dtype]:
     """The types of weights, and of activations and KV. On a CPU activations stay float32 whatever the weights: `layers.linear.product`
     says why."""
     if name == "auto":
         name = "float32" if platform == "cpu" else "bfloat16"
-    return jnp.dtype(name), jnp.dtype("float32" if platform == "cpu" else name)
+    return jnp.dtype(name if weights == "auto" else weights), jnp.dtype("float32" if platform == "cpu" else name)
 
 
 def _mesh(role: str, device_ids: tuple[int, ...]) -> jax.sharding.Mesh:

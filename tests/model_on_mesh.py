@@ -17,7 +17,8 @@ from jaxinfer.kv_cache.pages import PagePool
 from jaxinfer.kv_cache.spec import PageSpec
 from jaxinfer.models.config import ArchitectureConfig
 from jaxinfer.plain_forward import PlainForward
-from jaxinfer.runtime.load import ModelTemplate, Weights, load_weights, make_template
+from jaxinfer.runtime.load import load_weights
+from jaxinfer.runtime.template import ModelTemplate, Weights, make_template
 from sharding.mesh import make_mesh
 from sharding.rules import TENSOR_PARALLEL
 

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from jaxinfer.decode.batch import ON_DEVICE, DecodeBatch
 from jaxinfer.kv_cache.pages import Pages, write
 from jaxinfer.models.base import CausalLM
-from jaxinfer.runtime.load import ModelTemplate, Weights
+from jaxinfer.runtime.template import ModelTemplate, Weights
 from jaxinfer.sampling.counting import TokenCounts
 from jaxinfer.sampling.params import SamplingRows
 from jaxinfer.sampling.penalties import add_sampled

@@ -14,7 +14,7 @@ from jaxinfer.decode.program import DecodeState, decode_step, seat
 from jaxinfer.kv_cache.pages import PagePool
 from jaxinfer.kv_cache.spec import NULL_PAGE
 from jaxinfer.runtime.compilation import Executable, ProgramSource, abstract_like
-from jaxinfer.runtime.load import ModelTemplate, Weights
+from jaxinfer.runtime.template import ModelTemplate, Weights
 from jaxinfer.sampling.counting import abstract_counts, reset_arguments, reset_program
 from jaxinfer.sampling.params import SamplingRows, neutral_rows
 from jaxinfer.sampling.sampler import Sampled

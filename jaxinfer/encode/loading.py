@@ -19,7 +19,8 @@ from jaxinfer.models.encoder_config import EncoderConfig
 from jaxinfer.plan import compute_dtypes
 from jaxinfer.runtime.compilation import COUNTER, compile_programs
 from jaxinfer.runtime.device_clock import DeviceClock
-from jaxinfer.runtime.load import Weights, load_weights, template_of, weight_bytes
+from jaxinfer.runtime.load import load_weights, weight_bytes
+from jaxinfer.runtime.template import Weights, template_of
 from jaxinfer.stats import EngineStats
 from jaxinfer.tokenizer import Tokenizer
 from sharding.mesh import make_mesh

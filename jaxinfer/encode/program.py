@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float
 
 from jaxinfer.encode.batch import EncodeBatch, most_texts
 from jaxinfer.models.bert import AttendWithin, Bert
-from jaxinfer.runtime.load import Template, Weights
+from jaxinfer.runtime.template import Template, Weights
 from sharding.mesh import TENSOR
 
 EncodeStep = Callable[[Weights, EncodeBatch], Array]

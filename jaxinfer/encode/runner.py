@@ -11,7 +11,7 @@ from jaxinfer.encode.program import encode_step
 from jaxinfer.encode.queue import Shape
 from jaxinfer.models.bert import Bert
 from jaxinfer.runtime.compilation import Executable, ProgramSource, abstract_like
-from jaxinfer.runtime.load import Template, Weights
+from jaxinfer.runtime.template import Template, Weights
 from sharding.partition import replicated
 from sharding.rules import Rules
 

@@ -10,6 +10,13 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
+from jaxinfer.layers import int8
+
+
+def vector_dtype(dtype: jnp.dtype) -> jnp.dtype:
+    """The type of vectors (norms, biases, scales) in a model whose matrices have this one: those of integers stay float32."""
+    return jnp.dtype("float32") if dtype == int8.INT8 else dtype
+
 
 def weight(shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: jnp.dtype) -> nnx.Param:
     """A parameter whose dimensions carry logical names; which mesh axis they lie on is decided outside the model."""
@@ -30,7 +37,8 @@ def product(
 
 class Linear(nnx.Module):
     """x @ kernel + bias over named axes: `[T, in...] @ [in..., out...] -> [T, out...]`, the kernel stored so that a product streams
-    whole rows. A kernel whose input axes are split over devices gives partial sums, which are added over the mesh."""
+    whole rows; of integers `[out..., in...]`, with a scale an output. A kernel whose input axes are split over devices gives partial sums,
+    which are added over the mesh."""
 
     def __init__(
         self,
@@ -41,15 +49,21 @@ class Linear(nnx.Module):
         use_bias: bool = False,
     ) -> None:
         self.in_shape, self.out_shape = tuple(in_axes.values()), tuple(out_axes.values())
-        self.kernel = weight((*self.in_shape, *self.out_shape), (*in_axes, *out_axes), dtype)
-        self.bias = weight(self.out_shape, tuple(out_axes), dtype) if use_bias else None
+        is_int8 = dtype == int8.INT8
+        axes = out_axes | in_axes if is_int8 else in_axes | out_axes
+        self.kernel = weight(tuple(axes.values()), tuple(axes), dtype)
+        self.kernel_scale = weight(self.out_shape, tuple(out_axes), vector_dtype(dtype)) if is_int8 else None
+        self.bias = weight(self.out_shape, tuple(out_axes), vector_dtype(dtype)) if use_bias else None
 
     def __call__(self, x: Float[Array, "T ..."]) -> Float[Array, "T ..."]:
         # As one plain matrix product over flat input axes: XLA reorders those of a general one, and then transposes the weights in every step.
-        flat = x.reshape(x.shape[0], math.prod(self.in_shape))
-        kernel = self.kernel[...].reshape(math.prod(self.in_shape), *self.out_shape)
-        is_split = jax.typeof(flat).sharding.spec[1] is not None
-        y = product(flat, kernel, equation="ti,i...->t...", out_sharding=PartitionSpec() if is_split else None)
+        in_size = math.prod(self.in_shape)
+        flat = x.reshape(x.shape[0], in_size)
+        if self.kernel_scale is not None:
+            y = int8.product(flat, self.kernel[...].reshape(*self.out_shape, in_size), self.kernel_scale[...])
+        else:
+            out_sharding = PartitionSpec() if jax.typeof(flat).sharding.spec[1] is not None else None
+            y = product(flat, self.kernel[...].reshape(in_size, *self.out_shape), equation="ti,i...->t...", out_sharding=out_sharding)
         return y if self.bias is None else y + self.bias[...].astype(y.dtype)
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxinfer.layers.linear import weight
+from jaxinfer.layers.linear import vector_dtype, weight
 
 
 class RMSNorm(nnx.Module):
@@ -15,7 +15,7 @@ class RMSNorm(nnx.Module):
 
     def __init__(self, size: int, epsilon: float, dtype: jnp.dtype) -> None:
         self.epsilon = epsilon
-        self.scale = weight((size,), ("embed",), dtype)
+        self.scale = weight((size,), ("embed",), vector_dtype(dtype))
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         wide = x.astype(jnp.float32)
@@ -28,8 +28,8 @@ class LayerNorm(nnx.Module):
 
     def __init__(self, size: int, epsilon: float, dtype: jnp.dtype) -> None:
         self.epsilon = epsilon
-        self.scale = weight((size,), ("embed",), dtype)
-        self.bias = weight((size,), ("embed",), dtype)
+        self.scale = weight((size,), ("embed",), vector_dtype(dtype))
+        self.bias = weight((size,), ("embed",), vector_dtype(dtype))
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         wide = x.astype(jnp.float32)

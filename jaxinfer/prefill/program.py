@@ -17,7 +17,7 @@ from jaxinfer.models.base import CausalLM
 from jaxinfer.prefill.batch import PrefillBatch
 from jaxinfer.request import MAX_TOP_LOGPROBS
 from jaxinfer.runtime.buckets import query_tile
-from jaxinfer.runtime.load import ModelTemplate, Weights
+from jaxinfer.runtime.template import ModelTemplate, Weights
 from jaxinfer.sampling.counting import TokenCounts
 from jaxinfer.sampling.sampler import Sampled, sample, token_logprobs
 from pallas_kernels.ragged_prefill_attention.op import ragged_prefill_attention

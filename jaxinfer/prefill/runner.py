@@ -14,7 +14,7 @@ from jaxinfer.prefill.batch import PrefillBatch, empty_batch
 from jaxinfer.prefill.program import PromptScores, prefill_step
 from jaxinfer.runtime.buckets import prefill_rows
 from jaxinfer.runtime.compilation import Executable, ProgramSource, abstract_like
-from jaxinfer.runtime.load import ModelTemplate, Weights
+from jaxinfer.runtime.template import ModelTemplate, Weights
 from jaxinfer.sampling.counting import TokenCounts, abstract_counts, reset_arguments, reset_program
 from jaxinfer.sampling.sampler import Sampled
 from sharding.partition import replicated

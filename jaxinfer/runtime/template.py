@@ -1,0 +1,112 @@
+"""A model's structure without its weights: which arrays a program takes for them, and how it puts them together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+from jaxtyping import Array
+
+from checkpoints.weight_map import WeightMap
+from jaxinfer.models.base import CausalLM
+from jaxinfer.models.config import ArchitectureConfig
+from jaxinfer.models.encoder_config import EncoderConfig
+from jaxinfer.models.registry import model_class
+from sharding.partition import named_sharding
+from sharding.rules import Rules
+
+Weights = tuple[Array, ...]
+SCALE = "_scale"  # how the name of a matrix of integers is continued for its scales
+
+
+class _Loadable(Protocol):
+    weight_map: WeightMap
+
+    def __init__(self, config: Any, dtype: jnp.dtype, activation_dtype: jnp.dtype) -> None: ...
+
+
+Model = TypeVar("Model", bound=_Loadable)
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One array of the weights: a parameter, or several vectors (norms, biases, scales) of one shape stacked along a new first axis. Every
+    array costs the host more than a microsecond a step, and half of a model's parameters are vectors."""
+
+    places: tuple[int, ...]  # of its parameters among those of the module's state
+    paths: tuple[str, ...]  # of its parameters, such as "blocks.3.mlp_norm.scale"
+    axes: tuple[str | None, ...]
+    shape: tuple[int, ...]
+    dtype: jnp.dtype
+
+    @property
+    def is_stack(self) -> bool:
+        return len(self.paths) > 1
+
+    @property
+    def name(self) -> str:
+        """Such as "blocks.3.attention.qkv.kernel"."""
+        return f"{self.paths[0]} and {len(self.paths) - 1} like it" if self.is_stack else self.paths[0]
+
+
+@dataclass(frozen=True)
+class Template(Generic[Model]):
+    """A module split once into its structure and a flat list of leaves. Programs take the leaves as arguments and call `merge`
+    while being traced, so a step never walks module state."""
+
+    config: ArchitectureConfig | EncoderConfig
+    dtype: jnp.dtype  # of the weights' matrices
+    activation_dtype: jnp.dtype  # of what flows between layers, keys and values too
+    model: type[Model]
+    graph: Any
+    structure: Any  # of the state, as a pytree
+    leaves: tuple[Leaf, ...]
+
+    def merge(self, weights: Weights) -> Model:
+        """The module with these arrays in it, for use inside a program."""
+        parameters: dict[int, Array] = {}
+        for leaf, array in zip(self.leaves, weights, strict=True):
+            parameters |= zip(leaf.places, array if leaf.is_stack else (array,), strict=True)
+        return nnx.merge(self.graph, jax.tree.unflatten(self.structure, [parameters[place] for place in range(len(parameters))]))
+
+    def abstract(self, mesh: Mesh, rules: Rules) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shape, type and sharding of each leaf on a mesh. Raises `ValueError` where an axis can't be split so."""
+        return tuple(
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=named_sharding(mesh, rules, leaf.axes, leaf.shape, leaf.name))
+            for leaf in self.leaves
+        )
+
+
+ModelTemplate = Template[CausalLM]
+
+
+def make_template(config: ArchitectureConfig, dtype: jnp.dtype, activation_dtype: jnp.dtype | None = None) -> ModelTemplate:
+    """Build the model abstractly: no array is made. Activations have the weights' type unless another is given."""
+    return template_of(model_class(config), config, dtype, activation_dtype or dtype)
+
+
+def template_of(
+    model: type[Model], config: ArchitectureConfig | EncoderConfig, dtype: jnp.dtype, activation_dtype: jnp.dtype
+) -> Template[Model]:
+    """The same of any class with a weight map that is built from these."""
+    graph, state = nnx.split(nnx.eval_shape(lambda: model(config, dtype, activation_dtype)))
+    parameters, structure = jax.tree.flatten_with_path(state)
+    metadata = dict(nnx.to_flat_state(state))
+    together: dict[Any, list[tuple[int, str]]] = {}  # vectors and scales by axes and shape, all else by itself
+    for place, (path, value) in enumerate(parameters):
+        key = tuple(part.key for part in path if isinstance(part, jax.tree_util.DictKey))
+        axes = metadata[key].get_metadata()["logical_axes"]
+        is_scale = str(key[-1]).endswith(SCALE)
+        alone = is_scale if is_scale or len(value.shape) == 1 else key
+        together.setdefault((alone, axes, value.shape, value.dtype), []).append((place, ".".join(map(str, key))))
+    leaves = []
+    for (_, axes, shape, of_type), of_leaf in together.items():
+        if len(of_leaf) > 1:
+            axes, shape = (None, *axes), (len(of_leaf), *shape)
+        places, paths = zip(*of_leaf, strict=True)
+        leaves.append(Leaf(places, paths, axes, shape, of_type))
+    return Template(config, dtype, activation_dtype, model, graph, structure, tuple(leaves))
