@@ -197,6 +197,21 @@ def test_a_model_is_served_under_its_short_name_and_the_given_one(flags, names):
     assert cli._server_config(cli._parser().parse_args(["serve", *flags])).model_names == names
 
 
+@pytest.mark.parametrize(
+    ("flags", "names"),
+    [
+        (("--embedding-model", "minilm"), ("all-MiniLM-L6-v2", "minilm")),
+        (("--embedding-model", "org/Name"), ("Name", "org/Name")),
+        (("--embedding-model", str(ROOT)), (ROOT.name,)),
+        (("--embedding-model", "minilm", "--served-embedding-name", "a,b"), ("a", "b")),
+    ],
+)
+def test_an_embedding_model_has_names_of_its_own(flags, names):
+    config = cli._server_config(cli._parser().parse_args(["serve", *flags]))
+    assert config.embedding_names == names
+    assert config.model_names == ("SmolLM2-135M-Instruct", "default")
+
+
 def test_api_keys_may_come_from_the_environment(monkeypatch):
     monkeypatch.setenv(cli.KEYS_VARIABLE, "one, two")
     assert cli._server_config(cli._parser().parse_args(["serve"])).api_keys == ("one", "two")
