@@ -20,6 +20,7 @@ from server.backend import Overloaded, Unavailable
 logger = logging.getLogger(__name__)
 
 SHORTEST_RETRY, LONGEST_RETRY = 1.0, 120.0  # seconds
+MOST_TEXTS = 16_384  # to embed at once: the engine's thread goes through all that wait for each of their batches, 2 ms of that many
 JOIN_TIMEOUT = 30.0  # seconds that the engine's thread gets to end its last step and to save what it keeps
 
 
@@ -58,6 +59,7 @@ class LocalBackend:
         self._num_unseen = 0  # requests sent that the engine's gauges don't count yet
         self._admissions = Admissions()
         self._embeddings: dict[str, asyncio.Future[Embedded]] = {}
+        self._num_texts = 0  # of these requests
         self._embedding_pace = Admissions()
         self._failure: str | None = None
         self._is_stopping = False
@@ -130,10 +132,12 @@ class LocalBackend:
         """See `Backend`."""
         if not self.is_ready():
             raise Unavailable(self._failure or "the server is shutting down")
-        if len(self._embeddings) >= self._engine.config.schedule.max_queue_size:
+        is_full = len(self._embeddings) >= self._engine.config.schedule.max_queue_size
+        if is_full or self._num_texts + len(token_lists) > MOST_TEXTS:
             raise self._overloaded(self._embedding_pace)
         assert request_id not in self._embeddings, "request ids are unique"
         done = self._embeddings[request_id] = asyncio.get_running_loop().create_future()
+        self._num_texts += len(token_lists)
         self._quiet.clear()
         self._inbox.put(_Embed(request_id, token_lists))
         self._embedding_pace.wait(time.monotonic())
@@ -147,6 +151,7 @@ class LocalBackend:
             raise
         finally:
             del self._embeddings[request_id]
+            self._num_texts -= len(token_lists)
             self._rest()
 
     def _rest(self) -> None:

@@ -130,6 +130,23 @@ def test_above_the_queue_bound_requests_are_refused_and_others_come_in(engine):
     asyncio.run(run())
 
 
+def test_above_the_bound_on_texts_requests_are_refused_however_few_they_are(engine, monkeypatch):
+    async def run():
+        monkeypatch.setattr("server.local_backend.MOST_TEXTS", 10)
+        engine.encode.may_step.clear()
+        async with running(engine) as backend:
+            asked = asyncio.create_task(numbers(backend, "a", 7))
+            await asyncio.sleep(0.01)
+            with pytest.raises(Overloaded):
+                await numbers(backend, "b", 4)
+            fits = asyncio.create_task(numbers(backend, "c", 3))
+            engine.encode.may_step.set()
+            assert (await asked, await fits) == (list(range(7)), list(range(3)))
+            assert await numbers(backend, "d", 10) == list(range(10))
+
+    asyncio.run(run())
+
+
 def test_a_failure_ends_every_request(engine):
     async def run():
         engine.encode.error = ValueError("broken")
