@@ -39,6 +39,7 @@ from jaxinfer.runtime.buckets import prefill_rows
 from jaxinfer.runtime.compilation import COUNTER, Executable, compile_programs, use_persistent_cache
 from jaxinfer.runtime.device_clock import DeviceClock
 from jaxinfer.runtime.load import load_weights, random_weights
+from jaxinfer.runtime.profile import named
 from jaxinfer.runtime.template import Weights
 from jaxinfer.sampling.params import neutral_rows
 from jaxinfer.stats import EngineStats
@@ -99,6 +100,9 @@ def assemble(config: EngineConfig, stats: EngineStats) -> Parts:
         programs = compile_programs(sources)
         stats.compile_seconds += time.monotonic() - started
         prefill_weights, decode_weights = loading.result()
+    _report(stats, config, plan, programs, pools)
+    if config.devices.profile is not None:
+        programs = named(programs)
     movers = [PageMover(_moves(role), pool, programs) for role, pool in zip(roles, pools, strict=True)]
     pace = Pace(schedule.prefill_buckets, schedule.target_ttft, schedule.target_itl, delays_decode=plan.shares_mesh)
     transfer: KVTransfer = SameMeshTransfer()
@@ -112,7 +116,6 @@ def assemble(config: EngineConfig, stats: EngineStats) -> Parts:
         if not plan.shares_mesh:
             transfer = cross_mesh = CrossMeshTransfer(movers[0], movers[1], managers[0], managers[1])
             cross_mesh.warm_up()
-    _report(stats, config, plan, programs, pools)
     queue = WaitingQueue(schedule.ageing_seconds, quantum=schedule.prefill_chunk_size)
     prefill_scheduler = PrefillScheduler(managers[0], queue, schedule.prefill_buckets)
     if cross_mesh is not None:

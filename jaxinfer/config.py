@@ -46,6 +46,8 @@ class DeviceConfig:
     prefill_devices: tuple[int, ...] = _flag((0,), "devices of the prefill mesh, such as 0 or 0,1")
     decode_devices: tuple[int, ...] = _flag((0,), "devices of the decode mesh; the same as prefill's: both share one page pool")
     cpu_devices: int | None = _flag(None, "split the CPU into this many virtual devices")
+    profile: str | None = _flag(None, "folder to write a trace of the first seconds of work to, for XProf and Perfetto")
+    profile_seconds: float = _flag(5.0, "how long that trace is")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +135,8 @@ class EngineConfig:
             # The largest bucket must hold the largest step; a smaller limit needs no larger program.
             fitted = tuple(sorted({min(b, most) for b in buckets} | {most}))
             object.__setattr__(schedule, name, fitted)
+        if not devices.profile_seconds > 0:
+            raise ConfigError(f"profile_seconds is {devices.profile_seconds}: it must be over 0")
         if self.model.max_model_len is not None:
             _at_least("max_model_len", self.model.max_model_len, 2)
         if devices.cpu_devices is not None:

@@ -15,6 +15,7 @@ from jaxinfer.output import OutputBuilder
 from jaxinfer.plain_forward import PlainForward
 from jaxinfer.request import ANYONE, FinishReason, OutputDelta, Request, RequestContext, RequestError, SamplingParams, TokenLogprob
 from jaxinfer.runtime.compilation import COUNTER, TOTAL
+from jaxinfer.runtime.profile import Profile
 from jaxinfer.sequence import Meter, Sequence, SequenceState
 from jaxinfer.stats import EngineStats
 
@@ -32,6 +33,8 @@ class Engine:
     def __init__(self, config: EngineConfig | None = None, *, assemble: Callable[[EngineConfig, EngineStats], Parts] = assemble) -> None:
         self.config = config or EngineConfig()
         self.stats = EngineStats(target_ttft=self.config.schedule.target_ttft, target_itl=self.config.schedule.target_itl)
+        devices = self.config.devices
+        self._profile = Profile(devices.profile, devices.profile_seconds) if devices.profile is not None else None
         self._parts = assemble(self.config, self.stats)
         self.tokenizer = self._parts.tokenizer
         self.encode = self._parts.encode
@@ -50,8 +53,10 @@ class Engine:
         return bool(self._requests) or self._parts.decode.num_in_flight > 0 or self._parts.prefill.num_in_flight > 0
 
     def close(self) -> None:
-        """Save what the prefix cache keeps to `kv_disk`, if there is one, for some seconds at most, and let go of it. Nothing may be asked of
-        the engine afterwards."""
+        """Save what the prefix cache keeps to `kv_disk`, if there is one, for some seconds at most, and let go of it; write a profile that is
+        being recorded. Nothing may be asked of the engine afterwards."""
+        if self._profile is not None:
+            self._profile.stop()
         if self._parts.tiers is not None:
             self._parts.tiers.close()
 
@@ -130,6 +135,8 @@ class Engine:
 
     def step(self) -> list[OutputDelta]:
         """One turn: start a prefill chunk, hand over what is prefilled, start a decode step, read the decode step before it."""
+        if self._profile is not None and self.has_work:
+            self._profile.tick()
         surprises, stats = COUNTER.num_surprises, self.stats
         prefill, decode = self._parts.prefill, self._parts.decode
         # This thread's own time: waiting for the device, or for a core that the device keeps, is not the host's work.
