@@ -45,7 +45,7 @@ class Profile:
             self.stop()
 
     def stop(self) -> None:
-        """Write what was recorded, which takes a second or two for each of the recording's; nothing after the first time."""
+        """Write what was recorded, which takes longer than it took to record; nothing after the first time."""
         if self._began is not None and not self._is_over:
             _log.warning("writing the profile into %s", self._folder)
             jax.profiler.stop_trace()
