@@ -78,4 +78,4 @@ def _bars(axes: Axes, measure: Measure, shades: Mapping[str, tuple[float, float,
     axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(4))
     axes.tick_params(axis="x", labelsize=8)
     if measure.unit == "s":
-        axes.xaxis.set_major_formatter(lambda seconds, _: duration(seconds))
+        axes.xaxis.set_major_formatter(lambda seconds, _: duration(seconds) if seconds else "0")

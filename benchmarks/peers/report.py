@@ -9,6 +9,7 @@ from benchmarks.peers import embedded, memory, quality, rates, second_turn, serv
 from benchmarks.peers.engines import OURS
 from benchmarks.peers.measures import Measure, Measures, Spread
 
+BUSY = 0.1  # cores that other processes may have taken of a run that is to be believed
 FULL_BITS = (16, 32)  # of a weight: what this engine's ratios are taken to
 SECTIONS = (
     ("Without a server", ("decode", "prefill", "throughput"), "Tokens per second. Decode: after each sequence has its first token. Prefill: of one prompt, to its first token."),
@@ -21,7 +22,7 @@ def render(result: Mapping[str, Any], pictures: Sequence[str] = ()) -> str:
     """The whole page. `result` as the JSON file has it; `pictures` are file names beside the page."""
     measures, engines = Measures.from_json(result["measures"]), result["engines"]
     bits = {name: engine["bits"] for name, engine in engines.items()}
-    pieces = [_heading(result), *(f"![{name}]({name})" for name in pictures)]
+    pieces = [_heading(result), *_warning(result["others"]), *(f"![{name}]({name})" for name in pictures)]
     for title, parts, about in SECTIONS:
         if rows := [m for part in parts for m in measures.of(part)]:
             pieces += [f"## {title}", about, comparison(rows, bits)]
@@ -91,6 +92,15 @@ def _heading(result: Mapping[str, Any]) -> str:
         "better). It is the median of ratios of one round each, with the lowest and the highest behind it; bold: better in every round. "
         "Only ratios travel from one machine to another."
     )
+
+
+def _warning(others: Mapping[str, Any] | None) -> list[str]:
+    if others is None or others["median"] <= BUSY:
+        return []
+    return [
+        f"> **Not a quiet machine.** Other processes kept {others['median']:.2f} cores busy in the median measurement. Engines whose threads "
+        "wait for each other are slowed tenfold by that, others hardly: these figures and ratios are not to be believed."
+    ]
 
 
 def _second_turn(measures: Measures) -> list[str]:

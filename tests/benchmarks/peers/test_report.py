@@ -67,6 +67,12 @@ def test_without_peers_there_are_no_ratios() -> None:
     assert row(report.render(ours), "decode, batch 8") == ["decode, batch 8", "150"]
 
 
+def test_a_run_beside_other_work_is_said_to_be_worth_nothing() -> None:
+    assert "Not a quiet machine" not in report.render(result())
+    assert "kept 0.80 cores busy" in report.render(result(others={"median": 0.8, "most": 1.5, "samples": []}))
+    assert "Not a quiet machine" not in report.render(result(others=None))
+
+
 def test_versions_settings_and_what_else_ran_are_told() -> None:
     page = report.render(result(), ["run-rates.png"])
     for words in (
