@@ -10,17 +10,21 @@ from collections.abc import Callable
 from benchmarks.worker import Answer, serve
 from jaxinfer import Embedder
 
+REPEATS = 3  # the fastest counts, as for the peer
+
 
 def start() -> tuple[Answer, Callable[[Answer], Answer]]:
     """Load, compile, and return what this is and how to embed."""
     embedder = Embedder(sys.argv[1], dtype=sys.argv[2])
 
     def answer(question: Answer) -> Answer:
-        began = time.perf_counter()
-        embeddings = embedder.embed(question["texts"])
-        seconds = time.perf_counter() - began
+        seconds = []
+        for _ in range(REPEATS):
+            began = time.perf_counter()
+            embeddings = embedder.embed(question["texts"])
+            seconds.append(time.perf_counter() - began)
         notes = f"{embedder.stats.num_compilations_after_ready} compiled after ready"
-        return {"seconds": seconds, "embeddings": embeddings.tolist(), "notes": notes}
+        return {"seconds": min(seconds), "embeddings": embeddings.tolist(), "notes": notes}
 
     return {"name": f"jaxinfer {sys.argv[2]}"}, answer
 
