@@ -102,7 +102,6 @@ ENGINES = (
     Engine(OURS, "float32", 32, {"dtype": "float32"}),
     Engine(OURS, "bfloat16", 16, {"dtype": "bfloat16"}),
     Engine(OURS, "int8", 8, {"weights": "int8"}),
-    Engine(OURS, "int8", 8, {"weights": "int8"}),
     Engine("transformers", "float32", 32, {"dtype": "float32"}, PARITY, "folder"),
     Engine("transformers", "bfloat16", 16, {"dtype": "bfloat16"}, PARITY, "folder"),
     Engine("llama.cpp", "Q4_1", 4, {}, LLAMA_CPP, "gguf"),
