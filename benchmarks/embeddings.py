@@ -1,7 +1,8 @@
 """`python -m benchmarks.embeddings`: texts a second of this engine's embedding model and of Hugging Face transformers', one run.
 
-Both read the same files, take texts and give NumPy arrays, the fastest of three times; transformers is given the texts sorted by length, in batches of the size that was
-fastest in its warm-up. The engines take turns, round by round and in changing order; a ratio is of two measurements of one round."""
+Both read the same files, take texts and give NumPy arrays, the fastest of three times; transformers is given the texts sorted by length,
+in batches of the size that was fastest in its warm-up. The engines take turns, round by round and in changing order; a ratio is of two
+measurements of one round."""
 
 from __future__ import annotations
 
