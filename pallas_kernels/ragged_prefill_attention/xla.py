@@ -1,15 +1,19 @@
 """ragged_prefill_attention for any device XLA compiles for: all query tiles at once, a loop over runs of pages, online softmax.
 
-The loop ends at the longest context among the rows, known only when it runs.
+The loop ends at the longest context among the rows, known only when it runs. Each tile gathers the pages of its row; a step that is all
+one row's, as those of long prompts are, is one tile: pages are gathered once, and products are of large matrices.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 RUN_TOKENS = 128  # context tokens gathered at once
+_MASKED = -1e30
 
 
 def ragged_prefill_attention(
@@ -26,6 +30,25 @@ def ragged_prefill_attention(
     pool_is_finite: bool,
 ) -> Float[Array, "T N H"]:
     """See op.py."""
+    attend = partial(_attend, q, kv_pages, layer, page_table, query_start, query_len, kv_len, scale, pool_is_finite=pool_is_finite)
+    if query_tile == len(q):
+        return attend(query_tile)
+    return jax.lax.cond(jnp.sum(query_len > 0) <= 1, lambda: attend(len(q)), lambda: attend(query_tile))
+
+
+def _attend(
+    q: Array,
+    kv_pages: Array,
+    layer: Array,
+    page_table: Array,
+    query_start: Array,
+    query_len: Array,
+    kv_len: Array,
+    scale: float,
+    query_tile: int,
+    *,
+    pool_is_finite: bool,
+) -> Float[Array, "T N H"]:
     num_layers, _, num_pages, num_kv_heads, page_size, head_size = kv_pages.shape
     num_tokens, num_heads, _ = q.shape
     group = num_heads // num_kv_heads
@@ -33,12 +56,14 @@ def ragged_prefill_attention(
     run_pages = min(max(RUN_TOKENS // page_size, 1), page_table.shape[1])
     run_tokens = run_pages * page_size
 
-    # A tile belongs to one row: rows start at multiples of query_tile.
+    # A tile belongs to one row: rows start at multiples of query_tile, and the only tile is the longest row's.
     tile_start = jnp.arange(num_tiles) * query_tile
     is_of_row = (tile_start[:, None] >= query_start) & (tile_start[:, None] < query_start + query_len)
-    row = jnp.argmax(is_of_row, axis=1)
+    row = jnp.argmax(is_of_row if num_tiles > 1 else query_len[None], axis=1)
     place = tile_start[:, None] + jnp.arange(query_tile) - query_start[row][:, None]
-    in_use = is_of_row.any(axis=1)[:, None] & (place < query_len[row][:, None])
+    in_use = (place >= 0) & (place < query_len[row][:, None])
+    if num_tiles > 1:
+        in_use &= is_of_row.any(axis=1)[:, None]
     position = jnp.where(in_use, (kv_len - query_len)[row][:, None] + place, -1)  # [tiles, tile]
 
     table = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % run_pages)))[row]
@@ -58,11 +83,10 @@ def ragged_prefill_attention(
             return jnp.take(pool, rows, axis=0, mode="clip").reshape(num_tiles, num_kv_heads, run_tokens, head_size).astype(jnp.float32)
 
         context = i * run_tokens + jnp.arange(run_tokens)
-        valid = context <= limit[:, :, None]
         scores = jnp.einsum("xkqh,xksh->xkqs", grouped, gathered(rows + first_key_row))
-        scores = jnp.where(valid[:, None], scores, -1e30)
+        scores = jnp.where((context <= limit[:, :, None])[:, None], scores, _MASKED)
         new_top = jnp.maximum(top, scores.max(-1))
-        weights = jnp.where(valid[:, None], jnp.exp(scores - new_top[..., None]), 0.0)
+        weights = jnp.exp(scores - new_top[..., None])  # 0 where masked: a query in use sees the first token of the first run
         values = gathered(rows + first_value_row)
         if not pool_is_finite:
             cached = context <= position.max(axis=1)[:, None]
@@ -72,9 +96,9 @@ def ragged_prefill_attention(
         return new_top, total * shrink + weights.sum(-1), out
 
     shape = (num_tiles, num_kv_heads, group * query_tile)
-    start = (jnp.full(shape, -1e30), jnp.zeros(shape), jnp.zeros((*shape, head_size)))
+    start = (jnp.full(shape, _MASKED), jnp.zeros(shape), jnp.zeros((*shape, head_size)))
     num_runs = jnp.max(position) // run_tokens + 1
     _, total, out = jax.lax.fori_loop(0, num_runs, one_run, start)
-    out = out / jnp.maximum(total, 1e-30)[..., None]
+    out = jnp.where((limit >= 0)[:, None, :, None], out / jnp.maximum(total, 1e-30)[..., None], 0.0)
     out = out.reshape(num_tiles, num_kv_heads, group, query_tile, head_size).transpose(0, 3, 1, 2, 4)
     return out.reshape(q.shape).astype(q.dtype)

@@ -70,6 +70,18 @@ def test_xla_is_the_reference_on_the_shapes_of_real_models(case):
     assert np.any(reference)
 
 
+def test_the_only_row_may_begin_anywhere_and_there_may_be_none():
+    case = Case("late", 4, 2, 16, 8, 96, 32, ((20, 40),))
+    q, kv, table, query_start, query_len, kv_len = arguments(case, 3)
+    late = (jnp.roll(q, 32, axis=0), kv, table, query_start.at[0].set(32), query_len, kv_len)
+    xla, reference = both(case, late)
+    np.testing.assert_allclose(xla, reference, atol=2e-5)
+    assert np.any(reference[32:72])
+    assert not np.any(xla[:32])
+    nobody = (q, kv, table, query_start, jnp.zeros_like(query_len), jnp.zeros_like(kv_len))
+    assert not np.any(next(both(case, nobody)))
+
+
 def test_xla_is_the_reference_whatever_the_lengths():
     random = np.random.default_rng(2)
     for seed in range(12):
