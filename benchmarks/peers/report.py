@@ -31,19 +31,22 @@ def render(result: Mapping[str, Any], pictures: Sequence[str] = ()) -> str:
 
 
 def comparison(measures: Sequence[Measure], bits: Mapping[str, int]) -> str:
-    """A row a measure: each engine's median, then for each of ours its ratio to the best peer that holds weights in 16 or 32 bits."""
+    """A row a measure: each engine's median, then for each of ours its ratio to the best peer that holds weights in 16 or 32 bits, and
+    for those of ours with fewer bits also to each peer with fewer."""
     names = [name for name in bits if any(m.spread(name) for m in measures)]
     ours = [name for name in names if _is_ours(name)]
     peers = [name for name in names if not _is_ours(name)]
     rivals = [name for name in peers if bits[name] in FULL_BITS]
     head = ["", *names, *(["best peer, 16/32 bits"] if rivals else []), *([f"{name} / best peer" for name in ours] if rivals else [])]
+    small = [(own, peer) for own in ours for peer in peers if bits[own] not in FULL_BITS and bits[peer] not in FULL_BITS]
+    head += [f"{own} / {peer}" for own, peer in small]
     rows = []
     for measure in measures:
         best = measure.best(rivals)
         row = [measure.label, *(value(measure.unit, measure.spread(name)) for name in names)]
         if rivals:
             row += [best or "-", *(ratio(measure.ratio(name, best) if best else None) for name in ours)]
-        rows.append(row)
+        rows.append(row + [ratio(measure.ratio(own, peer)) for own, peer in small])
     return table(head, rows)
 
 

@@ -48,6 +48,15 @@ def test_ratios_are_to_the_best_peer_that_holds_weights_in_16_or_32_bits() -> No
     assert cells[6:] == ["0.67 (0.50-0.75)", "**1.40** (1.10-1.50)"]
 
 
+def test_few_bits_are_held_against_few_bits_too() -> None:
+    few = result()
+    few["engines"]["jaxinfer int8"] = {"bits": 8}
+    few["measures"][0]["values"]["jaxinfer int8"] = [450, 600, 450]
+    page = report.render(few)
+    assert row(page, "decode, batch 8")[-2:] == ["**2.25** (2.00-2.25)", "0.50 (0.50-0.67)"]
+    assert "| jaxinfer int8 / best peer | jaxinfer int8 / llama.cpp Q4_1 |" in page
+
+
 def test_a_shorter_time_is_a_ratio_above_one_and_what_is_missing_is_a_dash() -> None:
     cells = row(report.render(result()), "warm start")
     assert cells[1:] == ["6.00 s", "12 s", "transformers bfloat16", "**2.00** (2.00-2.00)"]
