@@ -62,7 +62,8 @@ def _as_integers(x: Float[Array, "T I"], matrix: Int8[Array, "O I"], split_over:
 
 
 def _converted(x: Float[Array, "T I"], matrix: Int8[Array, "O I"], split_over: str | None) -> Float[Array, "T O"]:
-    # XLA would convert all of a model's matrices before its first layer, and hold them all, if they did not depend on x.
-    after_x = x[0, 0] * 0
+    # XLA would convert all of a model's matrices before its first layer, and hold them all, if they did not depend on x. A first row that
+    # is no number must not get into them, though: other rows are other requests'.
+    after_x = jnp.nan_to_num(x[0, 0]) * 0
     y = jnp.einsum("ti,oi->to", x, matrix.astype(x.dtype) + after_x, preferred_element_type=jnp.float32)
     return y if split_over is None else jax.lax.psum(y, split_over)

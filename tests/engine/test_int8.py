@@ -67,6 +67,18 @@ def test_a_row_is_the_same_in_any_batch():
         np.testing.assert_array_equal(multiplied(x[row : row + 1], matrix, scale)[0], together[row])
 
 
+@pytest.mark.parametrize("num_rows", [4, 40])
+@pytest.mark.parametrize("broken", [np.nan, np.inf])
+def test_a_row_that_is_no_number_spoils_no_other(num_rows, broken):
+    """Rows of one step belong to several requests."""
+    random = np.random.default_rng(3)
+    x, matrix = random.standard_normal((num_rows, 256), np.float32), random.integers(-127, 128, (96, 256)).astype(np.int8)
+    scale = np.ones(96, np.float32)
+    sound = multiplied(x, matrix, scale)
+    x[0] = broken
+    np.testing.assert_array_equal(multiplied(x, matrix, scale)[1:], sound[1:])
+
+
 @pytest.mark.parametrize("num_rows", [3, 40])
 @pytest.mark.parametrize("split", ["inputs", "outputs"])
 def test_two_devices_multiply_as_one_does(num_rows, split):
