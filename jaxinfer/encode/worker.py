@@ -58,7 +58,7 @@ class EncodeWorker:
             self._queue.remove(job)
         return job is not None
 
-    def step(self, *, wait: bool = True, most_in_flight: int = 2) -> list[Embedded]:
+    def step(self, *, wait: bool = True, most_in_flight: int = _MOST_IN_FLIGHT) -> list[Embedded]:
         """One turn: read the oldest batch under way, with `wait` whether it has ended or not, then start others until so many are. Two
         keep the devices busy: one runs and one waits for it there. Returns the requests that are done."""
         surprises = COUNTER.num_surprises

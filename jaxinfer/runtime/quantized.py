@@ -21,7 +21,6 @@ class Narrow:
     where they are not. `convert` takes its arrays, one at a time and in any thread; `weights` puts together what came of them."""
 
     def __init__(self, template: Template[Any], mesh: Mesh, rules: Rules) -> None:
-        self._template = template
         self._mesh = mesh
         self.wide: Template[Any] = template
         if template.dtype == INT8:
