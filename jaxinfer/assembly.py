@@ -180,7 +180,7 @@ def _most_fetched(config: EngineConfig, plan: Plan) -> int:
 def _fingerprint(config: EngineConfig, plan: Plan, source: TensorSource) -> bytes:
     """All that decides what a page's bytes mean but the tokens: the model's shapes and weights, types and layout."""
     template = plan.template
-    about = (template.config, str(template.dtype), str(template.activation_dtype), plan.page_spec)
+    about = (template.config, str(template.form), str(template.activation_dtype), plan.page_spec)
     return repr(about).encode() + (b"random weights" if config.model.random_weights else weights_digest(source.path))
 
 

@@ -34,6 +34,12 @@ class ModelConfig:
         "sequences on a CPU, and not exactly the checkpoint's)",
         choices=("auto", "int8"),
     )
+    matmul_backend: str = _flag(
+        "auto",
+        "products with weights: xla; packed (CPU only: matrices lie as a kernel that is made for the processor reads them); auto: packed "
+        "where it can run",
+        choices=("auto", "packed", "xla"),
+    )
     max_model_len: int | None = _flag(None, "longest prompt plus output in tokens; the model's own context if not given")
     embedding_model: str | None = _flag(
         None, "embedding model beside the main one: a local folder, a Hugging Face id, or 'minilm' (all-MiniLM-L6-v2)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from dataclasses import dataclass
@@ -9,12 +10,16 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.config import ConfigError, EngineConfig, format_bytes, parse_bytes
+from jaxinfer.config import ConfigError, EngineConfig, ModelConfig, format_bytes, parse_bytes
 from jaxinfer.kv_cache.spec import PageSpec
+from jaxinfer.layers.matrices import MatrixFormat
 from jaxinfer.models.config import ArchitectureConfig
 from jaxinfer.runtime.template import ModelTemplate, make_template
+from pallas_kernels.packed_matmul.op import why_not
 from sharding.mesh import make_mesh
 from sharding.rules import RULES, Rules
+
+logger = logging.getLogger(__name__)
 
 _CPU_KV_BYTES = 2**29
 _GPU_KV_SHARE = 0.85  # of what weights leave free; the rest is for temporaries
@@ -52,7 +57,7 @@ def make_plan(config: EngineConfig, architecture: ArchitectureConfig) -> Plan:
     devices = {"prefill": config.devices.prefill_devices, "decode": config.devices.decode_devices}
     meshes = {role: _mesh(role, ids) for role, ids in devices.items()}
     platform = meshes["decode"].devices.flat[0].platform
-    template = make_template(architecture, *compute_dtypes(config.model.dtype, platform, config.model.weights))
+    template = make_template(architecture, *choose_formats(config.model, platform))
     spec = PageSpec(
         architecture.num_layers,
         architecture.num_kv_heads,
@@ -75,12 +80,22 @@ def make_plan(config: EngineConfig, architecture: ArchitectureConfig) -> Plan:
     return Plan(template, spec, roles["prefill"], roles["decode"], min(wanted, capacity))
 
 
-def compute_dtypes(name: str, platform: str, weights: str = "auto") -> tuple[jnp.dtype, jnp.dtype]:
-    """The types of weights, and of activations and KV. On a CPU activations stay float32 whatever the weights: `layers.linear.product`
-    says why."""
+def choose_formats(config: ModelConfig, platform: str, *, keeps_types: bool = False) -> tuple[MatrixFormat, jnp.dtype]:
+    """The form of a model's matrices, and the type of activations and KV; with `keeps_types` no matrix becomes integers. On a CPU
+    activations stay float32 whatever the weights: `layers.linear.product` says why.
+
+    Raises `ConfigError` for a matmul backend that can't run here."""
+    name = config.dtype
     if name == "auto":
         name = "float32" if platform == "cpu" else "bfloat16"
-    return jnp.dtype(name if weights == "auto" else weights), jnp.dtype("float32" if platform == "cpu" else name)
+    dtype = jnp.dtype(name if keeps_types or config.weights == "auto" else config.weights)
+    against = f"its kernels are for CPUs, not {platform}" if platform != "cpu" else why_not(dtype)
+    if config.matmul_backend == "packed" and against:
+        raise ConfigError(f"matmul_backend is packed, but {against}: use auto or xla")
+    is_packed = config.matmul_backend == "packed" or (config.matmul_backend == "auto" and not against)
+    reason = "asked for" if config.matmul_backend != "auto" else against or "a kernel made for this processor"
+    logger.info("matmul backend for %s: %s (%s)", dtype, "packed" if is_packed else "xla", reason)
+    return MatrixFormat(dtype, is_packed), jnp.dtype("float32" if platform == "cpu" else name)
 
 
 def _mesh(role: str, device_ids: tuple[int, ...]) -> jax.sharding.Mesh:

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from checkpoints.hub import open_source
 from jaxinfer.kv_cache.pages import PagePool
 from jaxinfer.kv_cache.spec import PageSpec
+from jaxinfer.layers.matrices import MatrixFormat
 from jaxinfer.models.config import ArchitectureConfig
 from jaxinfer.plain_forward import PlainForward
 from jaxinfer.runtime.load import load_weights
@@ -44,11 +45,13 @@ class OnMesh:
         return run
 
 
-def put(folder: Path, device_ids: tuple[int, ...], *, num_pages: int = 64, page_size: int = 8, dtype: Any = jnp.float32) -> OnMesh:
+def put(
+    folder: Path, device_ids: tuple[int, ...], *, num_pages: int = 64, page_size: int = 8, dtype: Any = jnp.float32, is_packed: bool = True
+) -> OnMesh:
     source = open_source(folder)
     config = ArchitectureConfig.from_hf(source.config)
-    template, mesh = make_template(config, jnp.dtype(dtype)), make_mesh(device_ids)
+    template, mesh = make_template(config, MatrixFormat(jnp.dtype(dtype), is_packed)), make_mesh(device_ids)
     spec = PageSpec(config.num_layers, config.num_kv_heads, config.head_size, page_size, jnp.dtype(dtype).itemsize)
-    pool = PagePool(spec, num_pages, template.dtype, mesh, TENSOR_PARALLEL)
+    pool = PagePool(spec, num_pages, template.activation_dtype, mesh, TENSOR_PARALLEL)
     pool.allocate()
     return OnMesh(template, mesh, load_weights(template, source, mesh, TENSOR_PARALLEL), pool)

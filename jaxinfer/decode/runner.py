@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -13,6 +12,7 @@ from jaxinfer.decode.batch import DecodeBatch, empty_batch
 from jaxinfer.decode.program import DecodeState, decode_step, seat
 from jaxinfer.kv_cache.pages import PagePool
 from jaxinfer.kv_cache.spec import NULL_PAGE
+from jaxinfer.layers.matrices import MatrixFormat
 from jaxinfer.runtime.compilation import Executable, ProgramSource, abstract_like
 from jaxinfer.runtime.template import ModelTemplate, Weights
 from jaxinfer.sampling.counting import abstract_counts, reset_arguments, reset_program
@@ -24,6 +24,7 @@ from sharding.rules import Rules
 
 # On a CPU XLA takes matrix products from YNNPACK, which for 2 to 16 rows of float32 is 15 to 25% slower than Eigen; without it only for these.
 _EIGEN_ROWS = range(2, 17)
+_XLA_FLOAT32 = MatrixFormat(np.dtype("float32"))
 _EIGEN_OPTIONS = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"}
 
 
@@ -53,7 +54,7 @@ class DecodeRunner:
             counts,
         )
         self._step = decode_step(template, mesh)
-        self._dtype = template.dtype
+        self._form = template.form
         self._programs: dict[str, Executable] = {}
         self._weights: Weights = ()
         self._state: DecodeState | None = None
@@ -75,7 +76,7 @@ class DecodeRunner:
                 ),
                 self._mesh,
                 donated=(1, 2),
-                options=_xla_options(size, self._mesh, self._dtype),
+                options=_xla_options(size, self._mesh, self._form),
             )
             for size in self.buckets
         ] + [
@@ -118,5 +119,5 @@ class DecodeRunner:
         return sampled
 
 
-def _xla_options(num_rows: int, mesh: Mesh, dtype: jnp.dtype) -> dict[str, str]:
-    return _EIGEN_OPTIONS if is_cpu(mesh) and dtype == jnp.float32 and num_rows in _EIGEN_ROWS else {}
+def _xla_options(num_rows: int, mesh: Mesh, form: MatrixFormat) -> dict[str, str]:
+    return _EIGEN_OPTIONS if is_cpu(mesh) and form == _XLA_FLOAT32 and num_rows in _EIGEN_ROWS else {}

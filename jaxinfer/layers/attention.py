@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.kv_cache.pages import Pages
 from jaxinfer.layers.linear import Linear
+from jaxinfer.layers.matrices import MatrixFormat
 from jaxinfer.layers.rope import CosSin, rotate
 
 
@@ -31,12 +31,12 @@ class AttendInLayer(Protocol):
 
 
 class Attention(nnx.Module):
-    def __init__(self, size: int, num_heads: int, num_kv_heads: int, head_size: int, dtype: jnp.dtype, *, use_bias: bool) -> None:
+    def __init__(self, size: int, num_heads: int, num_kv_heads: int, head_size: int, form: MatrixFormat, *, use_bias: bool) -> None:
         self.heads_per_kv = num_heads // num_kv_heads
         # One product for all three, by KV head: its query heads, its key, its value. Few large arrays: each costs the host time a call.
         group = {"kv_heads": num_kv_heads, "q_k_v": self.heads_per_kv + 2, "head_size": head_size}
-        self.qkv = Linear({"embed": size}, group, dtype, use_bias=use_bias)
-        self.out = Linear({"heads": num_heads, "head_size": head_size}, {"embed": size}, dtype, use_bias=use_bias)
+        self.qkv = Linear({"embed": size}, group, form, use_bias=use_bias)
+        self.out = Linear({"heads": num_heads, "head_size": head_size}, {"embed": size}, form, use_bias=use_bias)
 
     def project(self, x: Float[Array, "T D"]) -> tuple[Float[Array, "T N H"], Float[Array, "T K H"], Float[Array, "T K H"]]:
         """Queries, keys and values."""

@@ -7,15 +7,17 @@ a batch of one nothing. For many rows the matrix is converted first, which costs
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from math import prod
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int8
+from jaxtyping import Array, Float, Int, Int8
 
-INT8 = jnp.dtype("int8")
+from jaxinfer.layers.matrices import INT8
+
 _MOST = 127  # of either sign, so that zero is exact
 _FINER = 2 * _MOST  # of the second integer's steps in one of the first's: it holds up to half of one
 _FEW_ROWS = 32  # measured on a CPU: at this many both ways take the same time
@@ -43,12 +45,18 @@ def product(x: Float[Array, "T I"], matrix: Int8[Array, "*O I"], scale: Float[Ar
 def _local(x: Array, matrix: Array, scale: Array, split_over: str | None) -> Array:
     """On one device. Flat in its outputs, and never transposed: XLA would do that anew in every step."""
     flat = matrix.reshape(prod(scale.shape), x.shape[1])
-    product = _as_integers if len(x) <= _FEW_ROWS else _converted
-    y = product(x, flat, split_over) * scale.reshape(-1)
-    return y.reshape(-1, *scale.shape).astype(x.dtype)
+
+    def sums(rows: Int8[Array, "X I"]) -> Int[Array, "X O"]:
+        return jnp.einsum("oi,ti->ot", flat, rows, preferred_element_type=jnp.int32).T
+
+    y = of_integers(x, sums, split_over) if len(x) <= _FEW_ROWS else _converted(x, flat, split_over)
+    return (y * scale.reshape(-1)).reshape(-1, *scale.shape).astype(x.dtype)
 
 
-def _as_integers(x: Float[Array, "T I"], matrix: Int8[Array, "O I"], split_over: str | None) -> Float[Array, "T O"]:
+def of_integers(
+    x: Float[Array, "T I"], sums: Callable[[Int8[Array, "X I"]], Int[Array, "X O"]], split_over: str | None
+) -> Float[Array, "T O"]:
+    """x times a matrix that `sums` multiplies 8-bit rows with, each row as two of them."""
     wide = x.astype(jnp.float32)
     most = jnp.max(jnp.abs(wide), axis=1, keepdims=True)
     most = most if split_over is None else jax.lax.pmax(most, split_over)  # so that sums of all devices have one unit
@@ -56,9 +64,9 @@ def _as_integers(x: Float[Array, "T I"], matrix: Int8[Array, "O I"], split_over:
     high = jnp.round(wide / unit)
     low = jnp.round((wide / unit - high) * _FINER)
     rows = jnp.concatenate([high, low]).astype(INT8)
-    sums = jnp.einsum("oi,ti->ot", matrix, rows, preferred_element_type=jnp.int32)
-    sums = (sums if split_over is None else jax.lax.psum(sums, split_over)).astype(jnp.float32)
-    return (sums[:, : len(x)] + sums[:, len(x) :] * (1 / _FINER)).T * unit
+    found = sums(rows)
+    found = (found if split_over is None else jax.lax.psum(found, split_over)).astype(jnp.float32)
+    return (found[: len(x)] + found[len(x) :] * (1 / _FINER)) * unit
 
 
 def _converted(x: Float[Array, "T I"], matrix: Int8[Array, "O I"], split_over: str | None) -> Float[Array, "T O"]:

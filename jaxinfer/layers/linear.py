@@ -10,18 +10,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from jaxinfer.layers import int8
-
-
-def vector_dtype(dtype: jnp.dtype) -> jnp.dtype:
-    """The type of vectors (norms, biases, scales) in a model whose matrices have this one: those of integers stay float32."""
-    return jnp.dtype("float32") if dtype == int8.INT8 else dtype
-
-
-def weight(shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: jnp.dtype) -> nnx.Param:
-    """A parameter whose dimensions carry logical names; which mesh axis they lie on is decided outside the model."""
-    assert len(shape) == len(axes), (shape, axes)
-    return nnx.Param(jnp.zeros(shape, dtype), logical_axes=axes)
+from jaxinfer.layers import int8, packed
+from jaxinfer.layers.matrices import InStack, MatrixFormat, matrix, weight
 
 
 def product(
@@ -37,33 +27,34 @@ def product(
 
 class Linear(nnx.Module):
     """x @ kernel + bias over named axes: `[T, in...] @ [in..., out...] -> [T, out...]`, the kernel stored so that a product streams
-    whole rows; of integers `[out..., in...]`, with a scale an output. A kernel whose input axes are split over devices gives partial sums,
+    whole rows; packed or of integers `[out..., in...]`, integers with a scale an output. A kernel whose input axes are split over devices gives partial sums,
     which are added over the mesh."""
 
     def __init__(
         self,
         in_axes: dict[str, int],
         out_axes: dict[str, int],
-        dtype: jnp.dtype,
+        form: MatrixFormat,
         *,
         use_bias: bool = False,
     ) -> None:
         self.in_shape, self.out_shape = tuple(in_axes.values()), tuple(out_axes.values())
-        is_int8 = dtype == int8.INT8
-        axes = out_axes | in_axes if is_int8 else in_axes | out_axes
-        self.kernel = weight(tuple(axes.values()), tuple(axes), dtype)
-        self.kernel_scale = weight(self.out_shape, tuple(out_axes), vector_dtype(dtype)) if is_int8 else None
-        self.bias = weight(self.out_shape, tuple(out_axes), vector_dtype(dtype)) if use_bias else None
+        self.kernel = matrix(out_axes, in_axes, form, inputs_first=True)
+        self.kernel_scale = weight(self.out_shape, tuple(out_axes), form.vector_dtype) if form.is_int8 else None
+        self.bias = weight(self.out_shape, tuple(out_axes), form.vector_dtype) if use_bias else None
 
     def __call__(self, x: Float[Array, "T ..."]) -> Float[Array, "T ..."]:
         # As one plain matrix product over flat input axes: XLA reorders those of a general one, and then transposes the weights in every step.
         in_size = math.prod(self.in_shape)
-        flat = x.reshape(x.shape[0], in_size)
-        if self.kernel_scale is not None:
-            y = int8.product(flat, self.kernel[...].reshape(*self.out_shape, in_size), self.kernel_scale[...])
+        flat, kernel = x.reshape(x.shape[0], in_size), self.kernel.get_value()
+        scale = None if self.kernel_scale is None else self.kernel_scale[...]
+        if isinstance(kernel, InStack):
+            y = packed.product(flat, kernel, scale, len(self.out_shape))
+        elif scale is not None:
+            y = int8.product(flat, kernel.reshape(*self.out_shape, in_size), scale)
         else:
             out_sharding = PartitionSpec() if jax.typeof(flat).sharding.spec[1] is not None else None
-            y = product(flat, self.kernel[...].reshape(in_size, *self.out_shape), equation="ti,i...->t...", out_sharding=out_sharding)
+            y = product(flat, kernel.reshape(in_size, *self.out_shape), equation="ti,i...->t...", out_sharding=out_sharding)
         return y if self.bias is None else y + self.bias[...].astype(y.dtype)
 
 

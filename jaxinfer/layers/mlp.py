@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxinfer.layers.linear import Linear, silu
+from jaxinfer.layers.matrices import MatrixFormat
 
 
 class GatedMLP(nnx.Module):
     """SwiGLU (arXiv:2002.05202)."""
 
-    def __init__(self, size: int, inner_size: int, dtype: jnp.dtype, *, use_bias: bool) -> None:
-        self.gate_up = Linear({"embed": size}, {"gate_up": 2, "mlp": inner_size}, dtype, use_bias=use_bias)
-        self.down = Linear({"mlp": inner_size}, {"embed": size}, dtype, use_bias=use_bias)
+    def __init__(self, size: int, inner_size: int, form: MatrixFormat, *, use_bias: bool) -> None:
+        self.gate_up = Linear({"embed": size}, {"gate_up": 2, "mlp": inner_size}, form, use_bias=use_bias)
+        self.down = Linear({"mlp": inner_size}, {"embed": size}, form, use_bias=use_bias)
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         gate_up = self.gate_up(x)
@@ -25,9 +25,9 @@ class GatedMLP(nnx.Module):
 class MLP(nnx.Module):
     """Two products with a GELU between them."""
 
-    def __init__(self, size: int, inner_size: int, dtype: jnp.dtype, *, use_bias: bool) -> None:
-        self.up = Linear({"embed": size}, {"mlp": inner_size}, dtype, use_bias=use_bias)
-        self.down = Linear({"mlp": inner_size}, {"embed": size}, dtype, use_bias=use_bias)
+    def __init__(self, size: int, inner_size: int, form: MatrixFormat, *, use_bias: bool) -> None:
+        self.up = Linear({"embed": size}, {"mlp": inner_size}, form, use_bias=use_bias)
+        self.down = Linear({"mlp": inner_size}, {"embed": size}, form, use_bias=use_bias)
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         return self.down(gelu(self.up(x)))

@@ -7,15 +7,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxinfer.layers.linear import vector_dtype, weight
+from jaxinfer.layers.matrices import MatrixFormat, weight
 
 
 class RMSNorm(nnx.Module):
     """Root mean square norm (arXiv:1910.07467), computed in float32 whatever x's type."""
 
-    def __init__(self, size: int, epsilon: float, dtype: jnp.dtype) -> None:
+    def __init__(self, size: int, epsilon: float, form: MatrixFormat) -> None:
         self.epsilon = epsilon
-        self.scale = weight((size,), ("embed",), vector_dtype(dtype))
+        self.scale = weight((size,), ("embed",), form.vector_dtype)
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         wide = x.astype(jnp.float32)
@@ -26,10 +26,10 @@ class RMSNorm(nnx.Module):
 class LayerNorm(nnx.Module):
     """Layer norm (arXiv:1607.06450), computed in float32 whatever x's type."""
 
-    def __init__(self, size: int, epsilon: float, dtype: jnp.dtype) -> None:
+    def __init__(self, size: int, epsilon: float, form: MatrixFormat) -> None:
         self.epsilon = epsilon
-        self.scale = weight((size,), ("embed",), vector_dtype(dtype))
-        self.bias = weight((size,), ("embed",), vector_dtype(dtype))
+        self.scale = weight((size,), ("embed",), form.vector_dtype)
+        self.bias = weight((size,), ("embed",), form.vector_dtype)
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         wide = x.astype(jnp.float32)

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 from checkpoints.weight_map import WeightMap
 from jaxinfer.kv_cache.pages import Pages
 from jaxinfer.layers.attention import Attend, AttendInLayer
+from jaxinfer.layers.matrices import MatrixFormat
 from jaxinfer.models.config import ArchitectureConfig
 
 
@@ -23,8 +24,8 @@ class CausalLM(Protocol):
     weight_map: WeightMap
     config: ArchitectureConfig
 
-    def __init__(self, config: ArchitectureConfig, dtype: jnp.dtype, activation_dtype: jnp.dtype) -> None:
-        """`dtype` is the weights'; what flows between layers, keys and values too, has `activation_dtype`."""
+    def __init__(self, config: ArchitectureConfig, form: MatrixFormat, activation_dtype: jnp.dtype) -> None:
+        """`form` is the matrices'; what flows between layers, keys and values too, has `activation_dtype`."""
         ...
 
     def __call__(

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from checkpoints.weight_map import Weight, WeightMap
 from jaxinfer.layers.attention import Attention
 from jaxinfer.layers.embedding import Embedding
-from jaxinfer.layers.linear import weight
+from jaxinfer.layers.matrices import MatrixFormat, weight
 from jaxinfer.layers.mlp import MLP
 from jaxinfer.layers.norm import LayerNorm
 from jaxinfer.models.encoder_config import EncoderConfig
@@ -24,12 +24,12 @@ AttendWithin = Callable[[Array, Array, Array], Float[Array, "T N H"]]
 
 
 class BertBlock(nnx.Module):
-    def __init__(self, config: EncoderConfig, dtype: jnp.dtype) -> None:
+    def __init__(self, config: EncoderConfig, form: MatrixFormat) -> None:
         size, heads = config.hidden_size, config.num_heads
-        self.attention = Attention(size, heads, heads, size // heads, dtype, use_bias=True)
-        self.attention_norm = LayerNorm(size, config.layer_norm_eps, dtype)
-        self.mlp = MLP(size, config.mlp_size, dtype, use_bias=True)
-        self.mlp_norm = LayerNorm(size, config.layer_norm_eps, dtype)
+        self.attention = Attention(size, heads, heads, size // heads, form, use_bias=True)
+        self.attention_norm = LayerNorm(size, config.layer_norm_eps, form)
+        self.mlp = MLP(size, config.mlp_size, form, use_bias=True)
+        self.mlp_norm = LayerNorm(size, config.layer_norm_eps, form)
 
     def __call__(self, x: Float[Array, "T D"], attend: AttendWithin) -> Float[Array, "T D"]:
         x = self.attention_norm(x + self.attention.out(attend(*self.attention.project(x))))
@@ -62,13 +62,13 @@ class Bert(nnx.Module):
         ignored=("pooler.*", "embeddings.position_ids"),  # the pooler is for classification
     )
 
-    def __init__(self, config: EncoderConfig, dtype: jnp.dtype, activation_dtype: jnp.dtype) -> None:
+    def __init__(self, config: EncoderConfig, form: MatrixFormat, activation_dtype: jnp.dtype) -> None:
         size = config.hidden_size
-        self.embedding = Embedding(config.vocab_size, size, dtype, activation_dtype)
-        self.positions = weight((config.max_position_embeddings, size), (None, "embed"), dtype)
-        self.token_types = weight((config.num_token_types, size), (None, "embed"), dtype)
-        self.embedding_norm = LayerNorm(size, config.layer_norm_eps, dtype)
-        self.blocks = nnx.List([BertBlock(config, dtype) for _ in range(config.num_layers)])
+        self.embedding = Embedding(config.vocab_size, size, form, activation_dtype)
+        self.positions = weight((config.max_position_embeddings, size), (None, "embed"), form.vector_dtype)
+        self.token_types = weight((config.num_token_types, size), (None, "embed"), form.vector_dtype)
+        self.embedding_norm = LayerNorm(size, config.layer_norm_eps, form)
+        self.blocks = nnx.List([BertBlock(config, form) for _ in range(config.num_layers)])
 
     def __call__(self, token_ids: Int[Array, " T"], positions: Int[Array, " T"], attend: AttendWithin) -> Float[Array, "T D"]:
         """Hidden states of packed tokens, all of the first type; `positions` are theirs in their texts."""

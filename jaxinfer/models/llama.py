@@ -10,6 +10,7 @@ from checkpoints.weight_map import Weight, WeightMap
 from jaxinfer.kv_cache.pages import Pages
 from jaxinfer.layers.attention import Attend, AttendInLayer, Attention
 from jaxinfer.layers.embedding import Embedding
+from jaxinfer.layers.matrices import MatrixFormat
 from jaxinfer.layers.mlp import GatedMLP
 from jaxinfer.layers.norm import RMSNorm
 from jaxinfer.layers.rope import CosSin, angles, inverse_frequencies
@@ -18,12 +19,12 @@ from jaxinfer.models.config import ArchitectureConfig
 
 
 class LlamaBlock(nnx.Module):
-    def __init__(self, config: ArchitectureConfig, dtype: jnp.dtype) -> None:
+    def __init__(self, config: ArchitectureConfig, form: MatrixFormat) -> None:
         size = config.hidden_size
-        self.attention_norm = RMSNorm(size, config.rms_norm_eps, dtype)
-        self.attention = Attention(size, config.num_heads, config.num_kv_heads, config.head_size, dtype, use_bias=config.attention_bias)
-        self.mlp_norm = RMSNorm(size, config.rms_norm_eps, dtype)
-        self.mlp = GatedMLP(size, config.mlp_size, dtype, use_bias=config.mlp_bias)
+        self.attention_norm = RMSNorm(size, config.rms_norm_eps, form)
+        self.attention = Attention(size, config.num_heads, config.num_kv_heads, config.head_size, form, use_bias=config.attention_bias)
+        self.mlp_norm = RMSNorm(size, config.rms_norm_eps, form)
+        self.mlp = GatedMLP(size, config.mlp_size, form, use_bias=config.mlp_bias)
 
     def __call__(self, x: Float[Array, "T D"], cos_sin: CosSin, pages: Pages, attend: Attend) -> tuple[Float[Array, "T D"], Pages]:
         attended, pages = self.attention(self.attention_norm(x), cos_sin, pages, attend)
@@ -55,12 +56,12 @@ class Llama(nnx.Module):
         ignored=("lm_head.weight",),  # some checkpoints with tied embeddings hold it all the same
     )
 
-    def __init__(self, config: ArchitectureConfig, dtype: jnp.dtype, activation_dtype: jnp.dtype) -> None:
+    def __init__(self, config: ArchitectureConfig, form: MatrixFormat, activation_dtype: jnp.dtype) -> None:
         self.config = config
-        self.embedding = Embedding(config.vocab_size, config.hidden_size, dtype, activation_dtype)
-        self.blocks = nnx.List([LlamaBlock(config, dtype) for _ in range(config.num_layers)])
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.head = None if config.tie_word_embeddings else Embedding(config.vocab_size, config.hidden_size, dtype, activation_dtype)
+        self.embedding = Embedding(config.vocab_size, config.hidden_size, form, activation_dtype)
+        self.blocks = nnx.List([LlamaBlock(config, form) for _ in range(config.num_layers)])
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, form)
+        self.head = None if config.tie_word_embeddings else Embedding(config.vocab_size, config.hidden_size, form, activation_dtype)
 
     def __call__(
         self, token_ids: Int[Array, " T"], positions: Int[Array, " T"], pages: Pages, attend: AttendInLayer

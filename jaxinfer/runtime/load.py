@@ -11,26 +11,26 @@ from jaxtyping import Array
 
 from checkpoints.loader import load
 from checkpoints.source import TensorSource
-from jaxinfer.runtime.quantized import Narrow
+from jaxinfer.runtime.conversion import Conversion
 from jaxinfer.runtime.template import Leaf, Template, Weights
 from sharding.rules import Rules
 
 
 def load_weights(template: Template[Any], source: TensorSource, mesh: Mesh, rules: Rules) -> Weights:
     """The checkpoint's weights on the mesh, each device reading only its part. Raises `CheckpointError`."""
-    narrow = Narrow(template, mesh, rules)
+    conversion = Conversion(template, mesh, rules)
     weight_map = template.model.weight_map
-    for leaf in narrow.wide.leaves:
+    for leaf in conversion.plain.leaves:
         if leaf.is_stack:
             weight_map = weight_map.with_stack(leaf.name, leaf.paths)
-    names = [leaf.name for leaf in narrow.wide.leaves]
-    loaded = load(source, dict(zip(names, narrow.wide.abstract(mesh, rules), strict=True)), weight_map, narrow.convert)
-    return narrow.weights(loaded)
+    names = [leaf.name for leaf in conversion.plain.leaves]
+    loaded = load(source, dict(zip(names, conversion.plain.abstract(mesh, rules), strict=True)), weight_map, conversion.convert)
+    return conversion.weights(loaded)
 
 
 def random_weights(template: Template[Any], mesh: Mesh, rules: Rules) -> Weights:
     """Made-up weights, the same on every mesh: normal, scaled by fan-in; vectors (norms) are ones."""
-    narrow = Narrow(template, mesh, rules)
+    conversion = Conversion(template, mesh, rules)
 
     def make(number: int, leaf: Leaf, target: jax.ShapeDtypeStruct) -> Array:
         if leaf.is_stack or len(leaf.shape) == 1:
@@ -39,8 +39,8 @@ def random_weights(template: Template[Any], mesh: Mesh, rules: Rules) -> Weights
             value = np.random.default_rng(number).standard_normal(target.shape, np.float32) / np.sqrt(np.float32(target.shape[0]))
         return jax.device_put(value.astype(target.dtype), target.sharding)
 
-    targets = zip(narrow.wide.leaves, narrow.wide.abstract(mesh, rules), strict=True)
-    return narrow.weights({leaf.name: narrow.convert(leaf.name, make(i, leaf, target)) for i, (leaf, target) in enumerate(targets)})
+    targets = zip(conversion.plain.leaves, conversion.plain.abstract(mesh, rules), strict=True)
+    return conversion.weights({leaf.name: conversion.convert(leaf.name, make(i, leaf, target)) for i, (leaf, target) in enumerate(targets)})
 
 
 def weight_bytes(weights: Weights) -> int:

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from checkpoints.weight_map import WeightMap
+from jaxinfer.layers.matrices import InStack, MatrixFormat
 from jaxinfer.models.base import CausalLM
 from jaxinfer.models.config import ArchitectureConfig
 from jaxinfer.models.encoder_config import EncoderConfig
@@ -26,7 +27,7 @@ SCALE = "_scale"  # how the name of a matrix of integers is continued for its sc
 class _Loadable(Protocol):
     weight_map: WeightMap
 
-    def __init__(self, config: Any, dtype: jnp.dtype, activation_dtype: jnp.dtype) -> None: ...
+    def __init__(self, config: Any, form: MatrixFormat, activation_dtype: jnp.dtype) -> None: ...
 
 
 Model = TypeVar("Model", bound=_Loadable)
@@ -34,23 +35,31 @@ Model = TypeVar("Model", bound=_Loadable)
 
 @dataclass(frozen=True)
 class Leaf:
-    """One array of the weights: a parameter, or several vectors (norms, biases, scales) of one shape stacked along a new first axis. Every
-    array costs the host more than a microsecond a step, and half of a model's parameters are vectors."""
+    """One array of the weights: a parameter, or several of one shape stacked along a new first axis: vectors (norms, biases, scales) and
+    packed matrices, which a program reads where they lie. Every array costs the host more than a microsecond a step. Other matrices are
+    arrays of their own: of a stack XLA would copy each."""
 
     places: tuple[int, ...]  # of its parameters among those of the module's state
     paths: tuple[str, ...]  # of its parameters, such as "blocks.3.mlp_norm.scale"
     axes: tuple[str | None, ...]
     shape: tuple[int, ...]
     dtype: jnp.dtype
+    is_packed: bool = False
+    output_axes: int | None = None  # how many of a matrix's axes, the first ones, are outputs; None for what lies as in checkpoints
 
     @property
     def is_stack(self) -> bool:
-        return len(self.paths) > 1
+        return self.is_packed or len(self.paths) > 1
+
+    @property
+    def axes_of_one(self) -> tuple[str | None, ...]:
+        """Without the stack's own."""
+        return self.axes[1:] if self.is_stack else self.axes
 
     @property
     def name(self) -> str:
         """Such as "blocks.3.attention.qkv.kernel"."""
-        return f"{self.paths[0]} and {len(self.paths) - 1} like it" if self.is_stack else self.paths[0]
+        return f"{self.paths[0]} and {len(self.paths) - 1} like it" if len(self.paths) > 1 else self.paths[0]
 
 
 @dataclass(frozen=True)
@@ -59,7 +68,7 @@ class Template(Generic[Model]):
     while being traced, so a step never walks module state."""
 
     config: ArchitectureConfig | EncoderConfig
-    dtype: jnp.dtype  # of the weights' matrices
+    form: MatrixFormat
     activation_dtype: jnp.dtype  # of what flows between layers, keys and values too
     model: type[Model]
     graph: Any
@@ -68,9 +77,12 @@ class Template(Generic[Model]):
 
     def merge(self, weights: Weights) -> Model:
         """The module with these arrays in it, for use inside a program."""
-        parameters: dict[int, Array] = {}
+        parameters: dict[int, Array | InStack] = {}
         for leaf, array in zip(self.leaves, weights, strict=True):
-            parameters |= zip(leaf.places, array if leaf.is_stack else (array,), strict=True)
+            if leaf.is_packed:
+                parameters |= {place: InStack(array, jnp.int32(i)) for i, place in enumerate(leaf.places)}
+            else:
+                parameters |= zip(leaf.places, array if leaf.is_stack else (array,), strict=True)
         return nnx.merge(self.graph, jax.tree.unflatten(self.structure, [parameters[place] for place in range(len(parameters))]))
 
     def abstract(self, mesh: Mesh, rules: Rules) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -84,29 +96,31 @@ class Template(Generic[Model]):
 ModelTemplate = Template[CausalLM]
 
 
-def make_template(config: ArchitectureConfig, dtype: jnp.dtype, activation_dtype: jnp.dtype | None = None) -> ModelTemplate:
-    """Build the model abstractly: no array is made. Activations have the weights' type unless another is given."""
-    return template_of(model_class(config), config, dtype, activation_dtype or dtype)
+def make_template(config: ArchitectureConfig, form: MatrixFormat, activation_dtype: jnp.dtype | None = None) -> ModelTemplate:
+    """Build the model abstractly: no array is made. Activations have the vectors' type unless another is given."""
+    return template_of(model_class(config), config, form, activation_dtype or form.vector_dtype)
 
 
 def template_of(
-    model: type[Model], config: ArchitectureConfig | EncoderConfig, dtype: jnp.dtype, activation_dtype: jnp.dtype
+    model: type[Model], config: ArchitectureConfig | EncoderConfig, form: MatrixFormat, activation_dtype: jnp.dtype
 ) -> Template[Model]:
     """The same of any class with a weight map that is built from these."""
-    graph, state = nnx.split(nnx.eval_shape(lambda: model(config, dtype, activation_dtype)))
+    graph, state = nnx.split(nnx.eval_shape(lambda: model(config, form, activation_dtype)))
     parameters, structure = jax.tree.flatten_with_path(state)
     metadata = dict(nnx.to_flat_state(state))
-    together: dict[Any, list[tuple[int, str]]] = {}  # vectors and scales by axes and shape, all else by itself
+    together: dict[Any, list[tuple[int, str]]] = {}  # vectors, scales and packed matrices by axes and shape, all else by itself
     for place, (path, value) in enumerate(parameters):
         key = tuple(part.key for part in path if isinstance(part, jax.tree_util.DictKey))
-        axes = metadata[key].get_metadata()["logical_axes"]
+        about = metadata[key].get_metadata()
+        is_packed = about.get("is_packed", False)
         is_scale = str(key[-1]).endswith(SCALE)
-        alone = is_scale if is_scale or len(value.shape) == 1 else key
-        together.setdefault((alone, axes, value.shape, value.dtype), []).append((place, ".".join(map(str, key))))
+        alone = is_scale if is_scale or is_packed or len(value.shape) == 1 else key
+        kind = (alone, is_packed, about.get("output_axes"), about["logical_axes"], value.shape, value.dtype)
+        together.setdefault(kind, []).append((place, ".".join(map(str, key))))
     leaves = []
-    for (_, axes, shape, of_type), of_leaf in together.items():
-        if len(of_leaf) > 1:
+    for (_, is_packed, output_axes, axes, shape, of_type), of_leaf in together.items():
+        if is_packed or len(of_leaf) > 1:
             axes, shape = (None, *axes), (len(of_leaf), *shape)
         places, paths = zip(*of_leaf, strict=True)
-        leaves.append(Leaf(places, paths, axes, shape, of_type))
-    return Template(config, dtype, activation_dtype, model, graph, structure, tuple(leaves))
+        leaves.append(Leaf(places, paths, axes, shape, of_type, is_packed, output_axes))
+    return Template(config, form, activation_dtype, model, graph, structure, tuple(leaves))

@@ -32,7 +32,9 @@ def pack(matrix: Shaped[Array, "*O I"], output_axes: int = 1) -> Shaped[Array, "
     the innermost axis of each is cut. Raises `ValueError` where it can't be."""
     outputs, inputs = matrix.shape[:output_axes], matrix.shape[output_axes:]
     if not packs(matrix.dtype, outputs[-1], inputs[-1]):
-        raise ValueError(f"pack: {matrix.dtype}{matrix.shape} needs outputs in multiples of {LANES} and inputs in whole groups of {dict(GROUP)}")
+        raise ValueError(
+            f"pack: {matrix.dtype}{matrix.shape} needs outputs in multiples of {LANES} and inputs in whole groups of {dict(GROUP)}"
+        )
     group = GROUP[matrix.dtype.name]
     if matrix.dtype == jnp.int8:
         matrix = (matrix.astype(jnp.int16) + ZERO).astype(jnp.uint8)

@@ -8,6 +8,7 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Shaped
 
+from pallas_kernels.llvm.machine import this_machine
 from pallas_kernels.packed_matmul import llvm_cpu, reference
 from pallas_kernels.packed_matmul.layout import GROUP, LANES, packed_dtype
 
@@ -35,9 +36,13 @@ def packed_matmul(
     """
     group = GROUP.get(x.dtype.name)
     if group is None or x.ndim != 2 or matrices.dtype != packed_dtype(x.dtype):
-        raise ValueError(f"packed_matmul: x {x.dtype}{x.shape} must be [T, I] of one of {', '.join(GROUP)}, matrices {matrices.dtype} of the same")
+        raise ValueError(
+            f"packed_matmul: x {x.dtype}{x.shape} must be [T, I] of one of {', '.join(GROUP)}, matrices {matrices.dtype} of the same"
+        )
     if matrices.ndim != 5 or matrices.shape[3:] != (LANES, group) or matrices.shape[2] * group != x.shape[1]:
-        raise ValueError(f"packed_matmul: matrices {matrices.shape} must be [S, O / {LANES}, {x.shape[1] // group}, {LANES}, {group}] for x {x.shape}")
+        raise ValueError(
+            f"packed_matmul: matrices {matrices.shape} must be [S, O / {LANES}, {x.shape[1] // group}, {LANES}, {group}] for x {x.shape}"
+        )
     if place.shape != () or place.dtype != jnp.int32:
         raise ValueError(f"packed_matmul: place {place.dtype}{place.shape} must be one int32")
     return _IMPLEMENTATIONS[backend](x, matrices, place)
@@ -47,6 +52,6 @@ def why_not(dtype: jnp.dtype) -> str | None:
     """Why 'llvm_cpu' can't multiply this type on this machine's processor; None if it can."""
     if dtype.name not in GROUP:
         return f"it has no kernel for {dtype.name}"
-    if dtype == jnp.int8 and not llvm_cpu.target().avx512_vnni:
+    if dtype == jnp.int8 and not this_machine().avx512_vnni:
         return "this processor has no AVX-512 VNNI, which its product of integers is made of"
     return None

@@ -1,11 +1,14 @@
 """Packed products against plain ones."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.packed_matmul import llvm_cpu, llvm_ir
+from pallas_kernels.llvm import machine
+from pallas_kernels.packed_matmul import llvm_cpu, op
 from pallas_kernels.packed_matmul.cases import CASES, Case
 from pallas_kernels.packed_matmul.layout import pack, unpack
 from pallas_kernels.packed_matmul.op import packed_matmul, why_not
@@ -133,11 +136,9 @@ def test_what_can_not_be_packed_is_refused(shape):
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
 def test_code_for_processors_without_avx512(kind, monkeypatch):
     """What this machine's processor can run too: plain multiplications and additions, fewer sums at a time."""
-    plain = llvm_ir.Target(
-        is_x86=llvm_cpu.target().is_x86, avx512=False, avx512_bf16=False, avx512_vnni=False, llvm_version=llvm_cpu.target().llvm_version
-    )
-    monkeypatch.setattr(llvm_cpu, "target", lambda: plain)
-    llvm_cpu._registered.cache_clear()
+    plain = replace(machine.this_machine(), avx512=False, avx512_bf16=False, avx512_vnni=False)
+    for module in (llvm_cpu, op):
+        monkeypatch.setattr(module, "this_machine", lambda: plain)
     monkeypatch.setattr(llvm_cpu, "NAME", f"{llvm_cpu.NAME}_plain")
     for case in CASES[:4]:
         x, matrices = arguments(case, kind)
@@ -145,4 +146,3 @@ def test_code_for_processors_without_avx512(kind, monkeypatch):
         found = packed_matmul(x, jax.vmap(pack)(matrices), jnp.int32(0))
         np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-6 * case.num_inputs**0.5 * np.abs(wanted).max())
     assert why_not(jnp.dtype("int8")) is not None
-    llvm_cpu._registered.cache_clear()

@@ -1,0 +1,61 @@
+"""Products with packed matrices, over a mesh."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from jaxinfer.layers import int8
+from jaxinfer.layers.matrices import InStack
+from pallas_kernels.packed_matmul.layout import LANES, ZERO
+from pallas_kernels.packed_matmul.op import packed_matmul
+
+
+def product(x: Float[Array, "T I"], matrix: InStack, scale: Float[Array, "*O"] | None, output_axes: int) -> Float[Array, "T *O"]:
+    """x times the matrix, in x's type; integers come with a scale an output. Inputs that are split over devices are summed over them,
+    outputs stay split."""
+    sharding = jax.typeof(matrix.stack).sharding
+    _, *axes, _, _ = sharding.spec
+    outputs, inputs = axes[:output_axes], axes[output_axes]
+    found = PartitionSpec(None, *outputs)
+    of_scale = None if scale is None else PartitionSpec(*outputs)
+    over_shards = jax.shard_map(
+        partial(_local, output_axes=output_axes, split_over=inputs),
+        mesh=sharding.mesh,
+        in_specs=(PartitionSpec(None, inputs), sharding.spec, PartitionSpec(), of_scale),
+        out_specs=found,
+        check_vma=False,
+    )
+    return over_shards(x, matrix.stack, matrix.place, scale)
+
+
+def _local(
+    x: Float[Array, "T I"],
+    stack: Array,
+    place: Int[Array, ""],
+    scale: Float[Array, "*O"] | None,
+    output_axes: int,
+    split_over: str | None,
+) -> Float[Array, "T *O"]:
+    """On one device."""
+    num, *outputs = stack.shape[: output_axes + 1]
+    flat = stack.reshape(num, -1, x.shape[1] // stack.shape[-1], *stack.shape[-2:])
+    outputs[-1] *= LANES
+    if scale is None:
+        y = packed_matmul(x.astype(stack.dtype), flat, place)
+        y = y if split_over is None else jax.lax.psum(y, split_over)
+    else:
+        y = int8.of_integers(x, lambda rows: packed_matmul(rows, flat, place), split_over) * scale.reshape(-1)
+    return y.reshape(-1, *outputs).astype(x.dtype)
+
+
+def rows(matrix: InStack, places: Int[Array, " T"]) -> Array:
+    """[T, I]: of a matrix with one axis of outputs, those at these places, on every device."""
+    of_one = matrix.stack.reshape(matrix.stack.shape[1:])  # the only one of its stack
+    found = of_one.at[places // LANES, :, places % LANES].get(mode="clip", out_sharding=PartitionSpec())
+    found = found.reshape(len(places), -1)
+    return found.astype(jnp.int32) - ZERO if found.dtype == jnp.uint8 else found

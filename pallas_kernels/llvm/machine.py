@@ -1,0 +1,64 @@
+"""Code for this machine's processor: from LLVM IR to a custom call that XLA's CPU programs can make (`jax.ffi`)."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import jax
+import llvmlite.binding as llvm
+
+_ENGINES: dict[str, llvm.ExecutionEngine] = {}  # the code of each custom call lives as long as its engine
+_LOCK = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Target:
+    """What generated code may use."""
+
+    is_x86: bool
+    avx512: bool
+    avx512_bf16: bool
+    avx512_vnni: bool
+    llvm_version: int
+
+
+@cache
+def this_machine() -> Target:
+    """The processor that runs this."""
+    features = llvm.get_host_cpu_features()
+    return Target(
+        is_x86=platform.machine() in ("x86_64", "AMD64"),
+        avx512=bool(features.get("avx512f")),
+        avx512_bf16=bool(features.get("avx512bf16")),
+        avx512_vnni=bool(features.get("avx512vnni")),
+        llvm_version=llvm.llvm_version_info[0],
+    )
+
+
+def register(name: str, ir: Callable[[], str]) -> str:
+    """Make a custom call of this name known to XLA, from a module that defines `@handler`; once. Returns the name."""
+    with _LOCK:
+        if name not in _ENGINES:
+            engine = _compiled(ir())
+            handler = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(engine.get_function_address("handler"))
+            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform="cpu")
+            _ENGINES[name] = engine
+    return name
+
+
+def _compiled(ir: str) -> llvm.ExecutionEngine:
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    module = llvm.parse_assembly(ir)
+    module.verify()
+    machine = llvm.Target.from_default_triple().create_target_machine(
+        cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=3, jit=True
+    )
+    engine = llvm.create_mcjit_compiler(module, machine)
+    engine.finalize_object()
+    return engine
