@@ -88,7 +88,15 @@ def assemble(config: EngineConfig, stats: EngineStats) -> Parts:
     prefill_runner = PrefillRunner(
         plan.template, plan.prefill.mesh, plan.prefill.rules, pools[0], schedule.prefill_buckets, plan.max_model_len
     )
-    decode_runner = DecodeRunner(plan.template, plan.decode.mesh, plan.decode.rules, pools[-1], schedule.decode_buckets, plan.max_model_len)
+    decode_runner = DecodeRunner(
+        plan.template,
+        plan.decode.mesh,
+        plan.decode.rules,
+        pools[-1],
+        schedule.decode_buckets,
+        plan.max_model_len,
+        plan.decode.attention,
+    )
     sources = prefill_runner.programs() + decode_runner.programs()
     tiers = _tiers(config, plan, source)
     if not plan.shares_mesh or tiers is not None:

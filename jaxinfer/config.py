@@ -51,6 +51,12 @@ class ModelConfig:
 class DeviceConfig:
     prefill_devices: tuple[int, ...] = _flag((0,), "devices of the prefill mesh, such as 0 or 0,1")
     decode_devices: tuple[int, ...] = _flag((0,), "devices of the decode mesh; the same as prefill's: both share one page pool")
+    attention_backend: str = _flag(
+        "auto",
+        "attention over KV pages: llvm_cpu (CPU only: kernels made for its processor), xla (any device), reference (plain and slow); auto: "
+        "llvm_cpu on a CPU where it can run, else xla",
+        choices=("auto", "llvm_cpu", "xla", "reference"),
+    )
     cpu_devices: int | None = _flag(None, "split the CPU into this many virtual devices")
     profile: str | None = _flag(None, "folder to write a trace of the first seconds of work to, for XProf and Perfetto")
     profile_seconds: float = _flag(5.0, "how long that trace is")

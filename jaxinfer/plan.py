@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,9 @@ from jaxinfer.kv_cache.spec import PageSpec
 from jaxinfer.layers.matrices import MatrixFormat
 from jaxinfer.models.config import ArchitectureConfig
 from jaxinfer.runtime.template import ModelTemplate, make_template
+from pallas_kernels.dispatch import Backend
 from pallas_kernels.packed_matmul.op import why_not
+from pallas_kernels.paged_attention import op as paged_attention
 from sharding.mesh import make_mesh
 from sharding.rules import RULES, Rules
 
@@ -23,6 +27,9 @@ logger = logging.getLogger(__name__)
 
 _CPU_KV_BYTES = 2**29
 _GPU_KV_SHARE = 0.85  # of what weights leave free; the rest is for temporaries
+
+# By role: why its attention has no kernel for pages of a type and head size on this machine's CPU, None if it has.
+_WHY_NO_ATTENTION_KERNEL: dict[str, Callable[[jnp.dtype, int], str | None]] = {"decode": paged_attention.why_not}
 
 
 @dataclass(frozen=True)
@@ -34,6 +41,7 @@ class RolePlan:
     rules: Rules
     weight_bytes: int  # on each device
     num_pages: int  # of the pool, the null page included
+    attention: Backend
 
 
 @dataclass(frozen=True)
@@ -98,6 +106,20 @@ def choose_formats(config: ModelConfig, platform: str, *, keeps_types: bool = Fa
     return MatrixFormat(dtype, is_packed), jnp.dtype("float32" if platform == "cpu" else name)
 
 
+def choose_attention(role: str, name: str, platform: str, dtype: jnp.dtype, head_size: int) -> Backend:
+    """How a role's attention over pages of this type runs. Raises `ConfigError` for a backend that can't run here."""
+    why_not_here = _WHY_NO_ATTENTION_KERNEL.get(role)
+    if why_not_here is None:
+        return "reference" if name == "reference" else "xla"
+    against = f"its kernels are for CPUs, not {platform}" if platform != "cpu" else why_not_here(dtype, head_size)
+    if name == "llvm_cpu" and against:
+        raise ConfigError(f"attention_backend is llvm_cpu, but {against}: use auto or xla")
+    backend = cast(Backend, name if name != "auto" else "xla" if against else "llvm_cpu")
+    reason = "asked for" if name != "auto" else against or "a kernel made for this processor"
+    logger.info("%s attention backend: %s (%s)", role, backend, reason)
+    return backend
+
+
 def _mesh(role: str, device_ids: tuple[int, ...]) -> jax.sharding.Mesh:
     try:
         return make_mesh(device_ids)
@@ -118,7 +140,9 @@ def _plan_role(role: str, mesh: jax.sharding.Mesh, template: ModelTemplate, spec
         num_pages = per_device.num_pages(_kv_budget(config.cache.kv_memory, mesh, weights))
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    return RolePlan(role, mesh, rules, weights, num_pages)
+    platform = mesh.devices.flat[0].platform
+    attention = choose_attention(role, config.devices.attention_backend, platform, template.activation_dtype, spec.head_size)
+    return RolePlan(role, mesh, rules, weights, num_pages, attention)
 
 
 def _kv_budget(kv_memory: str, mesh: jax.sharding.Mesh, weights: int) -> int:

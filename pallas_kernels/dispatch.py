@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from typing import Literal
 
-Backend = Literal["xla", "reference"]
+Backend = Literal["llvm_cpu", "xla", "reference"]

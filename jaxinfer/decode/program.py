@@ -19,6 +19,7 @@ from jaxinfer.sampling.counting import TokenCounts
 from jaxinfer.sampling.params import SamplingRows
 from jaxinfer.sampling.penalties import add_sampled
 from jaxinfer.sampling.sampler import Sampled, sample
+from pallas_kernels.dispatch import Backend
 from pallas_kernels.paged_attention.op import paged_attention
 from sharding.mesh import TENSOR
 
@@ -34,7 +35,7 @@ class DecodeState(NamedTuple):
 DecodeStep = Callable[[Weights, Pages, DecodeState, DecodeBatch, SamplingRows], tuple[Pages, DecodeState, Sampled]]
 
 
-def decode_step(template: ModelTemplate, mesh: Mesh) -> DecodeStep:
+def decode_step(template: ModelTemplate, mesh: Mesh, attention: Backend) -> DecodeStep:
     """The program's function. It takes pages and state donated."""
 
     def step(
@@ -43,7 +44,7 @@ def decode_step(template: ModelTemplate, mesh: Mesh) -> DecodeStep:
         model = template.merge(weights)
         tokens = jnp.where(batch.tokens == ON_DEVICE, state.tokens[batch.slots], batch.tokens)
         page_table = state.page_table.at[batch.slots, batch.positions // pages.shape[4]].set(batch.pages)
-        hidden, pages = forward(model, mesh, pages, tokens, batch, page_table)
+        hidden, pages = forward(model, mesh, pages, tokens, batch, page_table, attention)
         sampled = sample(model, hidden, sampling, batch.num_generated, state.counts, batch.slots)
         counts = add_sampled(state.counts, batch.slots, sampled.tokens)
         return pages, DecodeState(state.tokens.at[batch.slots].set(sampled.tokens), page_table, counts), sampled
@@ -57,17 +58,24 @@ def seat(page_table: Int[Array, "S+1 W"], slot: Int[Array, ""], row: Int[Array, 
 
 
 def forward(
-    model: CausalLM, mesh: Mesh, pages: Pages, tokens: Int[Array, " B"], batch: DecodeBatch, page_table: Int[Array, "S+1 W"]
+    model: CausalLM,
+    mesh: Mesh,
+    pages: Pages,
+    tokens: Int[Array, " B"],
+    batch: DecodeBatch,
+    page_table: Int[Array, "S+1 W"],
+    attention: Backend = "xla",
 ) -> tuple[Float[Array, "B D"], Pages]:
     """Hidden states of the rows' tokens, and the pages with their keys and values written."""
     num_slots = page_table.shape[0] - 1
     kv_len = jnp.where(batch.slots < num_slots, batch.positions + 1, 0)
-    attend = partial(_attend, mesh, batch.pages, batch.positions % pages.shape[4], page_table[batch.slots], kv_len)
+    attend = partial(_attend, mesh, attention, batch.pages, batch.positions % pages.shape[4], page_table[batch.slots], kv_len)
     return model(tokens, batch.positions, pages, attend)
 
 
 def _attend(
     mesh: Mesh,
+    attention: Backend,
     page_ids: Int[Array, " B"],
     offsets: Int[Array, " B"],
     page_table: Int[Array, "B W"],
@@ -82,7 +90,8 @@ def _attend(
         q: Array, k: Array, v: Array, pages: Pages, layer: Array, page_ids: Array, offsets: Array, page_table: Array, kv_len: Array
     ) -> tuple[Array, Pages]:
         pages = write(pages, layer, k, v, page_ids, offsets)
-        return paged_attention(q, pages, layer, page_table, kv_len, scale=q.shape[-1] ** -0.5, pool_is_finite=True), pages
+        scale = q.shape[-1] ** -0.5
+        return paged_attention(q, pages, layer, page_table, kv_len, scale=scale, pool_is_finite=True, backend=attention), pages
 
     # Heads are independent: each device attends with its own, over its own part of every page.
     heads, whole = PartitionSpec(None, TENSOR), PartitionSpec()

@@ -18,6 +18,7 @@ from jaxinfer.runtime.template import ModelTemplate, Weights
 from jaxinfer.sampling.counting import abstract_counts, reset_arguments, reset_program
 from jaxinfer.sampling.params import SamplingRows, neutral_rows
 from jaxinfer.sampling.sampler import Sampled
+from pallas_kernels.dispatch import Backend
 from sharding.mesh import is_cpu
 from sharding.partition import replicated
 from sharding.rules import Rules
@@ -37,6 +38,7 @@ class DecodeRunner:
         pool: PagePool,
         buckets: tuple[int, ...],
         max_model_len: int,
+        attention: Backend,
     ) -> None:
         self._pool = pool
         self._mesh = mesh
@@ -53,7 +55,7 @@ class DecodeRunner:
             jax.ShapeDtypeStruct((self.num_slots + 1, self.table_width), np.int32, sharding=on_mesh),
             counts,
         )
-        self._step = decode_step(template, mesh)
+        self._step = decode_step(template, mesh, attention)
         self._form = template.form
         self._programs: dict[str, Executable] = {}
         self._weights: Weights = ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import Backend
@@ -42,3 +43,8 @@ def paged_attention(
     if page_table.shape[0] != q.shape[0] or kv_len.shape != (q.shape[0],):
         raise ValueError(f"paged_attention: page_table {page_table.shape} and kv_len {kv_len.shape} must have q's {q.shape[0]} rows")
     return _IMPLEMENTATIONS[backend](q, kv_pages, layer, page_table, kv_len, scale=scale, pool_is_finite=pool_is_finite)
+
+
+def why_not(dtype: jnp.dtype, head_size: int) -> str | None:
+    """Why 'llvm_cpu' can't attend over pages of this type and head size on this machine's processor; None if it can."""
+    return f"paged_attention has no kernel yet for {dtype.name} pages of heads of {head_size}"
