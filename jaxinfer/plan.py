@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import cast
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,20 +17,26 @@ from jaxinfer.config import ConfigError, EngineConfig, ModelConfig, format_bytes
 from jaxinfer.kv_cache.spec import PageSpec
 from jaxinfer.layers.matrices import MatrixFormat
 from jaxinfer.models.config import ArchitectureConfig
-from jaxinfer.runtime.template import ModelTemplate, make_template
+from jaxinfer.runtime.template import ModelTemplate, Template, make_template
 from pallas_kernels.dispatch import Backend
 from pallas_kernels.packed_matmul.op import why_not
 from pallas_kernels.paged_attention import op as paged_attention
+from pallas_kernels.ragged_prefill_attention import op as ragged_prefill_attention
 from sharding.mesh import make_mesh
 from sharding.rules import RULES, Rules
 
 logger = logging.getLogger(__name__)
 
+Laid = TypeVar("Laid", bound=Template[Any])
+
 _CPU_KV_BYTES = 2**29
 _GPU_KV_SHARE = 0.85  # of what weights leave free; the rest is for temporaries
 
 # By role: why its attention has no kernel for pages of a type and head size on this machine's CPU, None if it has.
-_WHY_NO_ATTENTION_KERNEL: dict[str, Callable[[jnp.dtype, int], str | None]] = {"decode": paged_attention.why_not}
+_WHY_NO_ATTENTION_KERNEL: dict[str, Callable[[jnp.dtype, int], str | None]] = {
+    "prefill": ragged_prefill_attention.why_not,
+    "decode": paged_attention.why_not,
+}
 
 
 @dataclass(frozen=True)
@@ -64,8 +71,7 @@ def make_plan(config: EngineConfig, architecture: ArchitectureConfig) -> Plan:
     """
     devices = {"prefill": config.devices.prefill_devices, "decode": config.devices.decode_devices}
     meshes = {role: _mesh(role, ids) for role, ids in devices.items()}
-    platform = meshes["decode"].devices.flat[0].platform
-    template = make_template(architecture, *choose_formats(config.model, platform))
+    template = lay_out(partial(make_template, architecture), config.model, [(mesh, RULES[role]) for role, mesh in meshes.items()])
     spec = PageSpec(
         architecture.num_layers,
         architecture.num_kv_heads,
@@ -86,6 +92,27 @@ def make_plan(config: EngineConfig, architecture: ArchitectureConfig) -> Plan:
                 f"{format_bytes((spec.pages_for(wanted) + 1) * spec.page_bytes)} or lower max_model_len"
             )
     return Plan(template, spec, roles["prefill"], roles["decode"], min(wanted, capacity))
+
+
+def lay_out(
+    build: Callable[[MatrixFormat, jnp.dtype], Laid],
+    config: ModelConfig,
+    meshes: Sequence[tuple[jax.sharding.Mesh, Rules]],
+    *,
+    keeps_types: bool = False,
+) -> Laid:
+    """The template that `build` makes of the best form of matrices for these meshes. One that can't be split as it would have to be is
+    left for `Template.abstract` to refuse."""
+    form, activation_dtype = choose_formats(config, meshes[0][0].devices.flat[0].platform, keeps_types=keeps_types)
+    template = build(form, activation_dtype)
+    if form.is_packed and config.matmul_backend == "auto":
+        try:
+            for mesh, rules in meshes:
+                template.abstract(mesh, rules)
+        except ValueError as error:
+            logger.info("matmul backend: xla after all (packed, %s)", error)
+            return build(replace(form, is_packed=False), activation_dtype)
+    return template
 
 
 def choose_formats(config: ModelConfig, platform: str, *, keeps_types: bool = False) -> tuple[MatrixFormat, jnp.dtype]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import jax
 
@@ -16,7 +17,7 @@ from jaxinfer.encode.texts import TextReader
 from jaxinfer.encode.worker import EncodeWorker
 from jaxinfer.models.bert import Bert
 from jaxinfer.models.encoder_config import EncoderConfig
-from jaxinfer.plan import choose_formats
+from jaxinfer.plan import lay_out
 from jaxinfer.runtime.compilation import COUNTER, compile_programs
 from jaxinfer.runtime.device_clock import DeviceClock
 from jaxinfer.runtime.load import load_weights, weight_bytes
@@ -42,7 +43,7 @@ def load_encoder(config: EngineConfig, stats: EngineStats, clock: DeviceClock) -
     rules = RULES["encode"]
     try:
         mesh = make_mesh(config.devices.prefill_devices)
-        template = template_of(Bert, encoder, *choose_formats(config.model, mesh.devices.flat[0].platform, keeps_types=True))
+        template = lay_out(partial(template_of, Bert, encoder), config.model, [(mesh, rules)], keeps_types=True)
         template.abstract(mesh, rules)
     except ValueError as error:
         raise ConfigError(f"prefill_devices is {config.devices.prefill_devices}: {error}") from error

@@ -21,10 +21,11 @@ def product(x: Float[Array, "T I"], matrix: InStack, scale: Float[Array, "*O"] |
     sharding = jax.typeof(matrix.stack).sharding
     _, *axes, _, _ = sharding.spec
     outputs, inputs = axes[:output_axes], axes[output_axes]
+    is_split = inputs is not None and sharding.mesh.shape[inputs] > 1
     found = PartitionSpec(None, *outputs)
     of_scale = None if scale is None else PartitionSpec(*outputs)
     over_shards = jax.shard_map(
-        partial(_local, output_axes=output_axes, split_over=inputs),
+        partial(_local, output_axes=output_axes, split_over=inputs if is_split else None),
         mesh=sharding.mesh,
         in_specs=(PartitionSpec(None, inputs), sharding.spec, PartitionSpec(), of_scale),
         out_specs=found,
@@ -55,7 +56,6 @@ def _local(
 
 def rows(matrix: InStack, places: Int[Array, " T"]) -> Array:
     """[T, I]: of a matrix with one axis of outputs, those at these places, on every device."""
-    of_one = matrix.stack.reshape(matrix.stack.shape[1:])  # the only one of its stack
-    found = of_one.at[places // LANES, :, places % LANES].get(mode="clip", out_sharding=PartitionSpec())
+    found = matrix.stack.at[matrix.place, places // LANES, :, places % LANES].get(mode="clip", out_sharding=PartitionSpec())
     found = found.reshape(len(places), -1)
     return found.astype(jnp.int32) - ZERO if found.dtype == jnp.uint8 else found

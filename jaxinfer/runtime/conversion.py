@@ -12,37 +12,35 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array
 
 from jaxinfer.layers.int8 import quantize
-from jaxinfer.layers.matrices import MatrixFormat
+from jaxinfer.layers.matrices import INT8, MatrixFormat
 from jaxinfer.runtime.template import SCALE, Leaf, Template, Weights, template_of
 from pallas_kernels.packed_matmul.layout import pack
 from sharding.rules import Rules
 
 
 class Conversion:
-    """`plain` is the template to load by: its matrices lie as in checkpoints and are float32 where the given template's are integers; it
-    is the given one itself where nothing is to be converted. `convert` takes its arrays, one at a time and in any thread; `weights` puts
-    together what came of them."""
+    """`plain` is the template to load by: float32, its matrices as in checkpoints; it is the given one itself where nothing is to be
+    converted. `convert` takes its arrays, one at a time and in any thread; `weights` puts together what came of them."""
 
     def __init__(self, template: Template[Any], mesh: Mesh, rules: Rules) -> None:
         self._mesh, self._form = mesh, template.form
-        form = MatrixFormat(template.form.vector_dtype)
         self.plain: Template[Any] = template
-        if form != template.form:
-            self.plain = template_of(template.model, template.config, form, template.activation_dtype)
+        if self._form.is_packed or self._form.is_int8:
+            self.plain = template_of(template.model, template.config, MatrixFormat(jnp.dtype("float32")), template.activation_dtype)
         self._targets = list(zip(template.leaves, template.abstract(mesh, rules), strict=True))
-        self._target_of = {path: (leaf, target) for leaf, target in self._targets for path in leaf.paths}
+        self._target_of = {name: (leaf, target) for leaf, target in self._targets for name in (*leaf.paths, leaf.name)}
         self._axes = {leaf.name: leaf.axes for leaf in self.plain.leaves}
 
     def convert(self, name: str, array: Array) -> Any:
-        """A matrix as the template has it, and its scales if it is of integers; all else stays."""
-        leaf, target = self._target_of.get(name, (None, None))
-        if leaf is None or leaf.output_axes is None:
-            return array
+        """A matrix as the template has it, and its scales if it is of integers; of all else only the type may change."""
+        leaf, target = self._target_of[name]
+        if leaf.output_axes is None:
+            return array.astype(leaf.dtype)
         # Where each dimension of the converted matrix comes from: outputs first.
         order = tuple(self._axes[name].index(axis) for axis in leaf.axes_of_one if axis is not None)
+        spec = PartitionSpec(*target.sharding.spec[leaf.is_stack :])
         with jax.set_mesh(self._mesh):
-            spec = PartitionSpec(*target.sharding.spec[leaf.is_stack :])
-            return _converter(order, leaf.output_axes, leaf.is_packed, self._form.is_int8, spec)(array)
+            return _converter(order, leaf.output_axes, leaf.is_packed, self._form.dtype, spec)(array)
 
     def weights(self, converted: Mapping[str, Any]) -> Weights:
         """In the order of the template's leaves."""
@@ -61,30 +59,35 @@ class Conversion:
     def _stack(self, leaf: Leaf, target: jax.ShapeDtypeStruct, arrays: dict[str, Array]) -> Array:
         """One after the other, so that no more than one of them is held twice."""
         with jax.set_mesh(self._mesh):
-            stack = jnp.zeros(target.shape, target.dtype, device=target.sharding)
+            stack = jnp.zeros(target.shape, _bits(target.dtype), device=target.sharding)
             for place, path in enumerate(leaf.paths):
                 stack = _put(stack, arrays.pop(path), place)
-            return stack
+            return jax.lax.bitcast_convert_type(stack, target.dtype)
+
+
+def _bits(dtype: jnp.dtype) -> jnp.dtype:
+    """A type of the same size that XLA on a CPU updates in place: of a bfloat16 stack it would convert the whole each time."""
+    return jnp.dtype(jnp.uint16) if dtype == jnp.bfloat16 else dtype
 
 
 @partial(jax.jit, donate_argnums=0)
 def _put(stack: Array, one: Array, place: int) -> Array:
-    return stack.at[place].set(one)
+    return stack.at[place].set(jax.lax.bitcast_convert_type(one, stack.dtype))
 
 
 @cache
-def _converter(order: tuple[int, ...], output_axes: int, is_packed: bool, is_int8: bool, spec: PartitionSpec) -> Callable[[Array], Any]:
+def _converter(order: tuple[int, ...], output_axes: int, is_packed: bool, dtype: jnp.dtype, spec: PartitionSpec) -> Callable[[Array], Any]:
     """One for all matrices of a kind: it compiles once."""
-    convert = partial(_convert, order=order, output_axes=output_axes, is_packed=is_packed, is_int8=is_int8)
-    specs = (spec, PartitionSpec(*spec[:output_axes])) if is_int8 else spec
+    convert = partial(_convert, order=order, output_axes=output_axes, is_packed=is_packed, dtype=dtype)
+    specs = (spec, PartitionSpec(*spec[:output_axes])) if dtype == INT8 else spec
     converter: Callable[[Array], Any] = jax.jit(jax.sharding.auto_axes(convert, out_sharding=specs))
     return converter
 
 
-def _convert(matrix: Array, order: tuple[int, ...], output_axes: int, is_packed: bool, is_int8: bool) -> Any:
+def _convert(matrix: Array, order: tuple[int, ...], output_axes: int, is_packed: bool, dtype: jnp.dtype) -> Any:
     turned = matrix.transpose(order)
-    if not is_int8:
-        return pack(turned, output_axes) if is_packed else turned
+    if dtype != INT8:
+        return pack(turned, dtype, output_axes) if is_packed else turned.astype(dtype)
     values, scale = quantize(turned.reshape(*turned.shape[:output_axes], -1))
     values = values.reshape(turned.shape)
-    return pack(values, output_axes) if is_packed else values, scale
+    return pack(values, dtype, output_axes) if is_packed else values, scale

@@ -27,19 +27,18 @@ def packed_dtype(dtype: jnp.dtype) -> jnp.dtype:
     return jnp.dtype(jnp.uint8) if dtype == jnp.int8 else dtype
 
 
-def pack(matrix: Shaped[Array, "*O I"], output_axes: int = 1) -> Shaped[Array, "*P K 16 G"]:
-    """A matrix [outputs..., inputs...], of which so many axes are outputs, packed: [outputs... / 16, inputs... / group, 16, group]. Only
-    the innermost axis of each is cut. Raises `ValueError` where it can't be."""
+def pack(matrix: Shaped[Array, "*O I"], dtype: jnp.dtype, output_axes: int = 1) -> Shaped[Array, "*P K 16 G"]:
+    """A matrix [outputs..., inputs...], of which so many axes are outputs, packed as this type: [outputs... / 16, inputs... / group, 16,
+    group]. Only the innermost axis of each is cut. Raises `ValueError` where it can't be."""
     outputs, inputs = matrix.shape[:output_axes], matrix.shape[output_axes:]
-    if not packs(matrix.dtype, outputs[-1], inputs[-1]):
+    if not packs(dtype, outputs[-1], inputs[-1]):
         raise ValueError(
-            f"pack: {matrix.dtype}{matrix.shape} needs outputs in multiples of {LANES} and inputs in whole groups of {dict(GROUP)}"
+            f"pack: {matrix.shape} as {dtype} needs outputs in multiples of {LANES} and inputs in whole groups of {dict(GROUP)}"
         )
-    group = GROUP[matrix.dtype.name]
-    if matrix.dtype == jnp.int8:
-        matrix = (matrix.astype(jnp.int16) + ZERO).astype(jnp.uint8)
+    group = GROUP[dtype.name]
     cut = matrix.reshape(*outputs[:-1], outputs[-1] // LANES, LANES, *inputs[:-1], inputs[-1] // group, group)
-    return jnp.moveaxis(cut, output_axes, -2)
+    moved = jnp.moveaxis(cut, output_axes, -2)  # before it is narrowed: XLA on a CPU moves 2 bytes a time far slower than 4
+    return (moved.astype(jnp.int16) + ZERO).astype(jnp.uint8) if dtype == jnp.int8 else moved.astype(dtype)
 
 
 def unpack(packed: Shaped[Array, "*P K 16 G"], output_axes: int = 1) -> Shaped[Array, "*O I"]:

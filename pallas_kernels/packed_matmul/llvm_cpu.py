@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Shaped
@@ -15,7 +17,7 @@ NAME = "jaxinfer_packed_matmul"  # of the custom calls, before their kind
 
 def packed_matmul(x: Shaped[Array, "T I"], matrices: Shaped[Array, "S P K 16 G"], place: Int[Array, ""]) -> Shaped[Array, "T O"]:
     """See op.py."""
-    kind: llvm_ir.Kind = x.dtype.name
+    kind = cast(llvm_ir.Kind, x.dtype.name)
     name = register(f"{NAME}_{kind}", lambda: llvm_ir.module(kind, this_machine()))
     of_sums = jnp.int32 if kind == "int8" else jnp.float32
     result = jax.ShapeDtypeStruct((x.shape[0], matrices.shape[1] * LANES), of_sums)

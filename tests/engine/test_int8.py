@@ -8,6 +8,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxinfer import SamplingParams
 from jaxinfer.layers import int8
+from jaxinfer.layers.matrices import InStack
+from pallas_kernels.packed_matmul.layout import unpack
 from sharding.mesh import TENSOR, make_mesh
 from tests import tiny_model
 from tests.engine.workload import workload
@@ -92,9 +94,9 @@ def test_two_devices_multiply_as_one_does(num_rows, split):
         np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-2)
 
 
-@pytest.fixture(scope="module")
-def integers(llms):
-    return llms(weights="int8")
+@pytest.fixture(scope="module", params=["auto", "xla"])
+def integers(llms, request):
+    return llms(weights="int8", matmul_backend=request.param)
 
 
 def test_the_engines_matrices_are_the_checkpoints_rounded(integers):
@@ -102,12 +104,17 @@ def test_the_engines_matrices_are_the_checkpoints_rounded(integers):
     theirs = tiny_model.tensors()
     parts = integers.engine._parts
     model = parts.plan.template.merge(parts.weights)
+
+    def of(param, output_axes):
+        kernel = param.get_value()
+        return unpack(jnp.asarray(np.asarray(kernel.stack)[int(kernel.place)]), output_axes) if isinstance(kernel, InStack) else kernel
+
     block, prefix = model.blocks[1], "model.layers.1."
     for values, scale, tensor in (
-        (model.embedding.table, model.embedding.table_scale, theirs["model.embed_tokens.weight"]),
-        (block.mlp.down.kernel, block.mlp.down.kernel_scale, theirs[prefix + "mlp.down_proj.weight"]),
-        (block.attention.out.kernel, block.attention.out.kernel_scale, theirs[prefix + "self_attn.o_proj.weight"]),
-        (block.mlp.gate_up.kernel[1], block.mlp.gate_up.kernel_scale[1], theirs[prefix + "mlp.up_proj.weight"]),
+        (of(model.embedding.table, 1), model.embedding.table_scale, theirs["model.embed_tokens.weight"]),
+        (of(block.mlp.down.kernel, 1), block.mlp.down.kernel_scale, theirs[prefix + "mlp.down_proj.weight"]),
+        (of(block.attention.out.kernel, 1), block.attention.out.kernel_scale, theirs[prefix + "self_attn.o_proj.weight"]),
+        (of(block.mlp.gate_up.kernel, 2)[1], block.mlp.gate_up.kernel_scale[1], theirs[prefix + "mlp.up_proj.weight"]),
     ):
         wide = np.asarray(values[...], np.float64).reshape(tensor.shape) * np.asarray(scale[...], np.float64)[:, None]
         np.testing.assert_allclose(wide, tensor, atol=np.abs(tensor).max() / 127 * 0.501)
@@ -137,11 +144,11 @@ def test_what_sampling_reports_is_the_plain_pass_and_near_float32s(integers, llm
 def test_tokens_are_the_same_alone_in_a_batch_and_on_two_devices(integers, llms, layout):
     alone = [integers.generate(prompt, GREEDY)[0].outputs[0].token_ids for prompt in PROMPTS[:6]]
     assert [output.outputs[0].token_ids for output in integers.generate(PROMPTS[:6], GREEDY)] == alone
-    spread = llms(weights="int8", **layout, **SMALL)
+    spread = llms(weights="int8", matmul_backend=integers.engine._parts.config.model.matmul_backend, **layout, **SMALL)
     assert [output.outputs[0].token_ids for output in spread.generate(PROMPTS[:6], GREEDY)] == alone
 
 
 def test_made_up_weights_are_integers_too(llms):
     made_up = llms(weights="int8", random_weights=True, **SMALL)
-    assert {leaf.dtype.name for leaf in made_up.engine._parts.plan.template.leaves} == {"int8", "float32"}
+    assert {leaf.dtype.name for leaf in made_up.engine._parts.plan.template.leaves} in ({"int8", "float32"}, {"uint8", "float32"})
     assert len(made_up.generate(PROMPTS[0], GREEDY)[0].outputs[0].token_ids) == 24

@@ -29,6 +29,7 @@ LAYOUTS = {
     "chunks of 50": {"prefill_chunk_size": 50, "prefill_buckets": (32, 50)},
     "pages of 4": {"page_size": 4, **SMALL},
     "pages of 32": {"page_size": 32, **SMALL},
+    "XLA alone": {"matmul_backend": "xla", "attention_backend": "xla", **SMALL},
     "no prefix cache": {"prefix_cache": False},
 }
 

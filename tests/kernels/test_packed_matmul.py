@@ -27,6 +27,10 @@ def arguments(case: Case, kind: str, seed: int = 0) -> tuple[jax.Array, jax.Arra
     return jnp.asarray(x, kind), jnp.asarray(matrices, kind)
 
 
+def packed_as(kind: str, matrices: jax.Array) -> jax.Array:
+    return jax.vmap(lambda matrix: pack(matrix, jnp.dtype(kind)))(matrices)
+
+
 def exact(x: jax.Array, matrix: jax.Array) -> np.ndarray:
     return np.asarray(x, np.float64) @ np.asarray(matrix, np.float64).T
 
@@ -43,7 +47,7 @@ def test_each_matrix_of_a_stack_as_numpy_multiplies_it(case, kind, backend):
     needs(kind)
     x, matrices = arguments(case, kind)
     multiply = jax.jit(lambda x, packed, place: packed_matmul(x, packed, place, backend=backend))
-    packed = jax.vmap(pack)(matrices)
+    packed = packed_as(kind, matrices)
     for place in range(case.num_matrices):
         found = multiply(x, packed, jnp.int32(place))
         wanted = exact(x, matrices[place])
@@ -59,7 +63,7 @@ def test_any_number_of_rows(kind):
     """Every way in which rows are cut into tiles, and rows into chunks."""
     needs(kind)
     x, matrices = arguments(Case("", 300, 64, 80), kind, 1)
-    packed = pack(matrices[0])[None]
+    packed = pack(matrices[0], matrices.dtype)[None]
     wanted = exact(x, matrices[0])
     for num_rows in (*range(1, 20), 127, 128, 129, 135, 256, 300):
         found = packed_matmul(x[:num_rows], packed, jnp.int32(0))
@@ -70,7 +74,7 @@ def test_any_number_of_rows(kind):
 def test_rows_do_not_touch_each_other(kind):
     """Rows of one step belong to several requests."""
     x, matrices = arguments(Case("", 19, 64, 80), kind, 2)
-    packed = pack(matrices[0])[None]
+    packed = pack(matrices[0], matrices.dtype)[None]
     sound = np.asarray(packed_matmul(x, packed, jnp.int32(0)))
     broken = np.asarray(packed_matmul(x.at[3].set(jnp.nan), packed, jnp.int32(0)))
     assert np.isnan(broken[3]).all()
@@ -80,7 +84,7 @@ def test_rows_do_not_touch_each_other(kind):
 def test_a_row_is_the_same_in_any_batch():
     for kind in ("float32", "bfloat16"):
         x, matrices = arguments(Case("", 45, 192, 208), kind, 3)
-        packed = pack(matrices[0])[None]
+        packed = pack(matrices[0], matrices.dtype)[None]
         together = np.asarray(packed_matmul(x, packed, jnp.int32(0)))
         for row in (0, 7, 44):
             np.testing.assert_array_equal(packed_matmul(x[row : row + 1], packed, jnp.int32(0))[0], together[row])
@@ -90,16 +94,16 @@ def test_a_row_is_the_same_in_any_batch():
 def test_pack_and_unpack_over_several_axes(kind):
     _, matrices = arguments(Case("", 1, 24, 96), kind)
     matrix = matrices[0].reshape(3, 32, 2, 12)
-    packed = pack(matrix, 2)
+    packed = pack(matrix, matrix.dtype, 2)
     assert packed.shape == (3, 2, 2, *{"float32": (12, 16, 1), "bfloat16": (6, 16, 2), "int8": (3, 16, 4)}[kind])
     np.testing.assert_array_equal(unpack(packed, 2), matrix)
-    np.testing.assert_array_equal(packed.reshape(6, -1, *packed.shape[-2:]), pack(matrix.reshape(96, 24)))
+    np.testing.assert_array_equal(packed.reshape(6, -1, *packed.shape[-2:]), pack(matrix.reshape(96, 24), matrix.dtype))
 
 
 def test_many_products_at_once():
     """Programs of several meshes share one pool of threads: calls that wait for helpers must not wait for each other."""
     x, matrices = arguments(Case("", 64, 256, 256), "float32", 4)
-    packed, wanted = pack(matrices[0])[None], exact(x, matrices[0])
+    packed, wanted = pack(matrices[0], matrices.dtype)[None], exact(x, matrices[0])
     multiply = jax.jit(lambda x: packed_matmul(x, packed, jnp.int32(0)))
     rows = [jax.device_put(x, device) for device in jax.devices("cpu")[:4]]
     for found in [multiply(rows[i % len(rows)]) for i in range(200)]:
@@ -130,7 +134,7 @@ def test_shapes_that_do_not_fit_are_refused(change):
 @pytest.mark.parametrize("shape", [(24, 8), (16, 3)])
 def test_what_can_not_be_packed_is_refused(shape):
     with pytest.raises(ValueError, match="pack"):
-        pack(jnp.zeros(shape, jnp.bfloat16))
+        pack(jnp.zeros(shape), jnp.dtype("bfloat16"))
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
@@ -143,6 +147,6 @@ def test_code_for_processors_without_avx512(kind, monkeypatch):
     for case in CASES[:4]:
         x, matrices = arguments(case, kind)
         wanted = exact(x, matrices[0])
-        found = packed_matmul(x, jax.vmap(pack)(matrices), jnp.int32(0))
+        found = packed_matmul(x, packed_as(kind, matrices), jnp.int32(0))
         np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-6 * case.num_inputs**0.5 * np.abs(wanted).max())
     assert why_not(jnp.dtype("int8")) is not None
