@@ -6,9 +6,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import Backend
-from pallas_kernels.paged_attention import reference, xla
+from pallas_kernels.paged_attention import llvm_cpu, reference, xla
+from pallas_kernels.paged_attention.llvm_ir import LANES
 
-_IMPLEMENTATIONS = {"xla": xla.paged_attention, "reference": reference.paged_attention}
+_IMPLEMENTATIONS = {"llvm_cpu": llvm_cpu.paged_attention, "xla": xla.paged_attention, "reference": reference.paged_attention}
 
 
 def paged_attention(
@@ -32,9 +33,10 @@ def paged_attention(
       kv_len: tokens of context of each request, the new one included; 0 for a padded row, whose output is 0.
       scale: multiplies the scores, usually H ** -0.5.
       pool_is_finite: a promise that the pool holds no NaN or infinity anywhere, which may spare masking what lies outside a context.
-      backend: 'xla' or 'reference'.
+      backend: 'llvm_cpu' (CPU devices, and pages that `why_not` has nothing against), 'xla' or 'reference'.
 
-    Returns the attention output in q's type; scores and sums are float32. Raises `ValueError` for shapes that do not fit together.
+    Returns the attention output in q's type; scores and sums are float32. Raises `ValueError` for shapes that do not fit together, or
+    that the backend can't run.
     """
     if q.ndim != 3 or kv_pages.ndim != 6 or kv_pages.shape[1] != 2 or q.shape[2] != kv_pages.shape[5] or q.shape[1] % kv_pages.shape[3]:
         raise ValueError(
@@ -42,9 +44,15 @@ def paged_attention(
         )
     if page_table.shape[0] != q.shape[0] or kv_len.shape != (q.shape[0],):
         raise ValueError(f"paged_attention: page_table {page_table.shape} and kv_len {kv_len.shape} must have q's {q.shape[0]} rows")
+    if backend == "llvm_cpu" and (reason := why_not(kv_pages.dtype, q.shape[2])):
+        raise ValueError(f"paged_attention: llvm_cpu can't run: {reason}")
     return _IMPLEMENTATIONS[backend](q, kv_pages, layer, page_table, kv_len, scale=scale, pool_is_finite=pool_is_finite)
 
 
 def why_not(dtype: jnp.dtype, head_size: int) -> str | None:
-    """Why 'llvm_cpu' can't attend over pages of this type and head size on this machine's processor; None if it can."""
-    return f"paged_attention has no kernel yet for {dtype.name} pages of heads of {head_size}"
+    """Why 'llvm_cpu' can't attend over pages of this type and head size on a CPU; None if it can."""
+    if dtype != jnp.float32:
+        return f"it has no kernel for {dtype.name} pages"
+    if head_size % LANES:
+        return f"its heads must be of a multiple of {LANES}, not {head_size}"
+    return None

@@ -1,0 +1,39 @@
+"""paged_attention on a CPU: the kernel's code made for this machine's processor by LLVM, and called by XLA's programs through `jax.ffi`."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.llvm.machine import register, this_machine
+from pallas_kernels.paged_attention import llvm_ir
+
+NAME = "jaxinfer_paged_attention"  # of the custom calls, before their shape
+
+
+def paged_attention(
+    q: Float[Array, "B N H"],
+    kv_pages: Float[Array, "L 2 P K G H"],
+    layer: Int[Array, ""],
+    page_table: Int[Array, "B W"],
+    kv_len: Int[Array, " B"],
+    *,
+    scale: float,
+    pool_is_finite: bool,
+) -> Float[Array, "B N H"]:
+    """See op.py."""
+    del pool_is_finite  # nothing outside a context is read
+    batch, num_heads, head_size = q.shape
+    num_kv_heads, page_size = kv_pages.shape[3:5]
+    shape = llvm_ir.Shape(num_heads // num_kv_heads, head_size, page_size)
+    name = register(f"{NAME}_{shape.group}_{head_size}_{page_size}", lambda: llvm_ir.module(shape, this_machine()))
+    scratch = llvm_ir.scratch_size(shape, page_table.shape[1] * page_size)
+    results = (
+        jax.ShapeDtypeStruct(q.shape, jnp.float32),
+        jax.ShapeDtypeStruct((batch, num_kv_heads, scratch), jnp.float32),
+    )
+    scaled = q.astype(jnp.float32) * scale
+    layer, page_table, kv_len = (jnp.asarray(a, jnp.int32) for a in (layer, page_table, kv_len))
+    out: Float[Array, "B N H"] = jax.ffi.ffi_call(name, results)(scaled, kv_pages, layer, page_table, kv_len)[0]
+    return out.astype(q.dtype)
