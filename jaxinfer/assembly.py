@@ -86,7 +86,13 @@ def assemble(config: EngineConfig, stats: EngineStats) -> Parts:
     cache, clocks = config.cache, clocks[: len(roles)]
     managers = [KVManager(spec, role.num_pages, prefix_cache=cache.prefix_cache, session_seconds=cache.session_seconds) for role in roles]
     prefill_runner = PrefillRunner(
-        plan.template, plan.prefill.mesh, plan.prefill.rules, pools[0], schedule.prefill_buckets, plan.max_model_len
+        plan.template,
+        plan.prefill.mesh,
+        plan.prefill.rules,
+        pools[0],
+        schedule.prefill_buckets,
+        plan.max_model_len,
+        plan.prefill.attention,
     )
     decode_runner = DecodeRunner(
         plan.template,

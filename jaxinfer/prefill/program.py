@@ -20,6 +20,7 @@ from jaxinfer.runtime.buckets import query_tile
 from jaxinfer.runtime.template import ModelTemplate, Weights
 from jaxinfer.sampling.counting import TokenCounts
 from jaxinfer.sampling.sampler import Sampled, sample, token_logprobs
+from pallas_kernels.dispatch import Backend
 from pallas_kernels.ragged_prefill_attention.op import ragged_prefill_attention
 from sharding.mesh import TENSOR
 
@@ -37,12 +38,12 @@ class PromptScores(NamedTuple):
 PrefillStep = Callable[[Weights, Pages, TokenCounts, PrefillBatch], tuple[Pages, Sampled, PromptScores]]
 
 
-def prefill_step(template: ModelTemplate, mesh: Mesh) -> PrefillStep:
+def prefill_step(template: ModelTemplate, mesh: Mesh, attention: Backend) -> PrefillStep:
     """The program's function. It takes the pages donated; the first R slots of the counts belong to the batch's rows."""
 
     def step(weights: Weights, pages: Pages, counts: TokenCounts, batch: PrefillBatch) -> tuple[Pages, Sampled, PromptScores]:
         model = template.merge(weights)
-        hidden, pages = forward(model, mesh, pages, batch)
+        hidden, pages = forward(model, mesh, pages, batch, attention)
         last = jnp.maximum(batch.query_start + batch.query_len - 1, 0)
         sampled = sample(model, hidden[last], batch.sampling, batch.num_generated, counts, jnp.arange(len(last)))
         return pages, sampled, _score_prompt(model, hidden, batch.next_token_ids, batch.wants_prompt_logprobs)
@@ -50,7 +51,9 @@ def prefill_step(template: ModelTemplate, mesh: Mesh) -> PrefillStep:
     return step
 
 
-def forward(model: CausalLM, mesh: Mesh, pages: Pages, batch: PrefillBatch) -> tuple[Float[Array, "T D"], Pages]:
+def forward(
+    model: CausalLM, mesh: Mesh, pages: Pages, batch: PrefillBatch, attention: Backend = "xla"
+) -> tuple[Float[Array, "T D"], Pages]:
     """Hidden states of the packed tokens, and the pages with their keys and values written."""
     num_tokens = batch.token_ids.shape[0]
     row, place, in_use = _rows_of_tokens(batch, num_tokens)
@@ -58,7 +61,7 @@ def forward(model: CausalLM, mesh: Mesh, pages: Pages, batch: PrefillBatch) -> t
     page_size = pages.shape[4]
     page_ids = jnp.where(in_use, batch.page_table[row, positions // page_size], NULL_PAGE)
     rows = (batch.page_table, batch.query_start, batch.query_len, batch.kv_len)
-    attend = partial(_attend, mesh, page_ids, positions % page_size, rows)
+    attend = partial(_attend, mesh, attention, page_ids, positions % page_size, rows)
     return model(batch.token_ids, positions, pages, attend)
 
 
@@ -72,6 +75,7 @@ def _rows_of_tokens(batch: PrefillBatch, num_tokens: int) -> tuple[Int[Array, " 
 
 def _attend(
     mesh: Mesh,
+    attention: Backend,
     page_ids: Int[Array, " T"],
     offsets: Int[Array, " T"],
     rows: tuple[Array, Array, Array, Array],
@@ -86,7 +90,8 @@ def _attend(
     ) -> tuple[Array, Pages]:
         pages = write(pages, layer, k, v, page_ids, offsets)
         scale, tile = q.shape[-1] ** -0.5, query_tile(q.shape[0])
-        return ragged_prefill_attention(q, pages, layer, *rows, scale=scale, query_tile=tile, pool_is_finite=True), pages
+        attended = ragged_prefill_attention(q, pages, layer, *rows, scale=scale, query_tile=tile, pool_is_finite=True, backend=attention)
+        return attended, pages
 
     # Heads are independent: each device attends with its own, over its own part of every page.
     heads, whole = PartitionSpec(None, TENSOR), PartitionSpec()

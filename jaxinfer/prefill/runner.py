@@ -17,6 +17,7 @@ from jaxinfer.runtime.compilation import Executable, ProgramSource, abstract_lik
 from jaxinfer.runtime.template import ModelTemplate, Weights
 from jaxinfer.sampling.counting import TokenCounts, abstract_counts, reset_arguments, reset_program
 from jaxinfer.sampling.sampler import Sampled
+from pallas_kernels.dispatch import Backend
 from sharding.partition import replicated
 from sharding.rules import Rules
 
@@ -28,7 +29,14 @@ class PrefillResult(NamedTuple):
 
 class PrefillRunner:
     def __init__(
-        self, template: ModelTemplate, mesh: Mesh, rules: Rules, pool: PagePool, buckets: tuple[int, ...], max_model_len: int
+        self,
+        template: ModelTemplate,
+        mesh: Mesh,
+        rules: Rules,
+        pool: PagePool,
+        buckets: tuple[int, ...],
+        max_model_len: int,
+        attention: Backend,
     ) -> None:
         self._pool = pool
         self._mesh = mesh
@@ -37,7 +45,7 @@ class PrefillRunner:
         self.table_width = -(-max_model_len // pool.page_size)
         self._abstract_weights = template.abstract(mesh, rules)
         self._abstract_counts = abstract_counts(prefill_rows(buckets[-1]), template.config.vocab_size, replicated(mesh))
-        self._step = prefill_step(template, mesh)
+        self._step = prefill_step(template, mesh, attention)
         self._programs: dict[str, Executable] = {}
         self._weights: Weights = ()
         self._counts: TokenCounts | None = None

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import Backend
-from pallas_kernels.ragged_prefill_attention import reference, xla
+from pallas_kernels.ragged_prefill_attention import llvm_cpu, reference, xla
+from pallas_kernels.ragged_prefill_attention.llvm_steps import LANES
 
-_IMPLEMENTATIONS = {"xla": xla.ragged_prefill_attention, "reference": reference.ragged_prefill_attention}
+_IMPLEMENTATIONS = {
+    "xla": xla.ragged_prefill_attention,
+    "llvm_cpu": llvm_cpu.ragged_prefill_attention,
+    "reference": reference.ragged_prefill_attention,
+}
 
 
 def ragged_prefill_attention(
@@ -37,7 +43,7 @@ def ragged_prefill_attention(
       scale: multiplies the scores, usually H ** -0.5.
       query_tile: tokens a tile; T is a multiple of it. A tile holds tokens of one request.
       pool_is_finite: a promise that the pool holds no NaN or infinity anywhere, which may spare masking what lies outside a context.
-      backend: 'xla' or 'reference'.
+      backend: 'llvm_cpu' (CPU devices only, where `why_not` knows of nothing against it), 'xla' or 'reference'.
 
     Returns the attention output in q's type; rows of q that belong to no request come out as 0. Scores and sums are float32.
     Raises `ValueError` for shapes that do not fit together.
@@ -52,6 +58,17 @@ def ragged_prefill_attention(
     rows = page_table.shape[0]
     if any(a.shape != (rows,) for a in (query_start, query_len, kv_len)):
         raise ValueError(f"ragged_prefill_attention: query_start, query_len and kv_len must each have page_table's {rows} rows")
+    if backend == "llvm_cpu" and (against := why_not(kv_pages.dtype, kv_pages.shape[5])):
+        raise ValueError(f"ragged_prefill_attention: llvm_cpu can't run: {against}")
     return _IMPLEMENTATIONS[backend](
         q, kv_pages, layer, page_table, query_start, query_len, kv_len, scale=scale, query_tile=query_tile, pool_is_finite=pool_is_finite
     )
+
+
+def why_not(dtype: jnp.dtype, head_size: int) -> str | None:
+    """Why 'llvm_cpu' can't attend over pages of this type and head size; None if it can."""
+    if dtype != jnp.float32:
+        return f"ragged_prefill_attention has a kernel for float32 pages, not {dtype.name}"
+    if head_size % LANES:
+        return f"ragged_prefill_attention has a kernel for head sizes in multiples of {LANES}, not {head_size}"
+    return None

@@ -1,14 +1,17 @@
 """ragged_prefill_attention: every way to run it against the reference, and the reference against plain NumPy."""
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.llvm import machine
+from pallas_kernels.ragged_prefill_attention import llvm_cpu
 from pallas_kernels.ragged_prefill_attention.cases import CASES, Case
-from pallas_kernels.ragged_prefill_attention.op import ragged_prefill_attention
+from pallas_kernels.ragged_prefill_attention.op import ragged_prefill_attention, why_not
 from tests.kernels.poisoned_pool import LAYER, poisoned_pool
 
 
@@ -34,9 +37,10 @@ def arguments(case: Case, seed: int, dtype: jnp.dtype = jnp.float32, num_rows: i
     return [jnp.asarray(a, dtype) for a in (q, kv)] + [jnp.asarray(a) for a in (table, *rows)]
 
 
-def both(case: Case, inputs):
+def both(case: Case, inputs, backend: str):
+    """What a backend finds, and the reference."""
     options = {"scale": case.head_size**-0.5, "query_tile": case.query_tile}
-    return (np.asarray(run(*inputs, **options, backend=backend)) for backend in ("xla", "reference"))
+    return (np.asarray(run(*inputs, **options, backend=backend)) for backend in (backend, "reference"))
 
 
 def plain(q, kv, table, query_start, query_len, kv_len, scale):
@@ -63,26 +67,29 @@ def test_the_reference_is_causal_attention_over_cache_and_chunk():
     np.testing.assert_allclose(out, plain(*map(np.asarray, inputs), 0.3), atol=1e-5)
 
 
+@pytest.mark.parametrize("backend", ["xla", "llvm_cpu"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_xla_is_the_reference_on_the_shapes_of_real_models(case):
-    xla, reference = both(case, arguments(case, 1))
-    np.testing.assert_allclose(xla, reference, atol=2e-5)
+def test_every_backend_is_the_reference_on_the_shapes_of_real_models(case, backend):
+    found, reference = both(case, arguments(case, 1), backend)
+    np.testing.assert_allclose(found, reference, atol=2e-5)
     assert np.any(reference)
 
 
-def test_the_only_row_may_begin_anywhere_and_there_may_be_none():
+@pytest.mark.parametrize("backend", ["xla", "llvm_cpu"])
+def test_the_only_row_may_begin_anywhere_and_there_may_be_none(backend):
     case = Case("late", 4, 2, 16, 8, 96, 32, ((20, 40),))
     q, kv, table, query_start, query_len, kv_len = arguments(case, 3)
     late = (jnp.roll(q, 32, axis=0), kv, table, query_start.at[0].set(32), query_len, kv_len)
-    xla, reference = both(case, late)
-    np.testing.assert_allclose(xla, reference, atol=2e-5)
+    found, reference = both(case, late, backend)
+    np.testing.assert_allclose(found, reference, atol=2e-5)
     assert np.any(reference[32:72])
-    assert not np.any(xla[:32])
+    assert not np.any(found[:32])
     nobody = (q, kv, table, query_start, jnp.zeros_like(query_len), jnp.zeros_like(kv_len))
-    assert not np.any(next(both(case, nobody)))
+    assert not np.any(next(both(case, nobody, backend)))
 
 
-def test_xla_is_the_reference_whatever_the_lengths():
+@pytest.mark.parametrize("backend", ["xla", "llvm_cpu"])
+def test_every_backend_is_the_reference_whatever_the_lengths(backend):
     random = np.random.default_rng(2)
     for seed in range(12):
         rows = [(247, int(random.integers(1, 10)))]  # at most 256 tokens of context for all seeds: one program
@@ -96,8 +103,70 @@ def test_xla_is_the_reference_whatever_the_lengths():
         case = Case("ragged", 6, 2, 16, 8, 96, 16, tuple(rows[i] for i in order))
         q, kv, *others = arguments(case, seed, num_rows=7)
         kv = jnp.pad(kv, ((0, 0), (0, 0), (0, -kv.shape[2] % 200), (0, 0), (0, 0), (0, 0)), constant_values=jnp.nan)
-        xla, reference = both(case, (q, kv, *others))
-        np.testing.assert_allclose(xla, reference, atol=2e-5)
+        found, reference = both(case, (q, kv, *others), backend)
+        np.testing.assert_allclose(found, reference, atol=2e-5)
+
+
+# Head sizes that are cut into unequal parts, groups that fill no whole number of tiles, pages of odd sizes and of more than a run.
+ODD = (
+    Case("five-vectors", 7, 1, 80, 16, 64, 32, ((0, 30), (70, 32))),
+    Case("odd-pages", 4, 4, 16, 5, 64, 32, ((61, 64),)),
+    Case("wide-pages", 6, 2, 48, 128, 64, 16, ((300, 7), (0, 16), (126, 9))),
+    Case("wide-heads", 8, 1, 256, 16, 32, 32, ((40, 25),)),
+    Case("one-kv-head-of-many", 71, 1, 64, 16, 8, 4, ((100, 7),)),
+)
+
+
+@pytest.mark.parametrize("case", ODD, ids=lambda case: case.name)
+def test_every_way_a_cpu_kernel_cuts_its_work(case):
+    found, reference = both(case, arguments(case, 7), "llvm_cpu")
+    np.testing.assert_allclose(found, reference, atol=2e-5)
+    assert np.any(reference)
+
+
+def test_code_for_processors_without_avx512(monkeypatch):
+    plain = replace(machine.this_machine(), avx512=False, avx512_bf16=False, avx512_vnni=False)
+    monkeypatch.setattr(llvm_cpu, "this_machine", lambda: plain)
+    monkeypatch.setattr(llvm_cpu, "NAME", f"{llvm_cpu.NAME}_plain")
+    for case in (CASES[0], ODD[0]):
+        inputs = arguments(case, 8)
+        options = {"scale": 0.1, "query_tile": case.query_tile}
+        found = ragged_prefill_attention(*inputs[:2], LAYER, *inputs[2:], **options, backend="llvm_cpu")
+        np.testing.assert_allclose(found, run(*inputs, **options, backend="reference"), atol=2e-5)
+
+
+def test_scores_of_any_size_do_not_overflow_and_a_row_that_is_broken_breaks_no_other():
+    case = Case("two", 6, 2, 32, 8, 64, 32, ((40, 30), (90, 20)))
+    q, kv, *others = arguments(case, 9)
+    found, reference = both(case, (q * 1e4, kv, *others), "llvm_cpu")
+    np.testing.assert_allclose(found, reference, atol=1e-4)
+    sound, _ = both(case, (q, kv, *others), "llvm_cpu")
+    broken, _ = both(case, (q.at[3, 1].set(jnp.nan), kv, *others), "llvm_cpu")
+    assert np.isnan(broken[3, 1]).all()
+    others_of = np.indices((64, 6)).reshape(2, -1).T != (3, 1)
+    np.testing.assert_array_equal(broken.reshape(-1, 32)[others_of.any(1)], sound.reshape(-1, 32)[others_of.any(1)])
+
+
+def test_what_the_cpu_kernel_can_not_do_is_said():
+    assert why_not(jnp.dtype("float32"), 64) is None
+    for dtype, head_size in (("bfloat16", 64), ("float32", 24)):
+        assert str(head_size if dtype == "float32" else dtype) in (why_not(jnp.dtype(dtype), head_size) or "")
+        case = Case("", 2, 2, head_size, 8, 32, 32, ((0, 20),))
+        q, kv, *others = arguments(case, 10, jnp.dtype(dtype))
+        with pytest.raises(ValueError, match="llvm_cpu can't run"):
+            ragged_prefill_attention(q, kv, LAYER, *others, scale=1.0, query_tile=32, backend="llvm_cpu")
+
+
+def test_a_narrow_query_over_a_float32_pool_is_rounded_once():
+    case = CASES[0]
+    q, kv, *others = arguments(case, 11)
+    narrow = q.astype(jnp.bfloat16)
+    found, reference = (
+        run(a, kv, *others, scale=0.125, query_tile=32, backend=b)
+        for a, b in ((narrow, "llvm_cpu"), (narrow.astype(jnp.float32), "reference"))
+    )
+    assert found.dtype == jnp.bfloat16
+    np.testing.assert_allclose(found.astype(jnp.float32), reference, rtol=2**-8, atol=2**-12)
 
 
 def test_bfloat16_pools_are_summed_in_float32():
@@ -110,7 +179,7 @@ def test_bfloat16_pools_are_summed_in_float32():
     np.testing.assert_allclose(narrow.astype(jnp.float32), exact, rtol=2**-8, atol=2**-12)  # rounded once, at the end
 
 
-@pytest.mark.parametrize("backend", ["xla", "reference"])
+@pytest.mark.parametrize("backend", ["xla", "llvm_cpu", "reference"])
 def test_where_the_pool_is_promised_finite_its_unused_places_may_hold_any_number(backend):
     case = CASES[0]
     q, kv, *others = arguments(case, 6)
@@ -120,7 +189,7 @@ def test_where_the_pool_is_promised_finite_its_unused_places_may_hold_any_number
     np.testing.assert_allclose(out, expected, atol=2e-5)
 
 
-@pytest.mark.parametrize("backend", ["xla", "reference"])
+@pytest.mark.parametrize("backend", ["xla", "llvm_cpu", "reference"])
 def test_tokens_of_no_row_come_out_as_zeros(backend):
     case = CASES[0]
     *inputs, query_start, query_len, kv_len = arguments(case, 4)

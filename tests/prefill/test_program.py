@@ -9,13 +9,14 @@ from tests import model_on_mesh
 from tests.tiny_model import VOCAB
 
 
+@pytest.mark.parametrize("attention", ["xla", "llvm_cpu"])
 @pytest.mark.parametrize("devices", [(0,), (2, 3)])
-def test_every_position_of_packed_chunks_has_the_plain_passes_logits(tiny_model_path, devices):
+def test_every_position_of_packed_chunks_has_the_plain_passes_logits(tiny_model_path, devices, attention):
     model = model_on_mesh.put(tiny_model_path, devices)
 
     @model.jit
     def forward_step(module, pages, batch):
-        hidden, pages = forward(module, model.mesh, pages, batch)
+        hidden, pages = forward(module, model.mesh, pages, batch, attention)
         return module.logits(hidden), pages
 
     random = np.random.default_rng(0)

@@ -1,0 +1,39 @@
+"""ragged_prefill_attention on a CPU: the kernel's code made for this machine's processor by LLVM, and called by XLA's programs through
+`jax.ffi`. The pool goes in whole, and is only read."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.llvm.machine import register, this_machine
+from pallas_kernels.ragged_prefill_attention import llvm_ir
+from pallas_kernels.ragged_prefill_attention.llvm_ir import Shape, tile_size
+
+NAME = "jaxinfer_ragged_prefill_attention"  # of the custom calls, before their shape
+
+
+def ragged_prefill_attention(
+    q: Float[Array, "T N H"],
+    kv_pages: Float[Array, "L 2 P K G H"],
+    layer: Int[Array, ""],
+    page_table: Int[Array, "R W"],
+    query_start: Int[Array, " R"],
+    query_len: Int[Array, " R"],
+    kv_len: Int[Array, " R"],
+    *,
+    scale: float,
+    query_tile: int,
+    pool_is_finite: bool,
+) -> Float[Array, "T N H"]:
+    """See op.py."""
+    del pool_is_finite  # what lies outside a context is never read
+    num_kv_heads, page_size, head_size = kv_pages.shape[3:]
+    group = q.shape[1] // num_kv_heads
+    shape = Shape(head_size, group, page_size, tile_size(query_tile, group, head_size), scale)
+    name = register(f"{NAME}_{head_size}_{group}_{page_size}_{shape.tile}_{scale:.9g}", lambda: llvm_ir.module(shape, this_machine()))
+    numbers = (jnp.asarray(a, jnp.int32) for a in (layer, page_table, query_start, query_len, kv_len))
+    call = jax.ffi.ffi_call(name, jax.ShapeDtypeStruct(q.shape, jnp.float32))
+    out: Float[Array, "T N H"] = call(q.astype(jnp.float32), kv_pages, *numbers)
+    return out.astype(q.dtype)
