@@ -9,6 +9,9 @@ from pallas_kernels.llvm.exponential import splat
 LANES = 16
 VECTOR = f"<{LANES} x float>"
 MASKED = -1e30
+_MOST_GROWTH = 8.0  # of a weight, as a logarithm to base 2
+_ROUNDER = 1.5 * 2**23
+_POWERS = (1.0, 0.6931469440460205, 0.24022120237350464, 0.05550713464617729, 0.009675540961325169, 0.0013276470126584172)
 
 
 @dataclass(frozen=True)
@@ -33,13 +36,14 @@ def steps(sizes: Sizes) -> str:
     most = sizes.run // LANES
     scores = [_scores(sizes, vectors) for vectors in range(1, most + 1)]
     table = f"@scores = internal constant [{most} x ptr] [{', '.join(f'ptr @scores_{i + 1}' for i in range(most))}]"
-    parts = [_DECLARATIONS, _fetch(sizes), _transpose(sizes), *scores, table, _mask(sizes), _soften(sizes), _weigh(sizes), _attend(sizes)]
+    parts = [_DECLARATIONS, _power(), _fetch(sizes), _transpose(sizes), *scores, table, _mask(sizes), _soften(sizes), _weigh(sizes), _attend(sizes)]
     return "\n".join(parts)
 
 
 _DECLARATIONS = f"""
 declare i64 @llvm.smin.i64(i64, i64)
 declare <16 x float> @llvm.fmuladd.v16f32(<16 x float>, <16 x float>, <16 x float>)
+declare <16 x float> @llvm.fma.v16f32(<16 x float>, <16 x float>, <16 x float>)
 define internal {VECTOR} @max16({VECTOR} %a, {VECTOR} %b) alwaysinline {{
   %is_more = fcmp ogt {VECTOR} %a, %b
   %most = select <{LANES} x i1> %is_more, {VECTOR} %a, {VECTOR} %b
@@ -265,12 +269,15 @@ def _mask(sizes: Sizes) -> str:
 
 
 def _soften(sizes: Sizes) -> str:
-    """Scores become weights under the rows' new maxima; `tops`: the maxima, a lane a row; `sums`: of weights, 16 lanes a row; `shrinks`: by
-    what is to be multiplied what was summed under the old maxima."""
-    parts = range(sizes.run // LANES)
-    lines = [f"  %top = load {VECTOR}, ptr %tops, align 4"]
-    found = "%top"
-    for i in range(sizes.at_once):
+    """Scores, which are logarithms to base 2, become weights. `tops`: what is taken from them first, a lane a row: each row's maximum, but
+    raised only when one of the rows has a score beyond it by more than weights may grow; `sums`: of weights, 16 lanes a row; `shrinks`: by
+    what is to be multiplied what was summed under the old tops."""
+    parts, rows = range(sizes.run // LANES), range(sizes.at_once)
+    lines = [
+        f"  %top = load {VECTOR}, ptr %tops, align 4",
+        f"  %roof = fadd {VECTOR} %top, {splat(_MOST_GROWTH)}",
+    ]
+    for i in rows:
         for j in parts:
             lines += [
                 f"  %at{i}_{j} = getelementptr float, ptr %scores, i64 {i * sizes.run + j * LANES}",
@@ -280,6 +287,20 @@ def _soften(sizes: Sizes) -> str:
         for j in parts[1:]:
             lines.append(f"  %most{i}_{j} = call {VECTOR} @max16({VECTOR} {most}, {VECTOR} %score{i}_{j})")
             most = f"%most{i}_{j}"
+        lines += [
+            f"  %roof{i} = shufflevector {VECTOR} %roof, {VECTOR} poison, <{LANES} x i32> <{_lane(i)}>",
+            f"  %grows{i} = fcmp ogt {VECTOR} {most}, %roof{i}",
+            f"  %any{i} = {f'or <{LANES} x i1> %any{i - 1}, %grows{i}' if i else f'or <{LANES} x i1> %grows0, %grows0'}",
+        ]
+    lines += [
+        f"  %bits = bitcast <{LANES} x i1> %any{rows[-1]} to i{LANES}",
+        f"  %grows = icmp ne i{LANES} %bits, 0",
+        "  br i1 %grows, label %raise, label %weights",
+        "raise:",
+    ]
+    found = "%top"
+    for i in rows:
+        most = f"%most{i}_{parts[-1]}" if len(parts) > 1 else f"%score{i}_0"
         for apart in (8, 4, 2, 1):
             lanes = ", ".join(f"i32 {(lane + apart) % LANES}" for lane in range(LANES))
             lines += [
@@ -293,17 +314,20 @@ def _soften(sizes: Sizes) -> str:
         ]
         found = f"%found{i}"
     lines += [
-        f"  %new_top = call {VECTOR} @max16({VECTOR} {found}, {VECTOR} %top)",
-        f"  %less = fsub {VECTOR} %top, %new_top",
-        f"  %shrink = call {VECTOR} @exp16({VECTOR} %less)",
-        f"  store {VECTOR} %new_top, ptr %tops, align 4",
+        f"  %raised = call {VECTOR} @max16({VECTOR} {found}, {VECTOR} %top)",
+        f"  %less = fsub {VECTOR} %top, %raised",
+        f"  %power = call {VECTOR} @power16({VECTOR} %less)",
+        f"  store {VECTOR} %raised, ptr %tops, align 4",
+        "  br label %weights",
+        "weights:",
+        f"  %new_top = phi {VECTOR} [%top, %entry], [%raised, %raise]",
+        f"  %shrink = phi {VECTOR} [{splat(1.0)}, %entry], [%power, %raise]",
         f"  store {VECTOR} %shrink, ptr %shrinks, align 4",
     ]
-    for i in range(sizes.at_once):
-        lane = ", ".join([f"i32 {i}"] * LANES)
+    for i in rows:
         lines += [
-            f"  %top{i} = shufflevector {VECTOR} %new_top, {VECTOR} poison, <{LANES} x i32> <{lane}>",
-            f"  %shrink{i} = shufflevector {VECTOR} %shrink, {VECTOR} poison, <{LANES} x i32> <{lane}>",
+            f"  %top{i} = shufflevector {VECTOR} %new_top, {VECTOR} poison, <{LANES} x i32> <{_lane(i)}>",
+            f"  %shrink{i} = shufflevector {VECTOR} %shrink, {VECTOR} poison, <{LANES} x i32> <{_lane(i)}>",
             f"  %sum_at{i} = getelementptr float, ptr %sums, i64 {i * LANES}",
             f"  %sum{i} = load {VECTOR}, ptr %sum_at{i}, align 4",
             f"  %total{i}_0 = fmul {VECTOR} %sum{i}, %shrink{i}",
@@ -311,12 +335,41 @@ def _soften(sizes: Sizes) -> str:
         for j in parts:
             lines += [
                 f"  %over{i}_{j} = fsub {VECTOR} %score{i}_{j}, %top{i}",
-                f"  %weight{i}_{j} = call {VECTOR} @exp16({VECTOR} %over{i}_{j})",
+                f"  %weight{i}_{j} = call {VECTOR} @power16({VECTOR} %over{i}_{j})",
                 f"  store {VECTOR} %weight{i}_{j}, ptr %at{i}_{j}, align 4",
                 f"  %total{i}_{j + 1} = fadd {VECTOR} %total{i}_{j}, %weight{i}_{j}",
             ]
         lines.append(f"  store {VECTOR} %total{i}_{len(parts)}, ptr %sum_at{i}, align 4")
-    return "\n".join(["define internal void @soften(ptr %scores, ptr %tops, ptr %sums, ptr %shrinks) {", *lines, "  ret void", "}"])
+    return "\n".join(["define internal void @soften(ptr %scores, ptr %tops, ptr %sums, ptr %shrinks) {", "entry:", *lines, "  ret void", "}"])
+
+
+def _lane(lane: int) -> str:
+    return ", ".join([f"i32 {lane}"] * LANES)
+
+
+def _power() -> str:
+    """2 to numbers up to 100, relative error below 3e-7; 0 below -125; NaN of NaN. Numbers are rounded by being added to one so large that
+    its last bit is worth 1; those bits are then the exponent."""
+    lines = [
+        f"  %shifted = fadd {VECTOR} %x, {splat(_ROUNDER)}",
+        f"  %whole = fsub {VECTOR} %shifted, {splat(_ROUNDER)}",
+        f"  %r = fsub {VECTOR} %x, %whole",
+    ]
+    last = splat(_POWERS[-1])
+    for i, coefficient in enumerate(_POWERS[-2::-1]):
+        lines.append(f"  %p{i} = call {VECTOR} @llvm.fma.v16f32({VECTOR} {last}, {VECTOR} %r, {VECTOR} {splat(coefficient)})")
+        last = f"%p{i}"
+    lines += [
+        f"  %bits = bitcast {VECTOR} {last} to <{LANES} x i32>",
+        f"  %whole_bits = bitcast {VECTOR} %shifted to <{LANES} x i32>",
+        f"  %exponent = shl <{LANES} x i32> %whole_bits, splat (i32 23)",
+        f"  %sum = add <{LANES} x i32> %bits, %exponent",
+        f"  %is_low = fcmp olt {VECTOR} %x, {splat(-125.0)}",
+        f"  %found = select <{LANES} x i1> %is_low, <{LANES} x i32> zeroinitializer, <{LANES} x i32> %sum",
+        f"  %result = bitcast <{LANES} x i32> %found to {VECTOR}",
+        f"  ret {VECTOR} %result",
+    ]
+    return "\n".join([f"define internal {VECTOR} @power16({VECTOR} %x) alwaysinline {{", *lines, "}"])
 
 
 def _attend(sizes: Sizes) -> str:
