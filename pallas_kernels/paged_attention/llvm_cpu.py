@@ -26,8 +26,8 @@ def paged_attention(
     del pool_is_finite  # nothing outside a context is read
     batch, num_heads, head_size = q.shape
     num_kv_heads, page_size = kv_pages.shape[3:5]
-    shape = llvm_ir.Shape(num_heads // num_kv_heads, head_size, page_size)
-    name = register(f"{NAME}_{shape.group}_{head_size}_{page_size}", lambda: llvm_ir.module(shape, this_machine()))
+    shape = llvm_ir.Shape(num_kv_heads, num_heads // num_kv_heads, head_size, page_size)
+    name = register(f"{NAME}_{num_kv_heads}_{shape.group}_{head_size}_{page_size}", lambda: llvm_ir.module(shape, this_machine()))
     scratch = llvm_ir.scratch_size(shape, page_table.shape[1] * page_size)
     results = (
         jax.ShapeDtypeStruct(q.shape, jnp.float32),

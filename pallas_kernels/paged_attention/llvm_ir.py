@@ -17,14 +17,17 @@ from pallas_kernels.llvm.machine import Target
 LANES = 16  # of a vector, and tokens whose scores are found at once
 PART_TOKENS = 128  # of a part, or a multiple of it in contexts of more than MOST_PARTS such
 MOST_PARTS = 32
-_RUN_BYTES = 1 << 15  # of keys, and as much of values: both stay in the first-level cache or just outside
+_RUN_BYTES = 1 << 16  # of keys, and as much of values: they stay in the second-level cache
+_TOKENS_AHEAD = 32  # of the one whose score is found, keys are asked for; a multiple of 16
 _LOWEST = -1e30
+_LOWEST_SCORE = splat(_LOWEST).removeprefix("splat (float ").removesuffix(")")
 
 
 @dataclass(frozen=True)
 class Shape:
     """What is known when a program is traced."""
 
+    num_kv_heads: int
     group: int  # query heads of a KV head
     head_size: int
     page_size: int
@@ -43,7 +46,7 @@ class Shape:
     def run_tokens(self) -> int:
         """A power of two that divides PART_TOKENS."""
         tokens = PART_TOKENS
-        while tokens > LANES and tokens * self.head_size * 4 > _RUN_BYTES:
+        while tokens > LANES and tokens * self.num_kv_heads * self.head_size * 4 > _RUN_BYTES:
             tokens //= 2
         return tokens
 
@@ -62,9 +65,11 @@ def module(shape: Shape, target: Target) -> str:
     """The IR of the custom call of (q, already scaled, kv_pages, layer, page_table, kv_len) -> (out, scratch)."""
     at_once = _heads_at_once(shape, target)
     parts = [(first, min(at_once, shape.group - first)) for first in range(0, shape.group, at_once)]
-    functions = {_heads_name(shape, *part): _heads(shape, *part) for part in parts}.values()
+    sizes = {count for _, count in parts}
+    functions = [*(_score(shape, count, fetches=first == 0) for first, count in {(min(first, 1), count) for first, count in parts})]
+    functions += [_add(shape, count) for count in sizes]
     kernel = "\n".join(
-        [_DECLARATIONS, exponential(), *functions, _run(shape, parts), _part(shape), _merge(shape), _plan(shape), _chunk(shape)]
+        [_DECLARATIONS, exponential(), *functions, _weigh(shape), _part(shape, parts), _merge(shape), _plan(shape), _chunk(shape)]
     )
     return handler(target, 5, 2, kernel)
 
@@ -89,121 +94,137 @@ def _broadcast(name: str, value: str, kind: str = "float") -> list[str]:
     ]
 
 
-def _heads_name(shape: Shape, first: int, count: int) -> str:
-    return f"heads_{count}{'_values' if first == 0 else ''}{'_keys' if first + count == shape.group else ''}"
-
-
-def _heads(shape: Shape, first: int, count: int) -> str:
-    """Some query heads over one run: `offsets` are those of its tokens' keys and, from `values`, values, in bytes; up to a whole number of
-    16 they repeat the last token's."""
-    vectors, heads, run = shape.vectors, range(count), shape.run_tokens
+def _score(shape: Shape, count: int, *, fetches: bool) -> str:
+    """Scores of 16 tokens for some query heads of one KV head, and their maxima so far lane by lane. `offsets` are those of the tokens' keys
+    and, from `values`, values, in bytes; of these only the first `valid` are in the context."""
+    heads = range(count)
     lines = [
-        f"define internal void @{_heads_name(shape, first, count)}(ptr %q, ptr %keys, ptr %values, ptr %offsets, i64 %tokens, ptr %record) {{",
+        f"define internal void @{_name('score', count, fetches)}(ptr %q, ptr %keys, ptr %values, ptr %offsets, i64 %valid, ptr %scores, ptr %tops) {{",
         "entry:",
-        f" %scores = alloca [{count * run} x float], align 64",
-        " %tokens32 = trunc i64 %tokens to i32",
-        *_broadcast("limit", "%tokens32", "i32"),
+        " %valid32 = trunc i64 %valid to i32",
+        *_broadcast("limit", "%valid32", "i32"),
+        f" %is_valid = icmp ult <16 x i32> <{', '.join(f'i32 {i}' for i in range(LANES))}>, %limit",
     ]
     for j in heads:
-        for v in range(vectors):
+        for v in range(shape.vectors):
             lines += [
                 f" %q_at{j}_{v} = getelementptr float, ptr %q, i64 {j * shape.head_size + v * LANES}",
                 f" %q{j}_{v} = load <16 x float>, ptr %q_at{j}_{v}, align 4",
             ]
-    lines += [" br label %score", "score:", " %s = phi i64 [0, %entry], [%s_next, %score]"]
-    lines += [f" %top{j} = phi <16 x float> [{splat(_LOWEST)}, %entry], [%new_top{j}, %score]" for j in heads]
-    lines += _scores(shape, count, fetches_values=first == 0)
-    lines += [
-        " %s32 = trunc i64 %s to i32",
-        *_broadcast("s_all", "%s32", "i32"),
-        f" %place = add <16 x i32> %s_all, <{', '.join(f'i32 {i}' for i in range(LANES))}>",
-        " %is_valid = icmp ult <16 x i32> %place, %limit",
-    ]
+    lines += _dots(shape, count, fetches=fetches)
     for j in heads:
         lines += [
             f" %score{j} = select <16 x i1> %is_valid, <16 x float> %dots{j}, <16 x float> splat (float 0xFFF0000000000000)",
-            f" %score_i{j} = add i64 %s, {j * run}",
-            f" %score_at{j} = getelementptr float, ptr %scores, i64 %score_i{j}",
+            f" %score_at{j} = getelementptr float, ptr %scores, i64 {j * shape.run_tokens}",
             f" store <16 x float> %score{j}, ptr %score_at{j}, align 64",
+            f" %top_at{j} = getelementptr float, ptr %tops, i64 {j * LANES}",
+            f" %top{j} = load <16 x float>, ptr %top_at{j}, align 64",
             f" %is_higher{j} = fcmp ogt <16 x float> %score{j}, %top{j}",  # false for NaN, which comes back in the weights
             f" %new_top{j} = select <16 x i1> %is_higher{j}, <16 x float> %score{j}, <16 x float> %top{j}",
+            f" store <16 x float> %new_top{j}, ptr %top_at{j}, align 64",
         ]
-    lines += [
-        " %s_next = add i64 %s, 16",
-        " %s_more = icmp ult i64 %s_next, %tokens",
-        " br i1 %s_more, label %score, label %scored",
-        "scored:",
-    ]
-    for j in heads:
-        lines += [
-            f" %max{j} = call nnan float @llvm.vector.reduce.fmax.v16f32(<16 x float> %new_top{j})",
-            *_broadcast(f"maxes{j}", f"%max{j}"),
-        ]
-    lines += [" br label %weigh", "weigh:", " %w = phi i64 [0, %scored], [%w_next, %weigh]"]
-    lines += [f" %sums{j} = phi <16 x float> [zeroinitializer, %scored], [%new_sums{j}, %weigh]" for j in heads]
-    for j in heads:
-        lines += [
-            f" %weight_i{j} = add i64 %w, {j * run}",
-            f" %weight_at{j} = getelementptr float, ptr %scores, i64 %weight_i{j}",
-            f" %raw{j} = load <16 x float>, ptr %weight_at{j}, align 64",
-            f" %below{j} = fsub <16 x float> %raw{j}, %maxes{j}",
-            f" %weights{j} = call <16 x float> @exp16(<16 x float> %below{j})",
-            f" store <16 x float> %weights{j}, ptr %weight_at{j}, align 64",
-            f" %new_sums{j} = fadd <16 x float> %sums{j}, %weights{j}",
-        ]
-    lines += [
-        " %w_next = add i64 %w, 16",
-        " %w_more = icmp ult i64 %w_next, %tokens",
-        " br i1 %w_more, label %weigh, label %weighed",
-        "weighed:",
-    ]
-    lines += [f" %sum{j} = call reassoc float @llvm.vector.reduce.fadd.v16f32(float 0.0, <16 x float> %new_sums{j})" for j in heads]
-    lines += [" br label %add", "add:", " %t = phi i64 [0, %weighed], [%t_next, %add]"]
-    cells = [(j, v) for j in heads for v in range(vectors)]
-    lines += [f" %out{j}_{v} = phi <16 x float> [zeroinitializer, %weighed], [%new_out{j}_{v}, %add]" for j, v in cells]
-    lines += [
-        " %v_off_at = getelementptr i64, ptr %offsets, i64 %t",
-        " %v_off = load i64, ptr %v_off_at",
-        " %v_at = getelementptr i8, ptr %values, i64 %v_off",
-    ]
-    if first + count == shape.group:
-        lines += [
-            f" %next = getelementptr i8, ptr %keys, i64 {4 * shape.page_size * shape.head_size}",
-            " %next_at = getelementptr i8, ptr %next, i64 %v_off",
-            *_fetch(shape, "next_at"),
-        ]
-    for v in range(vectors):
-        lines += [f" %v_at{v} = getelementptr i8, ptr %v_at, i64 {v * 64}", f" %v{v} = load <16 x float>, ptr %v_at{v}, align 4"]
-    for j in heads:
-        lines += [
-            f" %one_i{j} = add i64 %t, {j * run}",
-            f" %one_at{j} = getelementptr float, ptr %scores, i64 %one_i{j}",
-            f" %one{j} = load float, ptr %one_at{j}, align 4",
-            *_broadcast(f"all{j}", f"%one{j}"),
-        ]
-    lines += [_fma(f"%new_out{j}_{v}", f"%all{j}", f"%v{v}", f"%out{j}_{v}") for j, v in cells]
-    lines += [" %t_next = add i64 %t, 1", " %t_more = icmp ult i64 %t_next, %tokens", " br i1 %t_more, label %add, label %end", "end:"]
-    for j, v in cells:
-        lines += [
-            f" %out_at{j}_{v} = getelementptr float, ptr %record, i64 {j * shape.record_size + v * LANES}",
-            f" store <16 x float> %new_out{j}_{v}, ptr %out_at{j}_{v}, align 4",
-        ]
-    for j in heads:
-        for i, name in enumerate(("max", "sum")):
-            lines += [
-                f" %{name}_at{j} = getelementptr float, ptr %record, i64 {j * shape.record_size + shape.head_size + i}",
-                f" store float %{name}{j}, ptr %{name}_at{j}, align 4",
-            ]
     return "\n".join([*lines, " ret void", "}"])
 
 
-def _fetch(shape: Shape, name: str) -> list[str]:
-    """Ask for a token's key or value, at %name, that is needed some thousand instructions later."""
-    lines = []
+def _add(shape: Shape, count: int) -> str:
+    """Values of up to 16 tokens, weighted, into the records of some query heads of one KV head."""
+    cells = [(j, v) for j in range(count) for v in range(shape.vectors)]
+    lines = [
+        f"define internal void @{_name('add', count)}(ptr %values, ptr %offsets, i64 %tokens, ptr %weights, ptr %records) {{",
+        "entry:",
+    ]
+    for j, v in cells:
+        lines += [
+            f" %at{j}_{v} = getelementptr float, ptr %records, i64 {j * shape.record_size + v * LANES}",
+            f" %before{j}_{v} = load <16 x float>, ptr %at{j}_{v}, align 4",
+        ]
+    lines += [" br label %token", "token:", " %t = phi i64 [0, %entry], [%t_next, %token]"]
+    lines += [f" %sum{j}_{v} = phi <16 x float> [%before{j}_{v}, %entry], [%new{j}_{v}, %token]" for j, v in cells]
+    lines += [
+        " %offset_at = getelementptr i64, ptr %offsets, i64 %t",
+        " %offset = load i64, ptr %offset_at",
+        " %value = getelementptr i8, ptr %values, i64 %offset",
+    ]
     for v in range(shape.vectors):
         lines += [
-            f" %{name}_{v} = getelementptr i8, ptr %{name}, i64 {v * 64}",
-            f" call void @llvm.prefetch.p0(ptr %{name}_{v}, i32 0, i32 3, i32 1)",
+            f" %value_at{v} = getelementptr i8, ptr %value, i64 {v * 64}",
+            f" %value{v} = load <16 x float>, ptr %value_at{v}, align 4",
+        ]
+    for j in range(count):
+        lines += [
+            f" %place{j} = add i64 %t, {j * shape.run_tokens}",
+            f" %weight_at{j} = getelementptr float, ptr %weights, i64 %place{j}",
+            f" %weight{j} = load float, ptr %weight_at{j}, align 4",
+            *_broadcast(f"weights{j}", f"%weight{j}"),
+        ]
+    lines += [_fma(f"%new{j}_{v}", f"%weights{j}", f"%value{v}", f"%sum{j}_{v}") for j, v in cells]
+    lines += [" %t_next = add i64 %t, 1", " %more = icmp ult i64 %t_next, %tokens", " br i1 %more, label %token, label %end", "end:"]
+    lines += [f" store <16 x float> %new{j}_{v}, ptr %at{j}_{v}, align 4" for j, v in cells]
+    return "\n".join([*lines, " ret void", "}"])
+
+
+def _weigh(shape: Shape) -> str:
+    """One query head's scores of a run into weights, below the maximum so far; what its record holds is brought to that."""
+    return f"""
+define internal void @weigh(ptr %scores, i64 %tokens, ptr %tops, ptr %record) {{
+entry:
+  %top = load <16 x float>, ptr %tops, align 64
+  %here = call nnan float @llvm.vector.reduce.fmax.v16f32(<16 x float> %top)
+  %max_at = getelementptr float, ptr %record, i64 {shape.head_size}
+  %sum_at = getelementptr float, ptr %record, i64 {shape.head_size + 1}
+  %before = load float, ptr %max_at
+  %is_higher = fcmp ogt float %here, %before
+  %max = select i1 %is_higher, float %here, float %before
+{chr(10).join(_broadcast("maxes", "%max") + _broadcast("befores", "%before"))}
+  br label %tile
+tile:
+  %t = phi i64 [0, %entry], [%t_next, %tile]
+  %sums = phi <16 x float> [zeroinitializer, %entry], [%new_sums, %tile]
+  %at = getelementptr float, ptr %scores, i64 %t
+  %score = load <16 x float>, ptr %at, align 64
+  %below = fsub <16 x float> %score, %maxes
+  %weights = call <16 x float> @exp16(<16 x float> %below)
+  store <16 x float> %weights, ptr %at, align 64
+  %new_sums = fadd <16 x float> %sums, %weights
+  %t_next = add i64 %t, {LANES}
+  %more = icmp ult i64 %t_next, %tokens
+  br i1 %more, label %tile, label %tiles_end
+tiles_end:
+  %sum = call reassoc float @llvm.vector.reduce.fadd.v16f32(float 0.0, <16 x float> %new_sums)
+  %fall = fsub <16 x float> %befores, %maxes
+  %shares = call <16 x float> @exp16(<16 x float> %fall)
+  %share = extractelement <16 x float> %shares, i64 0
+  %sum_before = load float, ptr %sum_at
+  %sum_kept = fmul float %sum_before, %share
+  %new_sum = fadd float %sum_kept, %sum
+  store float %max, ptr %max_at
+  store float %new_sum, ptr %sum_at
+  br label %scale
+scale:
+  %i = phi i64 [0, %tiles_end], [%i_next, %scale]
+  %out_at = getelementptr float, ptr %record, i64 %i
+  %out = load <16 x float>, ptr %out_at, align 4
+  %scaled = fmul <16 x float> %out, %shares
+  store <16 x float> %scaled, ptr %out_at, align 4
+  %i_next = add i64 %i, {LANES}
+  %i_more = icmp ult i64 %i_next, {shape.head_size}
+  br i1 %i_more, label %scale, label %end
+end:
+  ret void
+}}"""
+
+
+def _name(function: str, count: int, fetches: bool = False) -> str:
+    return f"{function}_{count}{'_fetching' if fetches else ''}"
+
+
+def _fetch(shape: Shape, base: str, offset: str) -> list[str]:
+    """Ask for what lies at an offset from %base, a token's key or value, some thousand instructions before it is needed."""
+    lines = [f" %{base}_{offset} = getelementptr i8, ptr %{base}, i64 %{offset}"]
+    for v in range(shape.vectors):
+        lines += [
+            f" %{base}_{offset}_{v} = getelementptr i8, ptr %{base}_{offset}, i64 {v * 64}",
+            f" call void @llvm.prefetch.p0(ptr %{base}_{offset}_{v}, i32 0, i32 3, i32 1)",
         ]
     return lines
 
@@ -223,19 +244,23 @@ _HALVES = (
 _OTHER_HALF = (2, 2, 4, 4)  # further on
 
 
-def _scores(shape: Shape, count: int, *, fetches_values: bool) -> list[str]:
+def _dots(shape: Shape, count: int, *, fetches: bool) -> list[str]:
     """%dots: 16 tokens' keys times each query. Sums are folded as soon as two can be, so that few wait in registers."""
     lines: list[str] = []
     waiting: list[list[tuple[int, str]]] = [[] for _ in range(count)]  # (how often it was folded, name), by head
     for i in range(LANES):
         lines += [
-            f" %k_off_i{i} = add i64 %s, {i}",
-            f" %k_off_at{i} = getelementptr i64, ptr %offsets, i64 %k_off_i{i}",
+            f" %k_off_at{i} = getelementptr i64, ptr %offsets, i64 {i}",
             f" %k_off{i} = load i64, ptr %k_off_at{i}",
             f" %k_at{i} = getelementptr i8, ptr %keys, i64 %k_off{i}",
-            f" %v_near{i} = getelementptr i8, ptr %values, i64 %k_off{i}",
-            *(_fetch(shape, f"v_near{i}") if fetches_values else ()),
         ]
+        if fetches:
+            lines += [
+                f" %ahead_off_at{i} = getelementptr i64, ptr %offsets, i64 {i + _TOKENS_AHEAD}",
+                f" %ahead_off{i} = load i64, ptr %ahead_off_at{i}",
+                *_fetch(shape, "keys", f"ahead_off{i}"),
+                *_fetch(shape, "values", f"k_off{i}"),
+            ]
         for v in range(shape.vectors):
             lines += [
                 f" %k_at{i}_{v} = getelementptr i8, ptr %k_at{i}, i64 {v * 64}",
@@ -258,78 +283,165 @@ def _scores(shape: Shape, count: int, *, fetches_values: bool) -> list[str]:
     return lines
 
 
-def _run(shape: Shape, parts: list[tuple[int, int]]) -> str:
-    """All query heads of a KV head over one run."""
-    calls = []
-    for head, size in parts:
-        calls.append(f"""
-  %q_{head} = getelementptr float, ptr %q, i64 {head * shape.head_size}
-  %record_{head} = getelementptr float, ptr %record, i64 {head * shape.record_size}
-  call void @{_heads_name(shape, head, size)}(ptr %q_{head}, ptr %keys, ptr %values, ptr %offsets, i64 %tokens, ptr %record_{head})""")
+def _part(shape: Shape, parts: list[tuple[int, int]]) -> str:
+    """A part for some KV heads: its runs, one after another, each in the order in which it lies in memory: tile by tile, in them head by head.
+    Records of neighbouring KV heads are `stride` numbers apart."""
+    score, add = [], []
+    for first, count in parts:
+        score.append(f"""
+  %q_{first} = getelementptr float, ptr %q_h, i64 {first * shape.head_size}
+  %scores_{first} = getelementptr float, ptr %scores_h, i64 {first * shape.run_tokens}
+  %tops_{first} = getelementptr float, ptr %tops_h, i64 {first * LANES}
+  call void @{_name("score", count, first == 0)}(ptr %q_{first}, ptr %keys_h, ptr %values_h, ptr %offsets_s, i64 %valid, ptr %scores_{first}, ptr %tops_{first})""")
+        add.append(f"""
+  %weights_{first} = getelementptr float, ptr %weights_g, i64 {first * shape.run_tokens}
+  %record_{first} = getelementptr float, ptr %record_g, i64 {first * shape.record_size}
+  call void @{_name("add", count)}(ptr %values_g, ptr %offsets_a, i64 %tile_tokens, ptr %weights_{first}, ptr %record_{first})""")
+    num_heads, head_bytes = shape.num_kv_heads * shape.group, 4 * shape.page_size * shape.head_size
     return f"""
-define internal void @run(ptr %q, ptr %keys, ptr %values, ptr %offsets, i64 %tokens, ptr %record) {{{"".join(calls)}
-  ret void
-}}"""
-
-
-def _part(shape: Shape) -> str:
-    """A part for some KV heads: its runs, one after another. Records of neighbouring heads are `stride` numbers apart."""
-    return f"""
-define internal void @part(ptr %q, ptr %keys, i64 %half, ptr %table, i64 %page_tokens, i64 %heads, i64 %first, i64 %tokens, ptr %records, i64 %stride) {{
+define internal void @part(ptr %q, ptr %keys, i64 %half, ptr %table, i64 %heads, i64 %first, i64 %tokens, ptr %records, i64 %stride) {{
 entry:
-  %offsets = alloca [{shape.run_tokens} x i64], align 64
-  %later = alloca [{shape.group * shape.record_size} x float], align 64
+  %offsets = alloca [{shape.run_tokens + _TOKENS_AHEAD} x i64], align 64
+  %scores = alloca [{num_heads * shape.run_tokens} x float], align 64
+  %tops = alloca [{num_heads * LANES} x float], align 64
+  %values = getelementptr i8, ptr %keys, i64 %half
   %end = add i64 %first, %tokens
-  br label %run
+  %tops_size = mul i64 %heads, {shape.group * LANES}
+  br label %empty
+empty:
+  %e = phi i64 [0, %entry], [%e_next, %empty_end]
+  %e_i = mul i64 %e, %stride
+  %e_record = getelementptr float, ptr %records, i64 %e_i
+  br label %empty_one
+empty_one:
+  %e_j = phi i64 [0, %empty], [%e_j_next, %empty_one_end]
+  %e_j_i = mul i64 %e_j, {shape.record_size}
+  %e_j_record = getelementptr float, ptr %e_record, i64 %e_j_i
+  br label %empty_vector
+empty_vector:
+  %e_v = phi i64 [0, %empty_one], [%e_v_next, %empty_vector]
+  %e_at = getelementptr float, ptr %e_j_record, i64 %e_v
+  store <16 x float> zeroinitializer, ptr %e_at, align 4
+  %e_v_next = add i64 %e_v, {LANES}
+  %e_v_more = icmp ult i64 %e_v_next, {shape.record_size}
+  br i1 %e_v_more, label %empty_vector, label %empty_one_end
+empty_one_end:
+  %e_max_at = getelementptr float, ptr %e_j_record, i64 {shape.head_size}
+  store float {_LOWEST_SCORE}, ptr %e_max_at
+  %e_j_next = add i64 %e_j, 1
+  %e_j_more = icmp ult i64 %e_j_next, {shape.group}
+  br i1 %e_j_more, label %empty_one, label %empty_end
+empty_end:
+  %e_next = add i64 %e, 1
+  %e_more = icmp ult i64 %e_next, %heads
+  br i1 %e_more, label %empty, label %run
+
 run:
-  %at = phi i64 [%first, %entry], [%at_next, %run_end]
+  %at = phi i64 [%first, %empty_end], [%at_next, %added]
   %left = sub i64 %end, %at
   %here = call i64 @llvm.umin.i64(i64 %left, i64 {shape.run_tokens})
-  %is_first = icmp eq i64 %at, %first
-  %padded_more = add i64 %here, {LANES - 1}
-  %padded = and i64 %padded_more, -{LANES}
-  %last = sub i64 %here, 1
+  %found_more = add i64 %here, {LANES - 1 + _TOKENS_AHEAD}
+  %found = and i64 %found_more, -{LANES}
+  %last = sub i64 %left, 1
   br label %find
-find:
+find:                                         ; a tile's tokens past the context are its last one again
   %i = phi i64 [0, %run], [%i_next, %find]
-  %valid = call i64 @llvm.umin.i64(i64 %i, i64 %last)
-  %t = add i64 %at, %valid
+  %valid_i = call i64 @llvm.umin.i64(i64 %i, i64 %last)
+  %t = add i64 %at, %valid_i
   %number = udiv i64 %t, {shape.page_size}
   %before = mul i64 %number, {shape.page_size}
   %place = sub i64 %t, %before
   %page_at = getelementptr i32, ptr %table, i64 %number
   %page32 = load i32, ptr %page_at
   %page = zext i32 %page32 to i64
-  %page_start = mul i64 %page, %page_tokens
-  %token = add i64 %page_start, %place
-  %offset = mul i64 %token, {4 * shape.head_size}
+  %page_start = mul i64 %page, {shape.num_kv_heads * head_bytes}
+  %in_page = mul i64 %place, {4 * shape.head_size}
+  %offset = add i64 %page_start, %in_page
   %offset_at = getelementptr i64, ptr %offsets, i64 %i
   store i64 %offset, ptr %offset_at
-  %key = getelementptr i8, ptr %keys, i64 %offset
-{chr(10).join(_fetch(shape, "key"))}
   %i_next = add i64 %i, 1
-  %more = icmp ult i64 %i_next, %padded
-  br i1 %more, label %find, label %head
-head:
-  %h = phi i64 [0, %find], [%h_next, %head_end]
+  %more = icmp ult i64 %i_next, %found
+  br i1 %more, label %find, label %lower
+lower:
+  %low_i = phi i64 [0, %find], [%low_next, %lower]
+  %low_at = getelementptr float, ptr %tops, i64 %low_i
+  store <16 x float> {splat(_LOWEST)}, ptr %low_at, align 64
+  %low_next = add i64 %low_i, {LANES}
+  %low_more = icmp ult i64 %low_next, %tops_size
+  br i1 %low_more, label %lower, label %score_tile
+
+score_tile:
+  %s = phi i64 [0, %lower], [%s_next, %score_end]
+  %valid = sub i64 %here, %s
+  %offsets_s = getelementptr i64, ptr %offsets, i64 %s
+  %scores_s = getelementptr float, ptr %scores, i64 %s
+  br label %score
+score:
+  %h = phi i64 [0, %score_tile], [%h_next, %score]
   %q_i = mul i64 %h, {shape.group * shape.head_size}
   %q_h = getelementptr float, ptr %q, i64 %q_i
-  %keys_off = mul i64 %h, {4 * shape.page_size * shape.head_size}
-  %keys_h = getelementptr i8, ptr %keys, i64 %keys_off
-  %values_h = getelementptr i8, ptr %keys_h, i64 %half
-  %record_i = mul i64 %h, %stride
-  %record = getelementptr float, ptr %records, i64 %record_i
-  %into = select i1 %is_first, ptr %record, ptr %later
-  call void @run(ptr %q_h, ptr %keys_h, ptr %values_h, ptr %offsets, i64 %here, ptr %into)
-  br i1 %is_first, label %head_end, label %merge
-merge:
-  call void @merge(ptr %record, ptr %later)
-  br label %head_end
-head_end:
+  %h_off = mul i64 %h, {head_bytes}
+  %keys_h = getelementptr i8, ptr %keys, i64 %h_off
+  %values_h = getelementptr i8, ptr %values, i64 %h_off
+  %scores_i = mul i64 %h, {shape.group * shape.run_tokens}
+  %scores_h = getelementptr float, ptr %scores_s, i64 %scores_i
+  %tops_i = mul i64 %h, {shape.group * LANES}
+  %tops_h = getelementptr float, ptr %tops, i64 %tops_i{"".join(score)}
   %h_next = add i64 %h, 1
   %h_more = icmp ult i64 %h_next, %heads
-  br i1 %h_more, label %head, label %run_end
-run_end:
+  br i1 %h_more, label %score, label %score_end
+score_end:
+  %s_next = add i64 %s, {LANES}
+  %s_more = icmp ult i64 %s_next, %here
+  br i1 %s_more, label %score_tile, label %weigh
+
+weigh:
+  %w = phi i64 [0, %score_end], [%w_next, %weigh_end]
+  %w_i = mul i64 %w, %stride
+  %w_record = getelementptr float, ptr %records, i64 %w_i
+  %w_n = mul i64 %w, {shape.group}
+  br label %weigh_one
+weigh_one:
+  %w_j = phi i64 [0, %weigh], [%w_j_next, %weigh_one]
+  %w_j_i = mul i64 %w_j, {shape.record_size}
+  %w_j_record = getelementptr float, ptr %w_record, i64 %w_j_i
+  %w_head = add i64 %w_n, %w_j
+  %w_scores_i = mul i64 %w_head, {shape.run_tokens}
+  %w_scores = getelementptr float, ptr %scores, i64 %w_scores_i
+  %w_tops_i = mul i64 %w_head, {LANES}
+  %w_tops = getelementptr float, ptr %tops, i64 %w_tops_i
+  call void @weigh(ptr %w_scores, i64 %here, ptr %w_tops, ptr %w_j_record)
+  %w_j_next = add i64 %w_j, 1
+  %w_j_more = icmp ult i64 %w_j_next, {shape.group}
+  br i1 %w_j_more, label %weigh_one, label %weigh_end
+weigh_end:
+  %w_next = add i64 %w, 1
+  %w_more = icmp ult i64 %w_next, %heads
+  br i1 %w_more, label %weigh, label %add_tile
+
+add_tile:
+  %a = phi i64 [0, %weigh_end], [%a_next, %add_end]
+  %a_left = sub i64 %here, %a
+  %tile_tokens = call i64 @llvm.umin.i64(i64 %a_left, i64 {LANES})
+  %offsets_a = getelementptr i64, ptr %offsets, i64 %a
+  %weights_a = getelementptr float, ptr %scores, i64 %a
+  br label %add
+add:
+  %g = phi i64 [0, %add_tile], [%g_next, %add]
+  %g_off = mul i64 %g, {head_bytes}
+  %values_g = getelementptr i8, ptr %values, i64 %g_off
+  %weights_i = mul i64 %g, {shape.group * shape.run_tokens}
+  %weights_g = getelementptr float, ptr %weights_a, i64 %weights_i
+  %record_i = mul i64 %g, %stride
+  %record_g = getelementptr float, ptr %records, i64 %record_i{"".join(add)}
+  %g_next = add i64 %g, 1
+  %g_more = icmp ult i64 %g_next, %heads
+  br i1 %g_more, label %add, label %add_end
+add_end:
+  %a_next = add i64 %a, {LANES}
+  %a_more = icmp ult i64 %a_next, %here
+  br i1 %a_more, label %add_tile, label %added
+added:
   %at_next = add i64 %at, %here
   %at_more = icmp ult i64 %at_next, %end
   br i1 %at_more, label %run, label %done
@@ -582,7 +694,7 @@ attend:
   %records = getelementptr float, ptr %scratch, i64 %records_i
   %own_i = mul i64 %part, {shape.group * shape.record_size}
   %own = getelementptr float, ptr %records, i64 %own_i
-  call void @part(ptr %q_c, ptr %keys, i64 %half, ptr %table, i64 %page_tokens, i64 %heads_here, i64 %first, i64 %tokens, ptr %own, i64 %stride)
+  call void @part(ptr %q_c, ptr %keys, i64 %half, ptr %table, i64 %heads_here, i64 %first, i64 %tokens, ptr %own, i64 %stride)
   %is_whole = icmp eq i64 %parts, 1
   %parts32 = trunc i64 %parts to i32
   %last = sub i32 %parts32, 1
