@@ -59,6 +59,9 @@ def _compiled(ir: str) -> llvm.ExecutionEngine:
     machine = llvm.Target.from_default_triple().create_target_machine(
         cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=3, jit=True
     )
+    passes = llvm.create_new_module_pass_manager()  # what else is to be done to the code, its writer has done
+    passes.add_always_inliner_pass()
+    passes.run(module, llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options()))
     engine = llvm.create_mcjit_compiler(module, machine)
     engine.finalize_object()
     return engine
