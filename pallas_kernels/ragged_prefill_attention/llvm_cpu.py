@@ -31,8 +31,8 @@ def ragged_prefill_attention(
     del pool_is_finite  # what lies outside a context is never read
     num_kv_heads, page_size, head_size = kv_pages.shape[3:]
     group = q.shape[1] // num_kv_heads
-    shape = Shape(head_size, group, page_size, tile_size(query_tile, group, head_size), scale)
-    name = register(f"{NAME}_{head_size}_{group}_{page_size}_{shape.tile}_{scale:.9g}", lambda: llvm_ir.module(shape, this_machine()))
+    shape = Shape(head_size, group, page_size, query_tile, tile_size(query_tile, group, head_size), scale)
+    name = register(f"{NAME}_{head_size}_{group}_{page_size}_{query_tile}_{scale:.9g}", lambda: llvm_ir.module(shape, this_machine()))
     numbers = (jnp.asarray(a, jnp.int32) for a in (layer, page_table, query_start, query_len, kv_len))
     call = jax.ffi.ffi_call(name, jax.ShapeDtypeStruct(q.shape, jnp.float32))
     out: Float[Array, "T N H"] = call(q.astype(jnp.float32), kv_pages, *numbers)

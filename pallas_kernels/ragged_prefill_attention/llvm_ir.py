@@ -9,61 +9,104 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pallas_kernels.llvm.custom_call import handler, load_data, load_dim
+from pallas_kernels.llvm.custom_call import handler, load_data, load_dim, load_number, store_number
 from pallas_kernels.llvm.exponential import splat
 from pallas_kernels.llvm.machine import Target
 from pallas_kernels.ragged_prefill_attention.llvm_steps import LANES, MASKED, VECTOR, Sizes, steps
 
 _LOG2_E = 1.44269504088896341  # scores are logarithms to base 2
-_MOST_ROWS = 128
+_ROWS_AT_ONCE = 4
+_MOST_ROWS = 192
 _TILE_BYTES = 1 << 16  # of a tile's queries, and of its sums
+_CHUNKS_A_THREAD = 3
 _RUN_BYTES = 1 << 14  # of a run's keys, and of its values
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What a kernel is made for: `group` query heads read a KV head, `tile` tokens are a chunk's."""
+    """What a kernel is made for: `group` query heads read a KV head, `tile` tokens are a chunk's at most; rows begin at multiples of
+    `query_tile`."""
 
     head_size: int
     group: int
     page_size: int
+    query_tile: int
     tile: int
     scale: float
 
 
 def tile_size(query_tile: int, group: int, head_size: int) -> int:
-    """Tokens of a chunk: the most that fit and divide query_tile."""
-    most = min(_MOST_ROWS, _TILE_BYTES // (4 * head_size)) // group
-    return max(size for size in range(1, max(most, 1) + 1) if query_tile % size == 0)
+    """Tokens of a chunk at most: as many as fit, of query tiles whole ones or an equal part of one."""
+    most = max(min(_MOST_ROWS, _TILE_BYTES // (4 * head_size)) // group, 1)
+    if most >= query_tile:
+        return most - most % query_tile
+    return max(size for size in range(1, most + 1) if query_tile % size == 0)
 
 
 def module(shape: Shape, target: Target) -> str:
     """The IR of a shape's custom call, of (q, kv_pages, layer, page_table, query_start, query_len, kv_len) -> (out)."""
     run = min(max(_RUN_BYTES // (4 * shape.head_size) // LANES, 1), 4) * LANES
-    num_rows = shape.tile * shape.group
-    at_once = 4 if not target.avx512 or (num_rows % 6 and num_rows % 4 == 0) else 6
-    sizes = Sizes(at_once, 4 if target.avx512 else 1, run, shape.head_size, shape.group, shape.page_size)
-    return handler(target, 7, 1, "\n".join([steps(sizes), _plan(shape), _chunk(shape, sizes)]))
+    sizes = Sizes(_ROWS_AT_ONCE, 4 if target.avx512 else 1, run, shape.head_size, shape.group, shape.page_size)
+    return handler(target, 7, 1, "\n".join([steps(sizes), _plan(shape), _chunk(shape), _part(shape, sizes)]))
 
 
 def _plan(shape: Shape) -> str:
+    """Chunks as large as they may be, which fetch the context fewer times, unless that leaves too few for the threads."""
+    least = min(shape.tile, shape.query_tile)
     return f"""
 define internal i64 @plan(ptr %job, i64 %threads) {{
 {load_dim("tokens", 0, 0)}
 {load_dim("kv_heads", 1, 3)}
-  %tiles = udiv i64 %tokens, {shape.tile}
-  %chunks = mul i64 %tiles, %kv_heads
+  %rounded = add i64 %tokens, {shape.tile - 1}
+  %large_tiles = udiv i64 %rounded, {shape.tile}
+  %large_chunks = mul i64 %large_tiles, %kv_heads
+  %small_tiles = udiv i64 %tokens, {least}
+  %small_chunks = mul i64 %small_tiles, %kv_heads
+  %wanted = mul i64 %threads, {_CHUNKS_A_THREAD}
+  %is_large = icmp uge i64 %large_chunks, %wanted
+  %tile = select i1 %is_large, i64 {shape.tile}, i64 {least}
+  %tiles = select i1 %is_large, i64 %large_tiles, i64 %small_tiles
+  %chunks = select i1 %is_large, i64 %large_chunks, i64 %small_chunks
+{store_number("tile", 0)}
+{store_number("tiles", 1)}
   ret i64 %chunks
 }}"""
 
 
-def _chunk(shape: Shape, sizes: Sizes) -> str:
-    """The last tiles, which have the longest contexts, come first."""
+def _chunk(shape: Shape) -> str:
+    """The last tiles, which have the longest contexts, come first. A tile has a part for each row that it holds tokens of."""
+    return f"""
+define internal void @chunk(ptr %job, i64 %c) {{
+entry:
+{load_dim("tokens", 0, 0)}
+{load_dim("kv_heads", 1, 3)}
+{load_number("tile", 0)}
+{load_number("tiles", 1)}
+  %turn = udiv i64 %c, %kv_heads
+  %kv_head = urem i64 %c, %kv_heads
+  %after = sub i64 %tiles, %turn
+  %end_off = mul i64 %after, %tile
+  %start = sub i64 %end_off, %tile
+  %end = call i64 @llvm.umin.i64(i64 %end_off, i64 %tokens)
+  br label %part
+part:
+  %from = phi i64 [%start, %entry], [%next, %part]
+  %next = call i64 @part(ptr %job, i64 %kv_head, i64 %from, i64 %end)
+  %is_more = icmp ult i64 %next, %end
+  br i1 %is_more, label %part, label %done
+done:
+  ret void
+}}"""
+
+
+def _part(shape: Shape, sizes: Sizes) -> str:
+    """Tokens from `tile_start` on, no further than `tile_end`, that are of the same row or of none. Returns where the next ones begin."""
     head_size, group, tile = shape.head_size, shape.group, shape.tile
     wide = head_size * group  # a token's queries for one KV head
     num_rows = -(-tile * group // sizes.at_once) * sizes.at_once
+    step = min(tile, shape.query_tile)  # what a row leaves of it is no other's
     return f"""
-define internal void @chunk(ptr %job, i64 %c) {{
+define internal i64 @part(ptr %job, i64 %kv_head, i64 %tile_start, i64 %tile_end) {{
 entry:
   %q_rows = alloca [{num_rows * head_size} x float], align 64
   %sums_of_values = alloca [{num_rows * head_size} x float], align 64
@@ -80,17 +123,12 @@ entry:
 {load_data("query_len", 5)}
 {load_data("kv_len", 6)}
 {load_data("out", 7)}
-{load_dim("tokens", 0, 0)}
 {load_dim("heads", 0, 1)}
 {load_dim("pages", 1, 2)}
 {load_dim("kv_heads", 1, 3)}
 {load_dim("num_rows", 3, 0)}
 {load_dim("table_width", 3, 1)}
-  %turn = udiv i64 %c, %kv_heads
-  %kv_head = urem i64 %c, %kv_heads
-  %turn_next = add i64 %turn, 1
-  %turn_off = mul i64 %turn_next, {tile}
-  %tile_start = sub i64 %tokens, %turn_off
+  %room = sub i64 %tile_end, %tile_start
   %token_stride = mul i64 %heads, {head_size}
   %tile_off = mul i64 %tile_start, %token_stride
   %head_off = mul i64 %kv_head, {wide}
@@ -123,7 +161,7 @@ found:
   %context32 = load i32, ptr %context_at
   %context = sext i32 %context32 to i64
   %left = sub i64 %length, %place
-  %num_tokens = call i64 @llvm.smin.i64(i64 %left, i64 {tile})
+  %num_tokens = call i64 @llvm.smin.i64(i64 %left, i64 %room)
   %num = mul i64 %num_tokens, {group}
   %before_row = sub i64 %context, %length
   %first = add i64 %before_row, %place
@@ -141,9 +179,13 @@ found:
   %keys_off = add i64 %layer_off, %kv_off
   %keys = getelementptr float, ptr %pool, i64 %keys_off
   %values = getelementptr float, ptr %keys, i64 %part
-  call void @llvm.memset.p0.i64(ptr %q_rows, i8 0, i64 {4 * num_rows * head_size}, i1 false)
-  call void @llvm.memset.p0.i64(ptr %sums_of_values, i8 0, i64 {4 * num_rows * head_size}, i1 false)
-  call void @llvm.memset.p0.i64(ptr %sums, i8 0, i64 {4 * num_rows * LANES}, i1 false)
+  %rows_more = add i64 %num, {sizes.at_once - 1}
+  %turns = udiv i64 %rows_more, {sizes.at_once}
+  %rows_bytes = mul i64 %turns, {4 * sizes.at_once * head_size}
+  %sums_bytes = mul i64 %turns, {4 * sizes.at_once * LANES}
+  call void @llvm.memset.p0.i64(ptr %q_rows, i8 0, i64 %rows_bytes, i1 false)
+  call void @llvm.memset.p0.i64(ptr %sums_of_values, i8 0, i64 %rows_bytes, i1 false)
+  call void @llvm.memset.p0.i64(ptr %sums, i8 0, i64 %sums_bytes, i1 false)
   br label %low
 low:
   %low_i = phi i64 [0, %found], [%low_next, %low]
@@ -151,7 +193,7 @@ low:
   %low_at = getelementptr float, ptr %tops, i64 %low_off
   store {VECTOR} {splat(MASKED)}, ptr %low_at, align 64
   %low_next = add i64 %low_i, 1
-  %low_more = icmp ult i64 %low_next, {num_rows // sizes.at_once}
+  %low_more = icmp ult i64 %low_next, %turns
   br i1 %low_more, label %low, label %take
 take:
   %t = phi i64 [0, %low], [%t_next, %take_end]
@@ -239,10 +281,14 @@ give_end:
 
 clear:                                        ; tokens of no row
   %used = phi i64 [0, %find], [%num_tokens, %give_end]
+  %used_some = call i64 @llvm.umax.i64(i64 %used, i64 1)
+  %used_more = add i64 %used_some, {step - 1}
+  %steps = udiv i64 %used_more, {step}
+  %taken = mul i64 %steps, {step}
   br label %clear_token
 clear_token:
   %z = phi i64 [%used, %clear], [%z_next, %clear_one]
-  %z_more = icmp ult i64 %z, {tile}
+  %z_more = icmp ult i64 %z, %taken
   br i1 %z_more, label %clear_one, label %end
 clear_one:
   %z_off = mul i64 %z, %token_stride
@@ -251,6 +297,7 @@ clear_one:
   %z_next = add i64 %z, 1
   br label %clear_token
 end:
-  ret void
+  %next_start = add i64 %tile_start, %taken
+  ret i64 %next_start
 }}
 declare float @llvm.vector.reduce.fadd.v16f32(float, {VECTOR})"""

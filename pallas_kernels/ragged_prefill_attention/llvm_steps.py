@@ -36,7 +36,18 @@ def steps(sizes: Sizes) -> str:
     most = sizes.run // LANES
     scores = [_scores(sizes, vectors) for vectors in range(1, most + 1)]
     table = f"@scores = internal constant [{most} x ptr] [{', '.join(f'ptr @scores_{i + 1}' for i in range(most))}]"
-    parts = [_DECLARATIONS, _power(), _fetch(sizes), _transpose(sizes), *scores, table, _mask(sizes), _soften(sizes), _weigh(sizes), _attend(sizes)]
+    parts = [
+        _DECLARATIONS,
+        _power(),
+        _fetch(sizes),
+        _transpose(sizes),
+        *scores,
+        table,
+        _mask(sizes),
+        _soften(sizes),
+        _weigh(sizes),
+        _attend(sizes),
+    ]
     return "\n".join(parts)
 
 
@@ -340,7 +351,9 @@ def _soften(sizes: Sizes) -> str:
                 f"  %total{i}_{j + 1} = fadd {VECTOR} %total{i}_{j}, %weight{i}_{j}",
             ]
         lines.append(f"  store {VECTOR} %total{i}_{len(parts)}, ptr %sum_at{i}, align 4")
-    return "\n".join(["define internal void @soften(ptr %scores, ptr %tops, ptr %sums, ptr %shrinks) {", "entry:", *lines, "  ret void", "}"])
+    return "\n".join(
+        ["define internal void @soften(ptr %scores, ptr %tops, ptr %sums, ptr %shrinks) {", "entry:", *lines, "  ret void", "}"]
+    )
 
 
 def _lane(lane: int) -> str:
