@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.llvm.machine import register, this_machine
 from pallas_kernels.paged_attention import llvm_ir
+from pallas_kernels.paged_attention.llvm_tiles import Shape
 
 NAME = "jaxinfer_paged_attention"  # of the custom calls, before their shape
 
@@ -26,12 +27,12 @@ def paged_attention(
     del pool_is_finite  # nothing outside a context is read
     batch, num_heads, head_size = q.shape
     num_kv_heads, page_size = kv_pages.shape[3:5]
-    shape = llvm_ir.Shape(num_kv_heads, num_heads // num_kv_heads, head_size, page_size)
+    shape = Shape(num_kv_heads, num_heads // num_kv_heads, head_size, page_size)
     name = register(f"{NAME}_{num_kv_heads}_{shape.group}_{head_size}_{page_size}", lambda: llvm_ir.module(shape, this_machine()))
     scratch = llvm_ir.scratch_size(shape, page_table.shape[1] * page_size)
     results = (
         jax.ShapeDtypeStruct(q.shape, jnp.float32),
-        jax.ShapeDtypeStruct((batch, num_kv_heads, scratch), jnp.float32),
+        jax.ShapeDtypeStruct((batch, scratch), jnp.float32),
     )
     scaled = q.astype(jnp.float32) * scale
     layer, page_table, kv_len = (jnp.asarray(a, jnp.int32) for a in (layer, page_table, kv_len))

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import Backend
 from pallas_kernels.paged_attention import llvm_cpu, reference, xla
-from pallas_kernels.paged_attention.llvm_ir import LANES
+from pallas_kernels.paged_attention.llvm_tiles import LANES
 
 _IMPLEMENTATIONS = {"llvm_cpu": llvm_cpu.paged_attention, "xla": xla.paged_attention, "reference": reference.paged_attention}
 
