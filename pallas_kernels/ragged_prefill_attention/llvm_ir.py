@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from pallas_kernels.llvm.custom_call import handler, load_data, load_dim, load_number, store_number
 from pallas_kernels.llvm.exponential import splat
 from pallas_kernels.llvm.machine import Target
-from pallas_kernels.ragged_prefill_attention.llvm_steps import LANES, MASKED, VECTOR, Sizes, steps
+from pallas_kernels.ragged_prefill_attention.llvm_sizes import LANES, VECTOR, Sizes
+from pallas_kernels.ragged_prefill_attention.llvm_softmax import MASKED
+from pallas_kernels.ragged_prefill_attention.llvm_steps import steps
 
 _LOG2_E = 1.44269504088896341  # scores are logarithms to base 2
 _ROWS_AT_ONCE = 4

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import Backend
 from pallas_kernels.ragged_prefill_attention import llvm_cpu, reference, xla
-from pallas_kernels.ragged_prefill_attention.llvm_steps import LANES
+from pallas_kernels.ragged_prefill_attention.llvm_sizes import LANES
 
 _IMPLEMENTATIONS = {
     "xla": xla.ragged_prefill_attention,

@@ -1,0 +1,25 @@
+"""How a kernel cuts its work, which all parts of its code must agree on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+LANES = 16
+VECTOR = f"<{LANES} x float>"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a kernel's parts: it takes `at_once` rows by up to `vectors` vectors of sums at a time, over runs of `run` context tokens."""
+
+    at_once: int
+    vectors: int
+    run: int
+    head_size: int
+    group: int
+    page_size: int
+
+    def cut(self, vectors: int) -> list[int]:
+        """So many vectors as parts that are summed at a time, as equal as they can be."""
+        parts = -(-vectors // self.vectors)
+        return [vectors * (i + 1) // parts - vectors * i // parts for i in range(parts)]
