@@ -1,14 +1,17 @@
 """paged_attention: every way to run it against the reference, and the reference against plain NumPy."""
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.llvm import machine
+from pallas_kernels.paged_attention import llvm_cpu
 from pallas_kernels.paged_attention.cases import CASES, Case
-from pallas_kernels.paged_attention.op import paged_attention
+from pallas_kernels.paged_attention.op import paged_attention, why_not
 from tests.kernels.poisoned_pool import LAYER, poisoned_pool
 
 
@@ -46,14 +49,19 @@ def test_the_reference_is_attention():
     np.testing.assert_allclose(out, plain(*map(np.asarray, (q, kv, table, kv_len)), 0.3), atol=1e-5)
 
 
+FAST = ("llvm_cpu", "xla")
+
+
+@pytest.mark.parametrize("backend", FAST)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_xla_is_the_reference_on_the_shapes_of_real_models(case):
+def test_the_shapes_of_real_models_as_the_reference_has_them(case, backend):
     inputs = arguments(case, case.context, 1)
-    out = {backend: run(*inputs, scale=case.head_size**-0.5, backend=backend) for backend in ("xla", "reference")}
-    np.testing.assert_allclose(out["xla"], out["reference"], atol=2e-5)
+    out = {backend: run(*inputs, scale=case.head_size**-0.5, backend=backend) for backend in (backend, "reference")}
+    np.testing.assert_allclose(out[backend], out["reference"], atol=2e-5)
 
 
-def test_xla_is_the_reference_whatever_the_lengths():
+@pytest.mark.parametrize("backend", FAST)
+def test_any_lengths_as_the_reference_has_them(backend):
     case, random = Case("ragged", 6, 2, 16, 8, ()), np.random.default_rng(2)
     for seed in range(12):
         # The longest is always there, so that all seeds share one program.
@@ -61,8 +69,71 @@ def test_xla_is_the_reference_whatever_the_lengths():
         q, kv, table, kv_len = arguments(case, tuple(random.permutation(context).tolist()), seed)
         pages = -kv.shape[2] % 300  # nor does the pool's size differ
         kv = jnp.pad(kv, ((0, 0), (0, 0), (0, pages), (0, 0), (0, 0), (0, 0)), constant_values=jnp.nan)
-        out = {backend: run(q, kv, table, kv_len, scale=0.25, backend=backend) for backend in ("xla", "reference")}
-        np.testing.assert_allclose(out["xla"], out["reference"], atol=2e-5)
+        out = {backend: run(q, kv, table, kv_len, scale=0.25, backend=backend) for backend in (backend, "reference")}
+        np.testing.assert_allclose(out[backend], out["reference"], atol=2e-5)
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 20, 64])
+@pytest.mark.parametrize("num_heads", [1, 5, 12])
+def test_pages_and_groups_of_any_size(page_size, num_heads):
+    """Tiles that span pages and pages that span tiles; query heads that registers hold at once, and more; part of a run, a whole one, more."""
+    case = Case("", num_heads, 1, 48, page_size, (1, 16, 31, 64, 65, 129))
+    inputs = arguments(case, case.context, 7)
+    out = run(*inputs, scale=0.2, backend="llvm_cpu")
+    np.testing.assert_allclose(out, run(*inputs, scale=0.2, backend="reference"), atol=2e-5)
+
+
+LONG = Case("long", 4, 2, 16, 32, (4096, 1, 4097, 0, 128, 8300, 129))
+
+
+def test_long_contexts_are_put_together_from_their_parts():
+    inputs = arguments(LONG, LONG.context, 8)
+    q, kv, table, kv_len = inputs
+    q = q.at[0].mul(10)  # maxima that differ by much: parts count for little, or for all
+    expected = run(q, kv, table, kv_len, scale=0.25, backend="reference")
+    for _ in range(5):  # whichever thread is last
+        np.testing.assert_allclose(run(q, kv, table, kv_len, scale=0.25, backend="llvm_cpu"), expected, atol=2e-5)
+
+
+def test_a_row_is_the_same_in_any_batch():
+    """However many threads its parts are done by, and whatever the others' lengths are."""
+    for case in (LONG, CASES[0], replace(CASES[1], context=(700, 33, 130))):
+        q, kv, table, kv_len = arguments(case, case.context, 9)
+        together = np.asarray(run(q, kv, table, kv_len, scale=0.25, backend="llvm_cpu"))
+        for row in range(len(case.context)):
+            rows = slice(row, row + 1)
+            alone = run(q[rows], kv, table[rows], kv_len[rows], scale=0.25, backend="llvm_cpu")
+            np.testing.assert_array_equal(alone[0], together[row])
+
+
+def test_rows_and_heads_do_not_touch_each_other():
+    q, kv, table, kv_len = arguments(LONG, LONG.context, 10)
+    sound = np.asarray(run(q, kv, table, kv_len, scale=0.25, backend="llvm_cpu"))
+    for bad in (np.nan, np.inf):
+        broken = np.array(run(q.at[2, 1].set(bad), kv, table, kv_len, scale=0.25, backend="llvm_cpu"))
+        assert np.isnan(broken[2, 1]).all()
+        broken[2, 1] = sound[2, 1]
+        np.testing.assert_array_equal(broken, sound)
+
+
+def test_many_calls_at_once():
+    """Programs of several meshes share one pool of threads, and each call its parts' counts among those threads only."""
+    inputs = arguments(LONG, LONG.context, 11)
+    expected = run(*inputs, scale=0.25, backend="llvm_cpu")
+    on_devices = [jax.device_put(inputs, device) for device in jax.devices("cpu")[:4]]
+    for found in [run(*on_devices[i % len(on_devices)], scale=0.25, backend="llvm_cpu") for i in range(40)]:
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_code_for_processors_without_avx512(monkeypatch):
+    """What this machine's processor can run too: fewer query heads at a time."""
+    plain = replace(machine.this_machine(), avx512=False, avx512_bf16=False, avx512_vnni=False)
+    monkeypatch.setattr(llvm_cpu, "this_machine", lambda: plain)
+    monkeypatch.setattr(llvm_cpu, "NAME", f"{llvm_cpu.NAME}_plain")
+    for case in CASES:
+        q, kv, table, kv_len = arguments(case, case.context, 12)
+        out = paged_attention(q, kv, jnp.int32(LAYER), table, kv_len, scale=0.1, backend="llvm_cpu")
+        np.testing.assert_allclose(out, run(q, kv, table, kv_len, scale=0.1, backend="reference"), atol=2e-5)
 
 
 def test_bfloat16_pools_are_summed_in_float32():
@@ -74,7 +145,7 @@ def test_bfloat16_pools_are_summed_in_float32():
     np.testing.assert_allclose(out.astype(jnp.float32), wide, rtol=2**-8, atol=2**-12)  # rounded once, at the end
 
 
-@pytest.mark.parametrize("backend", ["xla", "reference"])
+@pytest.mark.parametrize("backend", [*FAST, "reference"])
 def test_where_the_pool_is_promised_finite_its_unused_places_may_hold_any_number(backend):
     case = CASES[0]
     q, kv, table, kv_len = arguments(case, case.context, 6)
@@ -85,7 +156,7 @@ def test_where_the_pool_is_promised_finite_its_unused_places_may_hold_any_number
     np.testing.assert_array_equal(run(q, kv, table, kv_len.at[2].set(0), scale=0.125, backend=backend, pool_is_finite=True)[2], 0)
 
 
-@pytest.mark.parametrize("backend", ["xla", "reference"])
+@pytest.mark.parametrize("backend", [*FAST, "reference"])
 def test_rows_without_context_come_out_as_zeros(backend):
     case = CASES[2]
     q, kv, table, kv_len = arguments(case, (5, 64), 4)
@@ -105,3 +176,14 @@ def test_shapes_that_do_not_fit_are_refused_by_name():
         paged_attention(q[:, :, :32], kv, LAYER, table, kv_len, scale=1.0)
     with pytest.raises(ValueError, match="must have q's 2 rows"):
         paged_attention(q, kv, LAYER, table, kv_len[:1], scale=1.0)
+
+
+def test_what_llvm_cpu_has_no_kernel_for_is_refused():
+    assert why_not(jnp.dtype("float32"), 96) is None
+    for dtype, head_size, words in (("bfloat16", 64, "bfloat16 pages"), ("float32", 24, "multiple of 16, not 24")):
+        case = replace(CASES[2], head_size=head_size)
+        q, kv, table, kv_len = arguments(case, (5, 64), 13, jnp.dtype(dtype))
+        assert words in why_not(kv.dtype, head_size)
+        with pytest.raises(ValueError, match=words):
+            paged_attention(q, kv, LAYER, table, kv_len, scale=1.0, backend="llvm_cpu")
+        paged_attention(q, kv, LAYER, table, kv_len, scale=1.0, backend="xla")
