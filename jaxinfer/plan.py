@@ -135,10 +135,7 @@ def choose_formats(config: ModelConfig, platform: str, *, keeps_types: bool = Fa
 
 def choose_attention(role: str, name: str, platform: str, dtype: jnp.dtype, head_size: int) -> Backend:
     """How a role's attention over pages of this type runs. Raises `ConfigError` for a backend that can't run here."""
-    why_not_here = _WHY_NO_ATTENTION_KERNEL.get(role)
-    if why_not_here is None:
-        return "reference" if name == "reference" else "xla"
-    against = f"its kernels are for CPUs, not {platform}" if platform != "cpu" else why_not_here(dtype, head_size)
+    against = f"its kernels are for CPUs, not {platform}" if platform != "cpu" else _WHY_NO_ATTENTION_KERNEL[role](dtype, head_size)
     if name == "llvm_cpu" and against:
         raise ConfigError(f"attention_backend is llvm_cpu, but {against}: use auto or xla")
     backend = cast(Backend, name if name != "auto" else "xla" if against else "llvm_cpu")

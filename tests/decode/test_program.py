@@ -12,8 +12,9 @@ from tests.tiny_model import VOCAB
 NUM_SLOTS = 8
 
 
+@pytest.mark.parametrize("attention", ["xla", "llvm_cpu"])
 @pytest.mark.parametrize("devices", [(0,), (4, 5)])
-def test_every_step_of_every_row_has_the_plain_passes_logits(tiny_model_path, devices):
+def test_every_step_of_every_row_has_the_plain_passes_logits(tiny_model_path, devices, attention):
     model = model_on_mesh.put(tiny_model_path, devices)
     random = np.random.default_rng(0)
     texts = [random.integers(0, VOCAB, length).tolist() for length in (40, 17, 1, 29)]
@@ -24,7 +25,7 @@ def test_every_step_of_every_row_has_the_plain_passes_logits(tiny_model_path, de
 
     @model.jit
     def step(module, pages, batch):
-        hidden, pages = forward(module, model.mesh, pages, batch.tokens, batch, jnp.asarray(page_table))
+        hidden, pages = forward(module, model.mesh, pages, batch.tokens, batch, jnp.asarray(page_table), attention)
         return module.logits(hidden), pages
 
     found = [[] for _ in texts]
