@@ -47,7 +47,7 @@ def tile_size(query_tile: int, group: int, head_size: int) -> int:
 
 def module(shape: Shape, target: Target) -> str:
     """The IR of a shape's custom call, of (q, kv_pages, layer, page_table, query_start, query_len, kv_len) -> (out)."""
-    run = min(max(_RUN_BYTES // (4 * shape.head_size) // LANES, 1), 4) * LANES
+    run = min(max(_RUN_BYTES // (4 * shape.head_size) // LANES, 2), 4) * LANES  # with less, too few sums at a time
     sizes = Sizes(_ROWS_AT_ONCE, 4 if target.avx512 else 1, run, shape.head_size, shape.group, shape.page_size)
     return handler(target, 7, 1, "\n".join([steps(sizes), _plan(shape), _chunk(shape), _part(shape, sizes)]))
 
@@ -114,7 +114,7 @@ entry:
   %sums_of_values = alloca [{num_rows * head_size} x float], align 64
   %sums = alloca [{num_rows * LANES} x float], align 64
   %tops = alloca [{num_rows // sizes.at_once * LANES} x float], align 64
-  %k = alloca [{sizes.run * head_size} x float], align 64
+  %k = alloca [{LANES * head_size} x float], align 64
   %kt = alloca [{sizes.run * head_size} x float], align 64
   %v = alloca [{sizes.run * head_size} x float], align 64
 {load_data("q", 0)}
@@ -224,11 +224,22 @@ run:
   %size_left = sub i64 %end_of_context, %start
   %size = call i64 @llvm.smin.i64(i64 %size_left, i64 {sizes.run})
   %ahead = sub i64 %first, %start
-  call void @fetch(ptr %keys, ptr %values, i64 %page_stride, ptr %table, i64 %start, i64 %size, ptr %k, ptr %v)
-  call void @transpose(ptr %k, ptr %kt, i64 %size)
-  br label %rows
+  br label %fetch
+fetch:
+  %f = phi i64 [0, %run], [%f_next, %fetch]
+  %f_start = add i64 %start, %f
+  %f_left = sub i64 %size, %f
+  %f_size = call i64 @llvm.smin.i64(i64 %f_left, i64 {LANES})
+  %f_v_off = mul i64 %f, {head_size}
+  %f_v = getelementptr float, ptr %v, i64 %f_v_off
+  %f_kt = getelementptr float, ptr %kt, i64 %f
+  call void @fetch(ptr %keys, ptr %values, i64 %page_stride, ptr %table, i64 %f_start, i64 %f_size, ptr %k, ptr %f_v)
+  call void @transpose(ptr %k, ptr %f_kt)
+  %f_next = add i64 %f, {LANES}
+  %f_more = icmp slt i64 %f_next, %size
+  br i1 %f_more, label %fetch, label %rows
 rows:
-  %r = phi i64 [0, %run], [%r_next, %rows]
+  %r = phi i64 [0, %fetch], [%r_next, %rows]
   %r_off = mul i64 %r, {head_size}
   %r_q = getelementptr float, ptr %q_rows, i64 %r_off
   %r_out = getelementptr float, ptr %sums_of_values, i64 %r_off

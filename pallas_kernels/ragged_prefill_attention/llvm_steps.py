@@ -22,7 +22,7 @@ declare {VECTOR} @llvm.fmuladd.v16f32({VECTOR}, {VECTOR}, {VECTOR})"""
 
 
 def _fetch(sizes: Sizes) -> str:
-    """Copies the keys and values of `size` tokens from `start` on, of one KV head; keys to whole vectors of tokens, the rest zeros."""
+    """Copies the keys and values of up to 16 tokens from `start` on, of one KV head; keys that are missing are zeros."""
     copies = []
     for i in range(sizes.head_size // LANES):
         for name in ("k", "v"):
@@ -35,9 +35,6 @@ def _fetch(sizes: Sizes) -> str:
     return f"""
 define internal void @fetch(ptr %keys, ptr %values, i64 %page_stride, ptr %table, i64 %start, i64 %size, ptr %k, ptr %v) {{
 entry:
-  %more = add i64 %size, {LANES - 1}
-  %groups = lshr i64 %more, 4
-  %whole = shl i64 %groups, 4
   br label %token
 token:
   %s = phi i64 [0, %entry], [%s_next, %token]
@@ -62,7 +59,7 @@ token:
 rest:
   %rest_off = mul i64 %size, {sizes.head_size}
   %rest_at = getelementptr float, ptr %k, i64 %rest_off
-  %rest_tokens = sub i64 %whole, %size
+  %rest_tokens = sub i64 {LANES}, %size
   %rest_bytes = mul i64 %rest_tokens, {4 * sizes.head_size}
   call void @llvm.memset.p0.i64(ptr %rest_at, i8 0, i64 %rest_bytes, i1 false)
   ret void
@@ -76,7 +73,7 @@ _QUARTERS = [[8 * (lane // 4) + lane % 4 + second for lane in range(LANES)] for 
 
 
 def _transpose(sizes: Sizes) -> str:
-    """kt[H, run] = k[groups * 16, H] transposed, 16 by 16 at a time."""
+    """Of kt[H, run] 16 columns: k[16, H] transposed, 16 by 16 at a time."""
     lines = []
     for i in range(LANES):
         lines += [
@@ -99,29 +96,18 @@ def _transpose(sizes: Sizes) -> str:
             f"  %to{i} = getelementptr float, ptr %kt_at, i64 {column * sizes.run}",
             f"  store {VECTOR} %r4_{i}, ptr %to{i}, align 4",
         ]
-    across = sizes.head_size // LANES
     return f"""
-define internal void @transpose(ptr %k, ptr %kt, i64 %size) {{
+define internal void @transpose(ptr %k, ptr %kt) {{
 entry:
-  %more = add i64 %size, {LANES - 1}
-  %groups = lshr i64 %more, 4
-  %squares = mul i64 %groups, {across}
   br label %square
 square:
   %i = phi i64 [0, %entry], [%i_next, %square]
-  %down = udiv i64 %i, {across}
-  %right = urem i64 %i, {across}
-  %k_down = mul i64 %down, {LANES * sizes.head_size}
-  %k_right = mul i64 %right, {LANES}
-  %k_off = add i64 %k_down, %k_right
-  %k_at = getelementptr float, ptr %k, i64 %k_off
-  %kt_down = mul i64 %right, {LANES * sizes.run}
-  %kt_right = mul i64 %down, {LANES}
-  %kt_off = add i64 %kt_down, %kt_right
+  %k_at = getelementptr float, ptr %k, i64 %i
+  %kt_off = mul i64 %i, {sizes.run}
   %kt_at = getelementptr float, ptr %kt, i64 %kt_off
 {chr(10).join(lines)}
-  %i_next = add i64 %i, 1
-  %is_more = icmp ult i64 %i_next, %squares
+  %i_next = add i64 %i, {LANES}
+  %is_more = icmp ult i64 %i_next, {sizes.head_size}
   br i1 %is_more, label %square, label %end
 end:
   ret void
