@@ -20,7 +20,8 @@ RUNNERS = {"prefill": (PrefillRunner, 128), "decode": (DecodeRunner, 8)}
 
 def compiled(model: model_on_mesh.OnMesh, role: str):
     runner, size = RUNNERS[role]
-    return compile_program(runner(model.template, model.mesh, TENSOR_PARALLEL, model.pool, (size,), 256).programs()[0])
+    attention = "llvm_cpu" if model.template.form.is_packed else "xla"
+    return compile_program(runner(model.template, model.mesh, TENSOR_PARALLEL, model.pool, (size,), 256, attention).programs()[0])
 
 
 @pytest.mark.parametrize("role", RUNNERS)
