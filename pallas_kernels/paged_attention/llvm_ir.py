@@ -137,7 +137,7 @@ define internal void @part(ptr %q, ptr %keys, i64 %half, ptr %table, i64 %heads,
 }}"""
 
 
-def _at(name: str, base: str, i: str, size: int) -> str:
+def _at(name: str, base: str, i: str, size: int | str) -> str:
     """IR that sets %name to the address of part i of %base, in parts of so many float32."""
     return f" %{name}_i = mul i64 %{i}, {size}\n %{name} = getelementptr float, ptr %{base}, i64 %{name}_i\n"
 
@@ -153,7 +153,7 @@ def _plan(shape: Shape) -> str:
     measure = """ %length = call i64 @length(ptr %job, i64 %b)
  %own = call i64 @parts(i64 %length)
  %new_most = call i64 @llvm.umax.i64(i64 %most_so_far, i64 %own)"""
-    clear = f"""{_at("row", "counts", "c", 1).replace("%row_i = mul i64 %c, 1", "%row_i = mul i64 %c, %size")}\
+    clear = f"""{_at("row", "counts", "c", "%size")}\
 {loop("h", heads, 1, _at("count", "row", "h", 1) + " store i32 0, ptr %count")}"""
     return f"""
 define internal i64 @length(ptr %job, i64 %row) {{
@@ -183,15 +183,14 @@ define internal i64 @plan(ptr %job, i64 %threads) {{
 {load_data("scratch", 6)}
 {load_dim("size", 6, 1)}
 {loop("b", "%rows", 1, measure, carried=(("i64", "most_so_far", "1", "%new_most"),))}
- %most = add i64 %new_most, 0
- %row_parts = mul i64 %most, %rows
+ %row_parts = mul i64 %new_most, %rows
  %wanted = mul i64 %threads, {_CHUNKS_PER_THREAD}
 {_ceil("ranges_wanted", "%wanted", "%row_parts")} %ranges_most = call i64 @llvm.umin.i64(i64 %ranges_wanted, i64 {heads})
 {_ceil("each", str(heads), "%ranges_most")}{_ceil("ranges", str(heads), "%each")} %chunks = mul i64 %row_parts, %ranges
-{store_number("most", 0)}
+{store_number("new_most", 0)}
 {store_number("each", 1)}
 {store_number("ranges", 2)}
- %is_cut = icmp ugt i64 %most, 1
+ %is_cut = icmp ugt i64 %new_most, 1
  br i1 %is_cut, label %clear, label %end
 clear:
  %counts_i = sub i64 %size, {_counts_size(shape)}
@@ -253,7 +252,7 @@ define internal void @chunk(ptr %job, i64 %c) {{
 {_at("q_c", "q", "row_head", group * shape.head_size)}{_at("out_c", "out", "row_head", group * shape.head_size)}\
  %is_empty = icmp eq i64 %length, 0
  br i1 %is_empty, label %clear, label %any
-clear:                                        ; by the chunk of the first part; what others do too does no harm
+clear:                                        ; in batches with longer rows several chunks do so, which is harmless
  %out_size = mul i64 %heads, {group * shape.head_size}
 {loop("z", "%out_size", LANES, zero)}
  ret void

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 LANES = 16  # of a vector, and tokens of a tile
 PART_TOKENS = 128  # of a part of a context, or a multiple of it
 TOKENS_AHEAD = 32  # of the ones whose scores are found, keys are asked for: whole tiles
-_RUN_BYTES = 1 << 16  # of keys, and as much of values: they stay in the second-level cache
+_RUN_BYTES = 1 << 17  # of keys, and as much of values: they stay in the second-level cache
 
 
 @dataclass(frozen=True)

@@ -54,5 +54,5 @@ def why_not(dtype: jnp.dtype, head_size: int) -> str | None:
     if dtype != jnp.float32:
         return f"it has no kernel for {dtype.name} pages"
     if head_size % LANES:
-        return f"its heads must be of a multiple of {LANES}, not {head_size}"
+        return f"it has no kernel for heads of {head_size}: they must be a multiple of {LANES}"
     return None

@@ -180,7 +180,7 @@ def test_shapes_that_do_not_fit_are_refused_by_name():
 
 def test_what_llvm_cpu_has_no_kernel_for_is_refused():
     assert why_not(jnp.dtype("float32"), 96) is None
-    for dtype, head_size, words in (("bfloat16", 64, "bfloat16 pages"), ("float32", 24, "multiple of 16, not 24")):
+    for dtype, head_size, words in (("bfloat16", 64, "bfloat16 pages"), ("float32", 24, "heads of 24: they must be a multiple of 16")):
         case = replace(CASES[2], head_size=head_size)
         q, kv, table, kv_len = arguments(case, (5, 64), 13, jnp.dtype(dtype))
         assert words in why_not(kv.dtype, head_size)
