@@ -20,7 +20,9 @@ _FIELDS = ("next", "done", "holders", "chunks", "data", "dims", "numbers")
 
 def load_data(name: str, buffer: int) -> str:
     """IR that sets %name to the address of a buffer's values: of the arguments in order, then of the results."""
-    return f" %{name}_at = getelementptr %job, ptr %job, i64 0, i32 {_FIELDS.index('data')}, i64 {buffer}\n %{name} = load ptr, ptr %{name}_at"
+    return (
+        f" %{name}_at = getelementptr %job, ptr %job, i64 0, i32 {_FIELDS.index('data')}, i64 {buffer}\n %{name} = load ptr, ptr %{name}_at"
+    )
 
 
 def load_dim(name: str, buffer: int, dim: int) -> str:
@@ -144,8 +146,13 @@ entry:
   %extension_at = getelementptr i8, ptr %frame, i64 8
   %extension = load ptr, ptr %extension_at
   %has_extension = icmp ne ptr %extension, null
-  br i1 %has_extension, label %describe, label %call
-describe:                                     ; XLA_FFI_Metadata_Extension, the only one there is: which API this is written for
+  br i1 %has_extension, label %look, label %call
+look:
+  %type_at = getelementptr i8, ptr %extension, i64 8
+  %type = load i32, ptr %type_at
+  %is_metadata = icmp eq i32 %type, 1
+  br i1 %is_metadata, label %describe, label %call
+describe:                                     ; XLA_FFI_Metadata_Extension: which API this is written for
   %metadata_at = getelementptr i8, ptr %extension, i64 24
   %metadata = load ptr, ptr %metadata_at
   %major_at = getelementptr i8, ptr %metadata, i64 24
