@@ -71,8 +71,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     return options
 
 
-def main() -> None:
-    options = parse_arguments()
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse_arguments(arguments)
     console = Console(highlight=False)
     try:
         model = resolve(options.model).resolve()

@@ -14,8 +14,8 @@ from benchmarks.peers.engines import ENGINES
 from benchmarks.worker import ROOT
 
 
-def quick_run(output: Path, *flags: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks.peers", "--quick", "--output", str(output), *flags]
+def quick_run(output: Path, *flags: str, module: str = "benchmarks.peers") -> dict[str, Any]:
+    command = [sys.executable, "-m", module, "--quick", "--output", str(output), *flags]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(output.read_text())
@@ -46,6 +46,12 @@ def test_a_quick_run_of_this_engine_measures_and_reports(tmp_path: Path, tiny_mo
     assert "**llama.cpp Q4_1**" in page and all(
         (tmp_path / name).is_file() for name in ("run-rates.png", "run-served.png", "run-start.png")
     )
+
+
+def test_the_short_way_measures_rates_alone(tmp_path: Path, tiny_model_path: Path) -> None:
+    flags = ("--model", str(tiny_model_path), "--token-ids", "0", "500", "--engines", "jaxinfer-float32")
+    result = quick_run(tmp_path / "run.json", *flags, module="benchmarks.offline")
+    assert {m["part"] for m in result["measures"]} == {"decode", "prefill", "throughput", "host", "memory"}
 
 
 @pytest.mark.parity
