@@ -60,11 +60,10 @@ def matrix(outputs: dict[str, int], inputs: dict[str, int], form: MatrixFormat, 
         shape = (*shape[:last], shape[last] // LANES, *shape[last + 1 : -1], shape[-1] // group, LANES, group)
         param = weight(shape, (*axes, None, None), packed_dtype(form.dtype))
         param.set_metadata(is_packed=True, output_axes=len(outputs))
-    elif form.is_int8:
-        param = weight(shape, axes, form.dtype)
+        return param
+    if inputs_first and not form.is_int8:
+        return weight((*inputs.values(), *outputs.values()), (*inputs, *outputs), form.dtype)
+    param = weight(shape, axes, form.dtype)
+    if form.is_int8:
         param.set_metadata(output_axes=len(outputs))
-    elif inputs_first:
-        param = weight((*inputs.values(), *outputs.values()), (*inputs, *outputs), form.dtype)
-    else:
-        param = weight(shape, axes, form.dtype)
     return param
