@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,7 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax._src.config import persistent_cache_min_compile_time_secs  # alone among JAX's settings of it: a thread's own
 from jax.sharding import Mesh, NamedSharding
+
+from jaxinfer.runtime.program_cache import ProgramCache
+from jaxinfer.runtime.program_key import UnknownOriginError, describe, surroundings
+from jaxinfer.runtime.program_key import sources as source_digest
+
+_LOG = logging.getLogger(__name__)
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 _HIT_EVENT = "/jax/compilation_cache/cache_hits"
@@ -20,10 +29,11 @@ _HIT_EVENT = "/jax/compilation_cache/cache_hits"
 
 class _Counter(threading.local):
     """Compilations that this thread asked for and did not expect: those outside `compiling()`. XLA compiles in the thread that
-    calls for it, so what else a process compiles elsewhere is not mistaken for the engine's."""
+    calls for it, so what else a process compiles elsewhere is not mistaken for the engine's. And what it found in JAX's cache."""
 
     depth = 0
     num_surprises = 0
+    num_hits = 0
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
@@ -37,6 +47,9 @@ class _Counter(threading.local):
     def on_compile(self, event: str, duration_secs: float, **_: Any) -> None:
         if event == _COMPILE_EVENT and not self.depth:
             self.num_surprises += 1
+
+    def on_event(self, event: str, **_: Any) -> None:
+        self.num_hits += event == _HIT_EVENT
 
 
 class _Total:
@@ -61,6 +74,7 @@ COUNTER = _Counter()
 TOTAL = _Total()
 jax.monitoring.register_event_duration_secs_listener(COUNTER.on_compile)
 jax.monitoring.register_event_duration_secs_listener(TOTAL.on_compile)
+jax.monitoring.register_event_listener(COUNTER.on_event)
 jax.monitoring.register_event_listener(TOTAL.on_event)
 
 
@@ -84,10 +98,54 @@ def abstract_like(tree: Any, sharding: NamedSharding) -> Any:
 Executable = Callable[..., Any]
 
 
-def compile_program(source: ProgramSource) -> Executable:
+def compile_program(source: ProgramSource) -> jax.stages.Compiled:
     """Trace, lower and compile one program for its mesh."""
+    return _compile(_lower(source), source)
+
+
+def compile_programs(sources: Sequence[ProgramSource]) -> dict[str, Executable]:
+    """Every program by its name, those of earlier starts from the cache. XLA releases Python's lock, so some compile while others are
+    traced."""
+    cache = _program_cache()
+
+    def one(source: ProgramSource) -> Executable:
+        return compile_program(source) if cache is None else _kept_program(source, cache)
+
+    with ThreadPoolExecutor(min(len(sources), os.cpu_count() or 1), "compile") as pool:
+        return dict(zip([s.name for s in sources], pool.map(one, sources), strict=True))
+
+
+def _kept_program(source: ProgramSource, cache: ProgramCache) -> Executable:
+    devices = list(source.mesh.devices.flat)
+    try:
+        around = describe((source.arguments, source.mesh, source.donated, source.options)) + surroundings()
+        origin = describe(source.function) + around + source_digest()
+    except UnknownOriginError as error:
+        _LOG.info("%s isn't kept: %s", source.name, error)
+        return compile_program(source)
+    program = cache.by_origin(origin, devices)
+    if program is not None:
+        return program
+    lowered = _lower(source)
+    text = lowered.as_text() + around
+    program = cache.by_text(origin, text, lowered, devices)
+    if program is not None:
+        return program
+    num_hits = COUNTER.num_hits
+    with persistent_cache_min_compile_time_secs(math.inf):  # so that JAX doesn't keep it
+        program = _compile(lowered, source)
+    if COUNTER.num_hits == num_hits:  # else JAX has kept it from elsewhere
+        cache.keep(origin, text, lowered, program)
+    return program
+
+
+def _lower(source: ProgramSource) -> jax.stages.Lowered:
     with COUNTER.compiling(), jax.set_mesh(source.mesh):
-        lowered = jax.jit(source.function, donate_argnums=source.donated).lower(*source.arguments)
+        return jax.jit(source.function, donate_argnums=source.donated).lower(*source.arguments)
+
+
+def _compile(lowered: jax.stages.Lowered, source: ProgramSource) -> jax.stages.Compiled:
+    with COUNTER.compiling(), jax.set_mesh(source.mesh):
         try:
             return lowered.compile(compiler_options=dict(source.options))
         except jax.errors.JaxRuntimeError as error:
@@ -96,10 +154,15 @@ def compile_program(source: ProgramSource) -> Executable:
             return lowered.compile()  # an option of another version of XLA: it made the program faster, not right
 
 
-def compile_programs(sources: Sequence[ProgramSource]) -> dict[str, Executable]:
-    """Every program by its name. XLA releases Python's lock, so some compile while others are traced."""
-    with ThreadPoolExecutor(min(len(sources), os.cpu_count() or 1), "compile") as pool:
-        return dict(zip([s.name for s in sources], pool.map(compile_program, sources), strict=True))
+def _program_cache() -> ProgramCache | None:
+    """Below what JAX keeps; None where it keeps nothing."""
+    folder = jax.config.values.get("jax_compilation_cache_dir")
+    if folder is None or not jax.config.values.get("jax_enable_compilation_cache"):
+        return None
+    cache = ProgramCache(Path(folder) / "programs")
+    cache.folder.mkdir(parents=True, exist_ok=True)
+    cache.delete_unused()
+    return cache
 
 
 def use_persistent_cache() -> Path:

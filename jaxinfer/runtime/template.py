@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 import jax
@@ -71,8 +71,8 @@ class Template(Generic[Model]):
     form: MatrixFormat
     activation_dtype: jnp.dtype  # of what flows between layers, keys and values too
     model: type[Model]
-    graph: Any
-    structure: Any  # of the state, as a pytree
+    graph: Any = field(compare=False)  # follows from what is above, as does the next
+    structure: Any = field(compare=False)  # of the state, as a pytree
     leaves: tuple[Leaf, ...]
 
     def merge(self, weights: Weights) -> Model:

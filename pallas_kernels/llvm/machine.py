@@ -12,8 +12,16 @@ from functools import cache
 import jax
 import llvmlite.binding as llvm
 
-_ENGINES: dict[str, llvm.ExecutionEngine] = {}  # the code of each custom call lives as long as its engine
 _LOCK = threading.Lock()
+
+
+@dataclass(frozen=True)
+class _CustomCall:
+    code: bytes  # an object file
+    engine: llvm.ExecutionEngine  # what is loaded lives as long as this
+
+
+_CALLS: dict[str, _CustomCall] = {}
 
 
 @dataclass(frozen=True)
@@ -42,26 +50,49 @@ def this_machine() -> Target:
 
 def register(name: str, ir: Callable[[], str]) -> str:
     """Make a custom call of this name known to XLA, from a module that defines `@handler`; once. Returns the name."""
+    return _register(name, lambda: _compiled(ir()))
+
+
+def register_code(name: str, code: bytes) -> None:
+    """The same from what `code_named_in` gave in another process on such a machine."""
+    _register(name, lambda: code)
+
+
+def code_named_in(program: str) -> dict[str, bytes]:
+    """The object files, by name, of the custom calls that a program's text names."""
     with _LOCK:
-        if name not in _ENGINES:
-            engine = _compiled(ir())
-            handler = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(engine.get_function_address("handler"))
+        return {name: call.code for name, call in _CALLS.items() if name in program}
+
+
+def _register(name: str, compiled: Callable[[], bytes]) -> str:
+    with _LOCK:
+        if name not in _CALLS:
+            _CALLS[name] = call = _loaded(compiled())
+            handler = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(call.engine.get_function_address("handler"))
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform="cpu")
-            _ENGINES[name] = engine
     return name
 
 
-def _compiled(ir: str) -> llvm.ExecutionEngine:
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
+def _compiled(ir: str) -> bytes:
+    machine = _target_machine()
     module = llvm.parse_assembly(ir)
     module.verify()
-    machine = llvm.Target.from_default_triple().create_target_machine(
-        cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=3, jit=True
-    )
     passes = llvm.create_new_module_pass_manager()  # what else is to be done to the code, its writer has done
     passes.add_always_inliner_pass()
     passes.run(module, llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options()))
-    engine = llvm.create_mcjit_compiler(module, machine)
+    return machine.emit_object(module)
+
+
+def _loaded(code: bytes) -> _CustomCall:
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target_machine())
+    engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
-    return engine
+    return _CustomCall(code, engine)
+
+
+def _target_machine() -> llvm.TargetMachine:
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    return llvm.Target.from_default_triple().create_target_machine(
+        cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=3, jit=True
+    )
