@@ -12,14 +12,16 @@ ARGS ?=
 comma := ,
 BIN := .venv/bin
 PARITY := .venv-parity/bin
+AOT := .venv-aot/bin
 GUIDELLM := .venv-guidellm/bin
 RUN_STAMP := .venv/.installed$(if $(EXTRA),-$(EXTRA))
 TEST_STAMP := .venv/.installed-test
 PARITY_STAMP := .venv-parity/.installed
+AOT_STAMP := .venv-aot/.installed
 GUIDELLM_STAMP := .venv-guidellm/.installed
 CHECKED := jaxinfer pallas_kernels sharding checkpoints server tests benchmarks examples
 
-.PHONY: help demo serve test check fix golden test-parity bench replay soak clean
+.PHONY: help demo serve test check fix golden test-parity test-aot bench replay soak clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -46,6 +48,9 @@ fix: $(TEST_STAMP) ## format, and mend what the linter can mend
 test-parity: $(PARITY_STAMP) ## compare live with torch and transformers, in a venv of their own
 	@$(PARITY)/python -m pytest -q -m parity $(ARGS)
 
+test-aot: $(AOT_STAMP) ## compile kernels and whole programs for H100 and H200, without one, in a venv of their own
+	@JAX_PLATFORMS=cpu $(AOT)/python -m pytest -q -m aot $(ARGS)
+
 golden: $(PARITY_STAMP) ## write the reference implementation's results anew to tests/golden/
 	@$(PARITY)/python -m tests.golden.write $(ARGS)
 
@@ -60,7 +65,7 @@ soak: $(TEST_STAMP) ## overload, aborts, bad requests: what must hold (ARGS="--m
 	@$(BIN)/python -m benchmarks.soak $(ARGS)
 
 clean: ## remove the virtual environments and what tools left (model and compilation caches stay)
-	rm -rf .venv .venv-parity .venv-guidellm .venv-llama-cpp .venv-vllm build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .schemathesis
+	rm -rf .venv .venv-parity .venv-aot .venv-guidellm .venv-llama-cpp .venv-vllm build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .schemathesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 %/bin/python:
@@ -82,6 +87,11 @@ $(TEST_STAMP): pyproject.toml | $(BIN)/python
 $(PARITY_STAMP): pyproject.toml | $(PARITY)/python
 	@echo "installing jaxinfer, torch and transformers into .venv-parity (some minutes, once)"
 	@$(PARITY)/python -m pip install --quiet --disable-pip-version-check --editable '.[test,parity]'
+	@touch $@
+
+$(AOT_STAMP): pyproject.toml | $(AOT)/python
+	@echo "installing jaxinfer and JAX's compiler for NVIDIA GPUs into .venv-aot (a minute or two, once)"
+	@$(AOT)/python -m pip install --quiet --disable-pip-version-check --editable '.[test,aot]'
 	@touch $@
 
 # torch as for parity: without its GPU parts where the index has such a build. Without guidellm a replay says that it is absent.

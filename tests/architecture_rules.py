@@ -88,7 +88,7 @@ MAX_LINES = 400
 LONGER_ALLOWED = ("pallas_kernels/*/mosaic_gpu.py",)
 VAGUE_NAMES = {"util", "utils", "common", "helper", "helpers", "misc"}
 KERNEL_FILES = ("__init__.py", "op.py", "reference.py", "cases.py")
-SHARED_BY_KERNELS = {"llvm"}
+SHARED_BY_KERNELS = {"llvm", "mosaic"}
 
 
 @dataclass(frozen=True)

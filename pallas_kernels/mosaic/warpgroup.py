@@ -1,0 +1,97 @@
+"""What Pallas kernels for Mosaic GPU ask of a Hopper warpgroup, and what stands for it where a CPU interprets them.
+
+JAX's interpreter runs a kernel's grid, its threads, copies, barriers and shared memory, and checks them; it knows no register
+layouts and no products with one factor in registers (JAX 0.10). Those are what differs here, and what only a compiler for the GPU, and a
+GPU, can say of. What JAX 0.10 and 0.11 call by other names is here too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams  # public from JAX 0.11 on
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+THREADS = 128  # of a warpgroup
+ROWS = 64  # that one product of a warpgroup has, at least
+SHARED_MEMORY = 232_448  # bytes that a block can have on compute capability 9.0
+_SWIZZLED_ROWS = 8  # of a tile of shared memory whose rows are interleaved
+
+
+@dataclass(frozen=True)
+class Warpgroup:
+    """Values of shape [ROWS, X] lie as accumulators of a product do, and vectors [ROWS] as what is left of them when X is reduced."""
+
+    interpreted: bool = False
+
+    def kernel(self, body: Callable[..., None], **options: Any) -> Callable[..., Any]:
+        """`plgpu.kernel`, on the GPU or interpreted."""
+        return plgpu.kernel(body, **options, **({"interpret": InterpretGPUParams()} if self.interpreted else {}))
+
+    def union(self, *refs: Any) -> Any:
+        """Shared memory that is used for one of these at a time."""
+        return refs if self.interpreted else plgpu.RefUnion(*refs)
+
+    def full(self, shape: tuple[int, ...], value: float) -> Float[Array, "*shape"]:
+        """float32[ROWS] or [ROWS, X] of one value."""
+        layout = plgpu.Layout.WGMMA if len(shape) == 2 else plgpu.Layout.WGMMA.reduce(1)
+        return self._laid(jnp.full(shape, value, jnp.float32), layout)
+
+    def iota(self, shape: tuple[int, int], axis: int) -> Int[Array, "64 X"]:
+        """Each element's place along an axis."""
+        if self.interpreted:
+            return jax.lax.broadcasted_iota(jnp.int32, shape, axis)
+        return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
+
+    def load(self, ref: Any) -> Array:
+        """[ROWS, X] of shared memory."""
+        return ref[...] if self.interpreted else plgpu.load(ref, (), layout=plgpu.Layout.WGMMA, optimized=False)
+
+    def times_transposed(self, a: Any, b: Any) -> Float[Array, "64 X"]:
+        """a @ b.T in float32, of a[ROWS, H] and b[X, H] in shared memory."""
+        if self.interpreted:
+            return jnp.dot(a[...], b[...].T, preferred_element_type=jnp.float32, precision="highest")
+
+        def multiply(accumulator: Any) -> Array:
+            plgpu.wgmma(accumulator, a, transposed(b))
+            return accumulator[...]
+
+        return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((a.shape[0], b.shape[0]), jnp.float32))
+
+    def add_product(
+        self, total: Float[Array, "64 H"], a: Array, b: Any, meanwhile: Callable[[], None] = lambda: None
+    ) -> Float[Array, "64 H"]:
+        """total + a @ b, of a[ROWS, X] in registers and b[X, H] in shared memory; `meanwhile` runs while the product does."""
+        if self.interpreted:
+            meanwhile()
+            return total + jnp.dot(a, b[...], preferred_element_type=jnp.float32, precision="highest")
+
+        def multiply(accumulator: Any) -> None:
+            plgpu.wgmma(accumulator, a, b)
+            meanwhile()
+
+        return pl.run_state(multiply)(plgpu.WGMMAAccumulatorRef.init(total))
+
+    def _laid(self, value: Array, layout: Any) -> Array:
+        return value if self.interpreted else plgpu.layout_cast(value, layout)
+
+
+def transposed(ref: Any) -> Any:
+    """A view of shared memory with its two axes exchanged."""
+    return ref.T if jax.__version_info__ >= (0, 11) else plgpu.transpose_ref(ref, (1, 0))
+
+
+def interleaved(columns: int, dtype: jnp.dtype) -> tuple[Any, ...]:
+    """How rows of so many columns lie in shared memory that products read: in tiles, interleaved so that no two rows of a tile meet in a
+    bank. Raises `ValueError` for columns that no tile divides."""
+    for swizzle in (128, 64, 32):
+        width = swizzle // jnp.dtype(dtype).itemsize
+        if columns % width == 0:
+            return plgpu.TilingTransform((_SWIZZLED_ROWS, width)), plgpu.SwizzleTransform(swizzle)
+    raise ValueError(f"{columns} columns of {jnp.dtype(dtype).name} are no multiple of {32 // jnp.dtype(dtype).itemsize}")

@@ -1,0 +1,28 @@
+"""GPUs that this machine doesn't have: devices to compile programs for, from public descriptions of the cards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+from jax.experimental import topologies
+
+_FOLDER = Path(__file__).parent / "gpu_targets"
+_FILES = {"h100": "h100_sxm.txtpb", "h200": "h200.txtpb"}
+
+
+def target_devices(name: str, num_devices: int) -> Sequence[jax.Device]:
+    """Devices of one machine with so many of these cards: programs compile for them, and never run.
+
+    Raises `ValueError` for a card that isn't known; `RuntimeError` where JAX's CUDA plugin is not installed (extra `aot`).
+    """
+    if name not in _FILES:
+        raise ValueError(f"no description of a {name}: there are {', '.join(_FILES)}")
+    description = (_FOLDER / _FILES[name]).read_text()
+    try:
+        return topologies.get_topology_desc(platform="cuda", topology=f"1x1x{num_devices}", target_config=description).devices
+    except (RuntimeError, NotImplementedError, ValueError) as error:
+        raise RuntimeError(
+            f"programs for a {name} can't be compiled here: {error}; install JAX's CUDA plugin: pip install 'jaxinfer[aot]'"
+        ) from error

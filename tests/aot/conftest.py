@@ -1,0 +1,42 @@
+"""GPUs that nobody here has."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from sharding.targets import target_devices
+
+Compile = Callable[..., jax.stages.Compiled]
+
+
+@pytest.fixture(scope="session", params=["h100", "h200"])
+def target(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def compile_for(target) -> Compile:
+    """Gives what a function compiles to on one such GPU: `compile_for(function, shape and type, ..., donate=())`."""
+    mesh = Mesh(np.array(target_devices(target, 1)), ("x",), axis_types=(AxisType.Explicit,))
+
+    def compile_for(
+        function: Callable[..., Any], *arguments: tuple[tuple[int, ...], Any], donate: tuple[int, ...] = ()
+    ) -> jax.stages.Compiled:
+        whole = NamedSharding(mesh, PartitionSpec())
+        abstract = [jax.ShapeDtypeStruct(shape, dtype, sharding=whole) for shape, dtype in arguments]
+        with jax.set_mesh(mesh):
+            return jax.jit(functools.partial(function), donate_argnums=donate).lower(*abstract).compile()
+
+    return compile_for
+
+
+def num_kernels(compiled: jax.stages.Compiled) -> int:
+    """Mosaic GPU kernels in a program, as often as they are called."""
+    return compiled.as_text().count('custom_call_target="mosaic_gpu')
