@@ -32,7 +32,9 @@ class Warpgroup:
 
     def kernel(self, body: Callable[..., None], **options: Any) -> Callable[..., Any]:
         """`plgpu.kernel`, on the GPU or interpreted."""
-        return plgpu.kernel(body, **options, **({"interpret": InterpretGPUParams()} if self.interpreted else {}))
+        if self.interpreted:
+            options["interpret"] = InterpretGPUParams()
+        return plgpu.kernel(body, **options)
 
     def union(self, *refs: Any) -> Any:
         """Shared memory that is used for one of these at a time."""
