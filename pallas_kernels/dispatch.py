@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from typing import Literal
 
-Backend = Literal["llvm_cpu", "xla", "reference"]
+Backend = Literal["mosaic_gpu", "llvm_cpu", "xla", "reference"]

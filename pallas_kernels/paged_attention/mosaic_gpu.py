@@ -25,6 +25,7 @@ _LOG2_E = math.log2(math.e)
 _NOTHING = -1e30  # a score that counts for nothing; -inf less itself would be NaN
 _BLOCKS = 2 * 132  # that an H100 or H200 runs at a time, two a multiprocessor
 _SHORTEST_SHARE = 256  # tokens that are worth a block
+_LARGEST_HEAD = 256
 _ROW_TILE = 8  # rows of shared memory are copied by eights
 
 
@@ -44,6 +45,19 @@ def tiling_for(batch: int, num_kv_heads: int, head_size: int, page_size: int, ma
     fixed, stage = ROWS * head_size * 2 + 4096, 2 * tokens * head_size * 2
     room = SHARED_MEMORY // 2 if fixed + 2 * stage <= SHARED_MEMORY // 2 else SHARED_MEMORY
     return Tiling(tokens, max(2, min(4, (room - fixed) // stage)), splits)
+
+
+def why_not(dtype: jnp.dtype, group: int, head_size: int, page_size: int) -> str | None:
+    """Why this kernel can't attend over such pages, a KV head for `group` query heads; None if it can."""
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return f"it has no kernel for {dtype.name} pages"
+    if head_size % 16 or head_size > _LARGEST_HEAD:
+        return f"it has no kernel for heads of {head_size}: they must be a multiple of 16, at most {_LARGEST_HEAD}"
+    if page_size % _ROW_TILE or (ROWS % page_size and page_size % ROWS) or page_size > 2 * ROWS:
+        return f"it has no kernel for pages of {page_size} tokens: they must be of 8, 16, 32, 64 or 128"
+    if group > ROWS:
+        return f"it has no kernel for {group} query heads a KV head: at most {ROWS}"
+    return None
 
 
 def paged_attention(

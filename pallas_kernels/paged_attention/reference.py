@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.span import EVERYTHING, Span
+
 
 def paged_attention(
     q: Float[Array, "B N H"],
@@ -16,6 +18,8 @@ def paged_attention(
     *,
     scale: float,
     pool_is_finite: bool,
+    span: Span = EVERYTHING,
+    soft_cap: float | None = None,
 ) -> Float[Array, "B N H"]:
     """See op.py."""
     del pool_is_finite
@@ -26,8 +30,11 @@ def paged_attention(
         return jnp.moveaxis(pages[page_table], 2, 1).reshape(batch, num_kv_heads, -1, head_size).astype(jnp.float32)
 
     grouped = q.reshape(batch, num_kv_heads, num_heads // num_kv_heads, head_size).astype(jnp.float32)
-    valid = jnp.arange(page_table.shape[1] * page_size) < kv_len[:, None]
+    position, ends = jnp.arange(page_table.shape[1] * page_size), kv_len[:, None]
+    valid = (position < ends) & (position >= span.first(ends - 1))
     scores = jnp.einsum("bknh,bksh->bkns", grouped, gathered(kv_pages[layer, 0]), precision="highest") * scale
+    if soft_cap is not None:
+        scores = jnp.tanh(scores / soft_cap) * soft_cap
     weights = jax.nn.softmax(jnp.where(valid[:, None, None], scores, -jnp.inf), axis=-1)
     # A masked weight is 0, but 0 * NaN is NaN: what lies in unused places must not matter.
     values = jnp.where(valid[:, None, :, None], gathered(kv_pages[layer, 1]), 0.0)

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.span import EVERYTHING, Span
+
 # Context tokens gathered at once over all rows: small enough to stay in a core's cache, large enough to hide the loop. A row gathers up to
 # a whole run too many, so the more rows, the shorter the run.
 _BATCH_RUN_TOKENS, _SHORTEST_RUN, _LONGEST_RUN = 1024, 64, 256
@@ -24,6 +26,8 @@ def paged_attention(
     *,
     scale: float,
     pool_is_finite: bool,
+    span: Span = EVERYTHING,
+    soft_cap: float | None = None,
 ) -> Float[Array, "B N H"]:
     """See op.py."""
     num_layers, _, num_pages, num_kv_heads, page_size, head_size = kv_pages.shape
@@ -39,6 +43,7 @@ def paged_attention(
     first_key_row = layer * 2 * num_pages * num_kv_heads
     first_value_row = first_key_row + num_pages * num_kv_heads
     run_tokens = run_pages * page_size
+    first = span.first(kv_len - 1)
 
     def one_run(i: Int[Array, ""], carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         top, total, out = carry
@@ -49,9 +54,14 @@ def paged_attention(
             # "clip": page numbers are the allocator's, always in range, and the default mode would mask every element.
             return jnp.take(pool, rows, axis=0, mode="clip").reshape(batch, num_kv_heads, run_tokens, head_size).astype(jnp.float32)
 
-        valid = (i * run_tokens + jnp.arange(run_tokens)) < kv_len[:, None]
+        position = i * run_tokens + jnp.arange(run_tokens)
+        valid = position < kv_len[:, None]
+        if span != EVERYTHING:
+            valid &= position >= first[:, None]
         # Multiply and reduce rather than a batched matmul of a few rows: XLA on CPU runs B*K tiny matmuls one after another.
         scores = (grouped[:, :, :, None] * gathered(rows + first_key_row)[:, :, None]).sum(-1)
+        if soft_cap is not None:
+            scores = jnp.tanh(scores / soft_cap) * soft_cap
         scores = jnp.where(valid[:, None, None], scores, -1e30)
         new_top = jnp.maximum(top, scores.max(-1))
         weights = jnp.exp(scores - new_top[..., None])
@@ -68,6 +78,8 @@ def paged_attention(
         jnp.zeros((batch, num_kv_heads, group, head_size)),
     )
     num_runs = (jnp.max(kv_len) + run_tokens - 1) // run_tokens
-    _, total, out = jax.lax.fori_loop(0, num_runs, one_run, start)
+    # Runs that no row's span reaches are skipped; a padded row has no say.
+    first_run = 0 if span == EVERYTHING else jnp.min(jnp.where(kv_len > 0, first // run_tokens, num_runs))
+    _, total, out = jax.lax.fori_loop(first_run, num_runs, one_run, start)
     out = out / jnp.maximum(total, 1e-30)[..., None]
     return jnp.where(kv_len[:, None, None] > 0, out.reshape(q.shape), 0.0).astype(q.dtype)

@@ -12,10 +12,11 @@ from pallas_kernels.llvm import machine
 from pallas_kernels.paged_attention import llvm_cpu
 from pallas_kernels.paged_attention.cases import CASES, Case
 from pallas_kernels.paged_attention.op import paged_attention, why_not
+from pallas_kernels.span import EVERYTHING, Span
 from tests.kernels.poisoned_pool import LAYER, poisoned_pool
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "backend", "pool_is_finite"))
+@functools.partial(jax.jit, static_argnames=("scale", "backend", "pool_is_finite", "span", "soft_cap"))
 def run(q, kv, *others, **options):
     return paged_attention(q, kv, LAYER, *others, **options)
 
@@ -27,16 +28,17 @@ def arguments(case: Case, context: tuple[int, ...], seed: int, dtype: jnp.dtype 
     return *(jnp.asarray(a, dtype) for a in (q, kv)), jnp.asarray(table), jnp.asarray(context, jnp.int32)
 
 
-def plain(q, kv, table, kv_len, scale):
-    """One request and one head at a time, in float64."""
+def plain(q, kv, table, kv_len, scale, seen=lambda query, key: True, soft_cap=None):
+    """One request and one head at a time, in float64. `seen`: whether a query at one position attends to a key at another."""
     out = np.zeros(q.shape)
     num_kv_heads, page_size = kv.shape[3:5]
-    for row, length in enumerate(kv_len):
-        places = [(table[row, p // page_size], p % page_size) for p in range(length)]
+    for row, length in ((r, n) for r, n in enumerate(kv_len) if n):
+        places = [(table[row, p // page_size], p % page_size) for p in range(length) if seen(length - 1, p)]
         for head in range(q.shape[1]):
             kv_head = head // (q.shape[1] // num_kv_heads)
             keys, values = (np.array([pool[page, kv_head, place] for page, place in places], np.float64) for pool in kv[LAYER])
             scores = keys @ q[row, head].astype(np.float64) * scale
+            scores = scores if soft_cap is None else np.tanh(scores / soft_cap) * soft_cap
             weights = np.exp(scores - scores.max())
             out[row, head] = weights / weights.sum() @ values
     return out
@@ -47,6 +49,53 @@ def test_the_reference_is_attention():
     q, kv, table, kv_len = arguments(case, case.context, 0)
     out = run(q, kv, table, kv_len, scale=0.3, backend="reference")
     np.testing.assert_allclose(out, plain(*map(np.asarray, (q, kv, table, kv_len)), 0.3), atol=1e-5)
+
+
+SPANS = {
+    Span(window=1): lambda query, key: query == key,
+    Span(window=7): lambda query, key: query - key < 7,
+    Span(window=100): lambda query, key: query - key < 100,
+    Span(chunk=8): lambda query, key: query // 8 == key // 8,
+    Span(chunk=64): lambda query, key: query // 64 == key // 64,
+}
+
+
+@pytest.mark.parametrize("span", SPANS)
+@pytest.mark.parametrize("backend", ["reference", "xla"])
+def test_windows_and_chunks(span, backend):
+    case = Case("", 4, 2, 16, 4, (1, 7, 8, 9, 64, 65, 128, 300, 0))
+    q, kv, table, kv_len = arguments(case, case.context, 14)
+    out = np.asarray(run(q, kv, table, kv_len, scale=0.3, backend=backend, span=span))
+    np.testing.assert_allclose(out[:-1], plain(*map(np.asarray, (q, kv, table, kv_len)), 0.3, SPANS[span])[:-1], atol=1e-5)
+    np.testing.assert_array_equal(out[-1], 0)
+
+
+def test_pages_before_a_span_are_not_read():
+    """They may be another request's by now: promised finite, yet NaN, which would come out if it were read."""
+    case = Case("", 4, 2, 16, 4, (1000, 900))
+    for span, first in ((Span(window=50), 850), (Span(chunk=400), 800)):
+        q, kv, table, kv_len = arguments(case, case.context, 15)
+        expected = run(q, kv, table, kv_len, scale=0.3, backend="reference", span=span)
+        before = table[:, : (first - 256) // 4]  # but for a run's length
+        kv = jnp.nan_to_num(kv).at[:, :, before].set(jnp.nan)
+        out = run(q, kv, table, kv_len, scale=0.3, backend="xla", span=span, pool_is_finite=True)
+        np.testing.assert_allclose(out, expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("backend", ["reference", "xla"])
+def test_soft_caps(backend):
+    case = Case("", 4, 2, 16, 4, (1, 9, 64))
+    q, kv, table, kv_len = arguments(case, case.context, 16)
+    q *= 5
+    out = run(q, kv, table, kv_len, scale=1.0, backend=backend, soft_cap=3.0)
+    np.testing.assert_allclose(out, plain(*map(np.asarray, (q, kv, table, kv_len)), 1.0, soft_cap=3.0), atol=1e-5)
+
+
+def test_a_span_is_one_thing():
+    with pytest.raises(ValueError, match="not both"):
+        Span(window=4, chunk=4)
+    with pytest.raises(ValueError, match="window is 0"):
+        Span(window=0)
 
 
 FAST = ("llvm_cpu", "xla")
@@ -178,12 +227,25 @@ def test_shapes_that_do_not_fit_are_refused_by_name():
         paged_attention(q, kv, LAYER, table, kv_len[:1], scale=1.0)
 
 
-def test_what_llvm_cpu_has_no_kernel_for_is_refused():
-    assert why_not(jnp.dtype("float32"), 96) is None
-    for dtype, head_size, words in (("bfloat16", 64, "bfloat16 pages"), ("float32", 24, "heads of 24: they must be a multiple of 16")):
-        case = replace(CASES[2], head_size=head_size)
-        q, kv, table, kv_len = arguments(case, (5, 64), 13, jnp.dtype(dtype))
-        assert words in why_not(kv.dtype, head_size)
+def test_what_a_backend_has_no_kernel_for_is_refused():
+    float32, bfloat16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
+    assert why_not("llvm_cpu", float32, 4, 96, 8) is None
+    assert why_not("mosaic_gpu", bfloat16, 64, 80, 16, Span(window=4), 30.0) is None
+    for backend, dtype, group, head_size, page_size, words in (
+        ("llvm_cpu", bfloat16, 1, 64, 8, "bfloat16 pages"),
+        ("llvm_cpu", float32, 1, 24, 8, "heads of 24: they must be a multiple of 16"),
+        ("mosaic_gpu", float32, 1, 64, 8, "float32 pages"),
+        ("mosaic_gpu", bfloat16, 1, 24, 8, "heads of 24: they must be a multiple of 16, at most 256"),
+        ("mosaic_gpu", bfloat16, 1, 272, 8, "heads of 272"),
+        ("mosaic_gpu", bfloat16, 1, 64, 4, "pages of 4 tokens"),
+        ("mosaic_gpu", bfloat16, 1, 64, 24, "pages of 24 tokens"),
+        ("mosaic_gpu", bfloat16, 65, 64, 16, "65 query heads"),
+    ):
+        assert words in why_not(backend, dtype, group, head_size, page_size)
+        q, kv, table, kv_len = arguments(Case("", group, 1, head_size, page_size, ()), (5, 64), 13, dtype)
         with pytest.raises(ValueError, match=words):
-            paged_attention(q, kv, LAYER, table, kv_len, scale=1.0, backend="llvm_cpu")
+            paged_attention(q, kv, LAYER, table, kv_len, scale=1.0, backend=backend)
         paged_attention(q, kv, LAYER, table, kv_len, scale=1.0, backend="xla")
+    for options in ({"span": Span(window=4)}, {"soft_cap": 3.0}):
+        assert "windows, chunks or soft caps" in why_not("llvm_cpu", float32, 1, 64, 8, **options)
+    assert why_not("llvm_cpu", float32, 1, 64, 8, EVERYTHING, None) is None

@@ -1,0 +1,70 @@
+"""paged_attention's kernel for GPUs, interpreted on a CPU: what it copies, where, and who waits for whom. What registers hold is the
+compiler's and a GPU's to check."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.paged_attention.mosaic_gpu import Tiling, paged_attention, tiling_for
+from pallas_kernels.paged_attention.op import paged_attention as op
+from pallas_kernels.span import Span
+from tests.kernels.poisoned_pool import LAYER, poisoned_pool
+
+
+def check(context, *, num_heads=4, num_kv_heads=1, head_size=64, page_size=16, tiling=None, dtype=jnp.bfloat16, seed=0, **options):
+    """Interpreted as the reference has it, up to the output's rounding. Unused places are NaN, and so is the output before."""
+    random = np.random.default_rng(seed)
+    kv, table = poisoned_pool(random, context, num_kv_heads, page_size, head_size)
+    q = random.standard_normal((len(context), num_heads, head_size), np.float32)
+    arguments = *(jnp.asarray(a, dtype) for a in (q, kv)), jnp.int32(LAYER), jnp.asarray(table), jnp.asarray(context, jnp.int32)
+    options = {"scale": head_size**-0.5, "pool_is_finite": False, **options}
+    run = jax.jit(functools.partial(paged_attention, tiling=tiling, interpreted=True, **options))
+    expected = op(*(a.astype(jnp.float32) for a in arguments[:2]), *arguments[2:], backend="reference", **options)
+    rounding = float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(np.asarray(run(*arguments), np.float32), expected, rtol=2 * rounding, atol=2 * rounding)
+
+
+def test_contexts_of_any_length():
+    """Shorter than a page, a tile to the token, more tiles than stages; one of no token at all."""
+    check((1, 64, 0, 65, 250), tiling=Tiling(64, 2, 1))
+
+
+def test_shares_of_a_context_are_put_together():
+    """Some shares have no tile; a whole context has none."""
+    check((300, 70, 0), tiling=Tiling(64, 2, 3))
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_size", "page_size"),
+    [(9, 3, 64, 16), (1, 1, 80, 8), (6, 1, 96, 64), (12, 1, 128, 32), (2, 1, 256, 128)],
+)
+def test_groups_heads_and_pages_of_every_size(num_heads, num_kv_heads, head_size, page_size):
+    check((130,), num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=head_size, page_size=page_size)
+
+
+@pytest.mark.parametrize("options", [{"span": Span(window=70)}, {"span": Span(chunk=100)}, {"soft_cap": 2.0}, {"dtype": jnp.float16}])
+def test_spans_caps_and_types(options):
+    check((20, 230), tiling=Tiling(64, 2, 2), **options)
+
+
+def test_pages_before_a_span_are_not_read():
+    """Tiles wholly before it hold NaN in a pool that is promised finite: a weight of 0 would bring them out."""
+    random, context, span = np.random.default_rng(1), (300,), Span(window=40)
+    kv, table = poisoned_pool(random, context, 1, 16, 64)
+    q = jnp.asarray(random.standard_normal((1, 4, 64)), jnp.bfloat16)
+    rest = jnp.int32(LAYER), jnp.asarray(table), jnp.asarray(context, jnp.int32)
+    clean = jnp.asarray(np.nan_to_num(kv), jnp.bfloat16)
+    expected = op(q, clean, *rest, scale=0.1, span=span, backend="reference")
+    spoilt = clean.at[:, :, table[0, :16]].set(jnp.nan)  # the first 256 of 300 tokens; the span starts at 260
+    found = paged_attention(q, spoilt, *rest, scale=0.1, pool_is_finite=True, span=span, tiling=Tiling(64, 2, 1), interpreted=True)
+    np.testing.assert_allclose(found.astype(jnp.float32), expected.astype(jnp.float32), atol=0.02)
+
+
+def test_a_tiling_fills_the_gpu_and_no_more():
+    assert tiling_for(1, 8, 128, 16, 131072).splits == 33
+    assert tiling_for(32, 8, 128, 16, 131072).splits == 1
+    assert tiling_for(1, 8, 128, 16, 512).splits == 2, "a share is worth its block"
+    assert tiling_for(1, 8, 128, 128, 512).tokens == 128
