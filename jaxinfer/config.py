@@ -53,9 +53,9 @@ class DeviceConfig:
     decode_devices: tuple[int, ...] = _flag((0,), "devices of the decode mesh; the same as prefill's: both share one page pool")
     attention_backend: str = _flag(
         "auto",
-        "attention over KV pages: llvm_cpu (CPU only: kernels made for its processor), xla (any device), reference (plain and slow); auto: "
-        "llvm_cpu on a CPU where it can run, else xla",
-        choices=("auto", "llvm_cpu", "xla", "reference"),
+        "attention over KV pages: mosaic_gpu (Hopper GPUs), llvm_cpu (CPU only: kernels made for its processor), xla (any device), "
+        "reference (plain and slow); auto: mosaic_gpu or llvm_cpu where it can run, else xla",
+        choices=("auto", "mosaic_gpu", "llvm_cpu", "xla", "reference"),
     )
     cpu_devices: int | None = _flag(None, "split the CPU into this many virtual devices")
     profile: str | None = _flag(None, "folder to write a trace of the first seconds of work to, for XProf and Perfetto")

@@ -32,11 +32,14 @@ Laid = TypeVar("Laid", bound=Template[Any])
 _CPU_KV_BYTES = 2**29
 _GPU_KV_SHARE = 0.85  # of what weights leave free; the rest is for temporaries
 
-# By role: why its attention has no kernel for pages of a type and head size on this machine's CPU, None if it has.
-_WHY_NO_ATTENTION_KERNEL: dict[str, Callable[[jnp.dtype, int], str | None]] = {
+# By role: why a backend's attention has no kernel for pages of a type, a group of query heads, a head size and a page size; None if it has.
+_WHY_NO_ATTENTION_KERNEL: dict[str, Callable[[Backend, jnp.dtype, int, int, int], str | None]] = {
     "prefill": ragged_prefill_attention.why_not,
     "decode": paged_attention.why_not,
 }
+_ATTENTION_KERNELS: dict[str, Backend] = {"cpu": "llvm_cpu", "gpu": "mosaic_gpu"}  # by platform
+_KERNELS_ARE_FOR = {"llvm_cpu": "CPUs", "mosaic_gpu": "NVIDIA GPUs"}
+_HOPPER = "9.0"  # compute capability; only it has the products (wgmma) that the kernels are made of
 
 
 @dataclass(frozen=True)
@@ -133,15 +136,28 @@ def choose_formats(config: ModelConfig, platform: str, *, keeps_types: bool = Fa
     return MatrixFormat(dtype, is_packed), jnp.dtype("float32" if platform == "cpu" else name)
 
 
-def choose_attention(role: str, name: str, platform: str, dtype: jnp.dtype, head_size: int) -> Backend:
-    """How a role's attention over pages of this type runs. Raises `ConfigError` for a backend that can't run here."""
-    against = f"its kernels are for CPUs, not {platform}" if platform != "cpu" else _WHY_NO_ATTENTION_KERNEL[role](dtype, head_size)
-    if name == "llvm_cpu" and against:
-        raise ConfigError(f"attention_backend is llvm_cpu, but {against}: use auto or xla")
-    backend = cast(Backend, name if name != "auto" else "xla" if against else "llvm_cpu")
-    reason = "asked for" if name != "auto" else against or "a kernel made for this processor"
+def choose_attention(role: str, name: str, device: jax.Device, dtype: jnp.dtype, group: int, spec: PageSpec) -> Backend:
+    """How a role's attention runs on such a device, over pages of this type, a KV head for `group` query heads.
+
+    Raises `ConfigError` for a named backend that can't run here."""
+    wanted = cast(Backend, _ATTENTION_KERNELS.get(device.platform, "xla") if name == "auto" else name)
+    against = _wrong_device(wanted, device) or _WHY_NO_ATTENTION_KERNEL[role](wanted, dtype, group, spec.head_size, spec.page_size)
+    if name != "auto" and against:
+        raise ConfigError(f"attention_backend is {name}, but {against}: use auto or xla")
+    backend: Backend = "xla" if against else wanted
+    reason = against or ("asked for" if name != "auto" else f"the best for {device.device_kind}")
     logger.info("%s attention backend: %s (%s)", role, backend, reason)
     return backend
+
+
+def _wrong_device(backend: Backend, device: jax.Device) -> str | None:
+    """Why a backend's kernels don't run on a device whatever they are for; None if they do."""
+    if backend not in _KERNELS_ARE_FOR:
+        return None
+    if _ATTENTION_KERNELS.get(device.platform) != backend:
+        return f"its kernels are for {_KERNELS_ARE_FOR[backend]}, not {device.platform}"
+    capability = getattr(device, "compute_capability", _HOPPER)
+    return None if capability == _HOPPER else f"its kernels are for compute capability {_HOPPER}, not {capability}"
 
 
 def _mesh(role: str, device_ids: tuple[int, ...]) -> jax.sharding.Mesh:
@@ -164,8 +180,8 @@ def _plan_role(role: str, mesh: jax.sharding.Mesh, template: ModelTemplate, spec
         num_pages = per_device.num_pages(_kv_budget(config.cache.kv_memory, mesh, weights))
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    platform = mesh.devices.flat[0].platform
-    attention = choose_attention(role, config.devices.attention_backend, platform, template.activation_dtype, spec.head_size)
+    group = template.config.num_heads // spec.num_kv_heads
+    attention = choose_attention(role, config.devices.attention_backend, mesh.devices.flat[0], template.activation_dtype, group, spec)
     return RolePlan(role, mesh, rules, weights, num_pages, attention)
 
 

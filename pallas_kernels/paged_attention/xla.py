@@ -43,7 +43,6 @@ def paged_attention(
     first_key_row = layer * 2 * num_pages * num_kv_heads
     first_value_row = first_key_row + num_pages * num_kv_heads
     run_tokens = run_pages * page_size
-    first = span.first(kv_len - 1)
 
     def one_run(i: Int[Array, ""], carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         top, total, out = carry
@@ -57,7 +56,7 @@ def paged_attention(
         position = i * run_tokens + jnp.arange(run_tokens)
         valid = position < kv_len[:, None]
         if span != EVERYTHING:
-            valid &= position >= first[:, None]
+            valid &= position >= span.first(kv_len[:, None] - 1)
         # Multiply and reduce rather than a batched matmul of a few rows: XLA on CPU runs B*K tiny matmuls one after another.
         scores = (grouped[:, :, :, None] * gathered(rows + first_key_row)[:, :, None]).sum(-1)
         if soft_cap is not None:
@@ -79,7 +78,8 @@ def paged_attention(
     )
     num_runs = (jnp.max(kv_len) + run_tokens - 1) // run_tokens
     # Runs that no row's span reaches are skipped; a padded row has no say.
-    first_run = 0 if span == EVERYTHING else jnp.min(jnp.where(kv_len > 0, first // run_tokens, num_runs))
+    first_runs = span.first(kv_len - 1) // run_tokens
+    first_run = 0 if span == EVERYTHING else jnp.min(jnp.where(kv_len > 0, first_runs, num_runs))
     _, total, out = jax.lax.fori_loop(first_run, num_runs, one_run, start)
     out = out / jnp.maximum(total, 1e-30)[..., None]
     return jnp.where(kv_len[:, None, None] > 0, out.reshape(q.shape), 0.0).astype(q.dtype)

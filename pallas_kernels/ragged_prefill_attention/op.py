@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import Backend
 from pallas_kernels.ragged_prefill_attention import llvm_cpu, reference, xla
 from pallas_kernels.ragged_prefill_attention.llvm_sizes import LANES
+from pallas_kernels.span import EVERYTHING, Span
 
-_IMPLEMENTATIONS = {
-    "xla": xla.ragged_prefill_attention,
+_IMPLEMENTATIONS: dict[Backend, Callable[..., Array]] = {
     "llvm_cpu": llvm_cpu.ragged_prefill_attention,
+    "xla": xla.ragged_prefill_attention,
     "reference": reference.ragged_prefill_attention,
 }
 
@@ -28,6 +31,8 @@ def ragged_prefill_attention(
     scale: float,
     query_tile: int,
     pool_is_finite: bool = False,
+    span: Span = EVERYTHING,
+    soft_cap: float | None = None,
     backend: Backend = "xla",
 ) -> Float[Array, "T N H"]:
     """Causal attention of T packed query tokens, of at most R requests, over KV pages that hold these tokens already.
@@ -43,10 +48,12 @@ def ragged_prefill_attention(
       scale: multiplies the scores, usually H ** -0.5.
       query_tile: tokens a tile; T is a multiple of it. A tile holds tokens of one request.
       pool_is_finite: a promise that the pool holds no NaN or infinity anywhere, which may spare masking what lies outside a context.
+      span: which of its context a token attends to; pages before the spans of all tokens of a tile are not read.
+      soft_cap: scores are bounded by it: soft_cap * tanh(scores / soft_cap) (Gemma 2, arXiv:2408.00118).
       backend: 'llvm_cpu' (CPU devices only, where `why_not` knows of nothing against it), 'xla' or 'reference'.
 
     Returns the attention output in q's type; rows of q that belong to no request come out as 0. Scores and sums are float32.
-    Raises `ValueError` for shapes that do not fit together.
+    Raises `ValueError` for shapes that do not fit together, or that the backend can't run.
     """
     if q.ndim != 3 or kv_pages.ndim != 6 or kv_pages.shape[1] != 2 or q.shape[2] != kv_pages.shape[5] or q.shape[1] % kv_pages.shape[3]:
         raise ValueError(
@@ -55,20 +62,31 @@ def ragged_prefill_attention(
         )
     if q.shape[0] % query_tile:
         raise ValueError(f"ragged_prefill_attention: {q.shape[0]} tokens are not a multiple of query_tile {query_tile}")
-    rows = page_table.shape[0]
-    if any(a.shape != (rows,) for a in (query_start, query_len, kv_len)):
-        raise ValueError(f"ragged_prefill_attention: query_start, query_len and kv_len must each have page_table's {rows} rows")
-    if backend == "llvm_cpu" and (against := why_not(kv_pages.dtype, kv_pages.shape[5])):
-        raise ValueError(f"ragged_prefill_attention: llvm_cpu can't run: {against}")
+    num_rows = page_table.shape[0]
+    if any(a.shape != (num_rows,) for a in (query_start, query_len, kv_len)):
+        raise ValueError(f"ragged_prefill_attention: query_start, query_len and kv_len must each have page_table's {num_rows} rows")
+    group = q.shape[1] // kv_pages.shape[3]
+    if against := why_not(backend, kv_pages.dtype, group, q.shape[2], kv_pages.shape[4], span, soft_cap):
+        raise ValueError(f"ragged_prefill_attention: {backend} can't run: {against}")
+    rows = (page_table, query_start, query_len, kv_len)
+    options = {} if span == EVERYTHING and soft_cap is None else {"span": span, "soft_cap": soft_cap}
     return _IMPLEMENTATIONS[backend](
-        q, kv_pages, layer, page_table, query_start, query_len, kv_len, scale=scale, query_tile=query_tile, pool_is_finite=pool_is_finite
+        q, kv_pages, layer, *rows, scale=scale, query_tile=query_tile, pool_is_finite=pool_is_finite, **options
     )
 
 
-def why_not(dtype: jnp.dtype, head_size: int) -> str | None:
-    """Why 'llvm_cpu' can't attend over pages of this type and head size; None if it can."""
+def why_not(
+    backend: Backend, dtype: jnp.dtype, group: int, head_size: int, page_size: int, span: Span = EVERYTHING, soft_cap: float | None = None
+) -> str | None:
+    """Why a backend can't attend so over pages of this type, a KV head for `group` query heads; None if it can, on a device of its kind."""
+    if backend == "mosaic_gpu":
+        return "ragged_prefill_attention has no such kernel yet"
+    if backend != "llvm_cpu":
+        return None
     if dtype != jnp.float32:
         return f"ragged_prefill_attention has a kernel for float32 pages, not {dtype.name}"
     if head_size % LANES:
         return f"ragged_prefill_attention has a kernel for head sizes in multiples of {LANES}, not {head_size}"
+    if span != EVERYTHING or soft_cap is not None:
+        return "ragged_prefill_attention has no kernel for windows, chunks or soft caps"
     return None

@@ -1,30 +1,45 @@
 """Which attention runs: chosen once, with the reason in the log; one that was asked for and can't run is an error."""
 
 import logging
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import pytest
 
 from jaxinfer.config import ConfigError, EngineConfig
+from jaxinfer.kv_cache.spec import PageSpec
 from jaxinfer.plan import choose_attention
 from tests.engine.test_token_equality import LAYOUTS
 
 FLOAT32, BFLOAT16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
 ROLES = pytest.mark.parametrize("role", ["prefill", "decode"])
+CPU = SimpleNamespace(platform="cpu", device_kind="cpu")
+HOPPER = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0")
+AMPERE = SimpleNamespace(platform="gpu", device_kind="NVIDIA A100", compute_capability="8.0")
+BLACKWELL = SimpleNamespace(platform="gpu", device_kind="NVIDIA B200", compute_capability="10.0")
+TPU = SimpleNamespace(platform="tpu", device_kind="TPU v5")
+
+
+def choose(role, name, device, dtype, head_size, page_size=16, group=4):
+    return choose_attention(role, name, device, dtype, group, PageSpec(2, 2, head_size, page_size, dtype.itemsize))
 
 
 @ROLES
-def test_auto_takes_the_cpus_kernels_where_they_can_run_and_says_why_not(role, caplog):
+def test_auto_takes_the_devices_kernels_where_they_can_run_and_says_why_not(role, caplog):
     caplog.set_level(logging.INFO, "jaxinfer.plan")
-    cases = {
-        ("cpu", FLOAT32, 64): ("llvm_cpu", "a kernel made for this processor"),
-        ("cpu", BFLOAT16, 64): ("xla", "bfloat16"),
-        ("cpu", FLOAT32, 24): ("xla", "24"),
-        ("gpu", FLOAT32, 64): ("xla", "not gpu"),
-    }
-    for (platform, dtype, head_size), (backend, reason) in cases.items():
+    for device, dtype, head_size, backend, reason in (
+        (CPU, FLOAT32, 64, "llvm_cpu", "the best for cpu"),
+        (CPU, BFLOAT16, 64, "xla", "bfloat16"),
+        (CPU, FLOAT32, 24, "xla", "24"),
+        (HOPPER, BFLOAT16, 128, "mosaic_gpu", "the best for NVIDIA H200"),
+        (HOPPER, FLOAT32, 64, "xla", "float32"),
+        (HOPPER, BFLOAT16, 24, "xla", "24"),
+        (AMPERE, BFLOAT16, 128, "xla", "compute capability 9.0, not 8.0"),
+        (BLACKWELL, BFLOAT16, 128, "xla", "compute capability 9.0, not 10.0"),
+        (TPU, BFLOAT16, 128, "xla", "the best for TPU v5"),
+    ):
         caplog.clear()
-        assert choose_attention(role, "auto", platform, dtype, head_size) == backend
+        assert choose(role, "auto", device, dtype, head_size) == backend
         assert f"{role} attention backend: {backend}" in caplog.text
         assert reason in caplog.text
 
@@ -32,11 +47,19 @@ def test_auto_takes_the_cpus_kernels_where_they_can_run_and_says_why_not(role, c
 @ROLES
 def test_what_is_named_runs_or_is_refused(role):
     for name in ("llvm_cpu", "xla", "reference"):
-        assert choose_attention(role, name, "cpu", FLOAT32, 64) == name
-    for platform, dtype, words in (("gpu", FLOAT32, "CPUs, not gpu"), ("cpu", BFLOAT16, "bfloat16")):
-        with pytest.raises(ConfigError, match=f"attention_backend is llvm_cpu, but .*{words}.*: use auto or xla"):
-            choose_attention(role, "llvm_cpu", platform, dtype, 64)
-    with pytest.raises(ConfigError, match="attention_backend is 'cuda': it must be one of auto, llvm_cpu, xla, reference"):
+        assert choose(role, name, CPU, FLOAT32, 64) == name
+    for name in ("mosaic_gpu", "xla", "reference"):
+        assert choose(role, name, HOPPER, BFLOAT16, 64) == name
+    for name, device, dtype, words in (
+        ("llvm_cpu", HOPPER, FLOAT32, "CPUs, not gpu"),
+        ("llvm_cpu", CPU, BFLOAT16, "bfloat16"),
+        ("mosaic_gpu", CPU, BFLOAT16, "NVIDIA GPUs, not cpu"),
+        ("mosaic_gpu", AMPERE, BFLOAT16, "compute capability 9.0, not 8.0"),
+        ("mosaic_gpu", HOPPER, FLOAT32, "float32"),
+    ):
+        with pytest.raises(ConfigError, match=f"attention_backend is {name}, but .*{words}.*: use auto or xla"):
+            choose(role, name, device, dtype, 64)
+    with pytest.raises(ConfigError, match="attention_backend is 'cuda': it must be one of auto, mosaic_gpu, llvm_cpu, xla, reference"):
         EngineConfig.of(attention_backend="cuda")
 
 
