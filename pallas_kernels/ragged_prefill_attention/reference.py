@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.span import EVERYTHING, Span
+
 
 def ragged_prefill_attention(
     q: Float[Array, "T N H"],
@@ -19,6 +21,8 @@ def ragged_prefill_attention(
     scale: float,
     query_tile: int,
     pool_is_finite: bool,
+    span: Span = EVERYTHING,
+    soft_cap: float | None = None,
 ) -> Float[Array, "T N H"]:
     """See op.py."""
     del query_tile, pool_is_finite
@@ -35,8 +39,11 @@ def ragged_prefill_attention(
         return by_row[row].astype(jnp.float32)
 
     grouped = q.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_size).astype(jnp.float32)
-    valid = jnp.arange(page_table.shape[1] * page_size) <= position[:, None]
+    context, query = jnp.arange(page_table.shape[1] * page_size), position[:, None]
+    valid = (context <= query) & (context >= span.first(query))
     scores = jnp.einsum("tknh,tksh->tkns", grouped, gathered(kv_pages[layer, 0]), precision="highest") * scale
+    if soft_cap is not None:
+        scores = jnp.tanh(scores / soft_cap) * soft_cap
     weights = jax.nn.softmax(jnp.where(valid[:, None, None], scores, -jnp.inf), axis=-1)
     values = jnp.where(valid[:, None, :, None], gathered(kv_pages[layer, 1]), 0.0)
     out = jnp.einsum("tkns,tksh->tknh", weights, values, precision="highest").reshape(q.shape)

@@ -1,7 +1,8 @@
 """ragged_prefill_attention for any device XLA compiles for: all query tiles at once, a loop over runs of pages, online softmax.
 
-The loop ends at the longest context among the rows, known only when it runs. Each tile gathers the pages of its row; a step that is all
-one row's, as those of long prompts are, is one tile: pages are gathered once, and products are of large matrices.
+The loop ends at the longest context among the rows, known only when it runs, and begins where the first of their spans does. Each tile
+gathers the pages of its row; a step that is all one row's, as those of long prompts are, is one tile: pages are gathered once, and
+products are of large matrices.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
+from pallas_kernels.span import EVERYTHING, Span
 
 RUN_TOKENS = 128  # context tokens gathered at once
 _MASKED = -1e30
@@ -28,9 +31,12 @@ def ragged_prefill_attention(
     scale: float,
     query_tile: int,
     pool_is_finite: bool,
+    span: Span = EVERYTHING,
+    soft_cap: float | None = None,
 ) -> Float[Array, "T N H"]:
     """See op.py."""
-    attend = partial(_attend, q, kv_pages, layer, page_table, query_start, query_len, kv_len, scale, pool_is_finite=pool_is_finite)
+    rows = (page_table, query_start, query_len, kv_len)
+    attend = partial(_attend, q, kv_pages, layer, *rows, scale=scale, pool_is_finite=pool_is_finite, span=span, soft_cap=soft_cap)
     if query_tile == len(q):
         return attend(query_tile)
     return jax.lax.cond(jnp.sum(query_len > 0) <= 1, lambda: attend(len(q)), lambda: attend(query_tile))
@@ -44,10 +50,12 @@ def _attend(
     query_start: Array,
     query_len: Array,
     kv_len: Array,
-    scale: float,
     query_tile: int,
     *,
+    scale: float,
     pool_is_finite: bool,
+    span: Span,
+    soft_cap: float | None,
 ) -> Float[Array, "T N H"]:
     num_layers, _, num_pages, num_kv_heads, page_size, head_size = kv_pages.shape
     num_tokens, num_heads, _ = q.shape
@@ -70,6 +78,8 @@ def _attend(
     grouped = (q.astype(jnp.float32) * scale).reshape(num_tiles, query_tile, num_kv_heads, group, head_size)
     grouped = grouped.transpose(0, 2, 3, 1, 4).reshape(num_tiles, num_kv_heads, group * query_tile, head_size)
     limit = jnp.tile(position, (1, group))  # [tiles, group * tile]
+    # The first token that any query of a tile attends to; a tile of no query has no say in where the loop begins.
+    tile_first = jnp.where(in_use, span.first(position), page_table.shape[1] * page_size).min(axis=1)
     pool = kv_pages.reshape(num_layers * 2 * num_pages * num_kv_heads, page_size * head_size)
     first_key_row = layer * 2 * num_pages * num_kv_heads
     first_value_row = first_key_row + num_pages * num_kv_heads
@@ -84,12 +94,20 @@ def _attend(
 
         context = i * run_tokens + jnp.arange(run_tokens)
         scores = jnp.einsum("xkqh,xksh->xkqs", grouped, gathered(rows + first_key_row))
-        scores = jnp.where((context <= limit[:, :, None])[:, None], scores, _MASKED)
+        if soft_cap is not None:
+            scores = jnp.tanh(scores / soft_cap) * soft_cap
+        valid = context <= limit[:, :, None]
+        if span != EVERYTHING:
+            valid &= context >= span.first(limit[:, :, None])
+        scores = jnp.where(valid[:, None], scores, _MASKED)
         new_top = jnp.maximum(top, scores.max(-1))
-        weights = jnp.exp(scores - new_top[..., None])  # 0 where masked: a query in use sees the first token of the first run
+        # 0 where masked, once a query has seen a token; whatever comes before that is shrunk to 0 when it does.
+        weights = jnp.exp(scores - new_top[..., None])
         values = gathered(rows + first_value_row)
         if not pool_is_finite:
             cached = context <= position.max(axis=1)[:, None]
+            if span != EVERYTHING:
+                cached &= context >= tile_first[:, None]
             values = jnp.where(cached[:, None, :, None], values, 0.0)  # a weight of 0 times NaN would be NaN
         shrink = jnp.exp(top - new_top)
         out = out * shrink[..., None] + jnp.einsum("xkqs,xksh->xkqh", weights, values)
@@ -98,7 +116,8 @@ def _attend(
     shape = (num_tiles, num_kv_heads, group * query_tile)
     start = (jnp.full(shape, _MASKED), jnp.zeros(shape), jnp.zeros((*shape, head_size)))
     num_runs = jnp.max(position) // run_tokens + 1
-    _, total, out = jax.lax.fori_loop(0, num_runs, one_run, start)
+    first_run = 0 if span == EVERYTHING else jnp.min(tile_first) // run_tokens
+    _, total, out = jax.lax.fori_loop(first_run, num_runs, one_run, start)
     out = jnp.where((limit >= 0)[:, None, :, None], out / jnp.maximum(total, 1e-30)[..., None], 0.0)
     out = out.reshape(num_tiles, num_kv_heads, group, query_tile, head_size).transpose(0, 3, 1, 2, 4)
     return out.reshape(q.shape).astype(q.dtype)

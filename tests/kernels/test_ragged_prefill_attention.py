@@ -12,10 +12,11 @@ from pallas_kernels.llvm import machine
 from pallas_kernels.ragged_prefill_attention import llvm_cpu
 from pallas_kernels.ragged_prefill_attention.cases import CASES, Case
 from pallas_kernels.ragged_prefill_attention.op import ragged_prefill_attention, why_not
+from pallas_kernels.span import Span
 from tests.kernels.poisoned_pool import LAYER, poisoned_pool
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "query_tile", "backend", "pool_is_finite"))
+@functools.partial(jax.jit, static_argnames=("scale", "query_tile", "backend", "pool_is_finite", "span", "soft_cap"))
 def run(q, kv, *others, **options):
     return ragged_prefill_attention(q, kv, LAYER, *others, **options)
 
@@ -43,18 +44,19 @@ def both(case: Case, inputs, backend: str):
     return (np.asarray(run(*inputs, **options, backend=backend)) for backend in (backend, "reference"))
 
 
-def plain(q, kv, table, query_start, query_len, kv_len, scale):
-    """One token and one head at a time, in float64."""
+def plain(q, kv, table, query_start, query_len, kv_len, scale, seen=lambda query, key: True, soft_cap=None):
+    """One token and one head at a time, in float64. `seen`: whether a query at one position attends to a key at or before it."""
     out = np.zeros(q.shape)
     num_kv_heads, page_size = kv.shape[3:5]
     for row, length in enumerate(query_len):
         for i in range(length):
-            context = kv_len[row] - length + i + 1
-            places = [(table[row, p // page_size], p % page_size) for p in range(context)]
+            position = kv_len[row] - length + i
+            places = [(table[row, p // page_size], p % page_size) for p in range(position + 1) if seen(position, p)]
             for head in range(q.shape[1]):
                 kv_head = head // (q.shape[1] // num_kv_heads)
                 keys, values = (np.array([pool[page, kv_head, place] for page, place in places], np.float64) for pool in kv[LAYER])
                 scores = keys @ q[query_start[row] + i, head].astype(np.float64) * scale
+                scores = scores if soft_cap is None else np.tanh(scores / soft_cap) * soft_cap
                 weights = np.exp(scores - scores.max())
                 out[query_start[row] + i, head] = weights / weights.sum() @ values
     return out
@@ -65,6 +67,48 @@ def test_the_reference_is_causal_attention_over_cache_and_chunk():
     inputs = arguments(case, 0)
     out = run(*inputs, scale=0.3, query_tile=8, backend="reference")
     np.testing.assert_allclose(out, plain(*map(np.asarray, inputs), 0.3), atol=1e-5)
+
+
+SPANS = {
+    Span(window=1): lambda query, key: query == key,
+    Span(window=7): lambda query, key: query - key < 7,
+    Span(window=150): lambda query, key: query - key < 150,
+    Span(chunk=8): lambda query, key: query // 8 == key // 8,
+    Span(chunk=50): lambda query, key: query // 50 == key // 50,
+}
+SPANNED = Case("spanned", 4, 2, 8, 4, 96, 32, ((0, 20), (150, 9), (300, 21)))
+
+
+@pytest.mark.parametrize("span", SPANS)
+@pytest.mark.parametrize("backend", ["reference", "xla"])
+def test_windows_and_chunks(span, backend):
+    for case in (SPANNED, replace(SPANNED, rows=((190, 50),))):  # each row a tile of its own; all of the step one tile
+        inputs = arguments(case, 12)
+        out = run(*inputs, scale=0.3, query_tile=32, backend=backend, span=span)
+        np.testing.assert_allclose(out, plain(*map(np.asarray, inputs), 0.3, SPANS[span]), atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [((1000, 20), (900, 30)), ((800, 60),)])
+@pytest.mark.parametrize("span", [Span(window=50), Span(chunk=400)])
+def test_pages_before_a_span_are_not_read(rows, span):
+    """They may be another request's by now: promised finite, yet NaN, which would come out if it were read."""
+    case = replace(SPANNED, rows=rows)
+    q, kv, table, *others = arguments(case, 13)
+    expected = run(q, kv, table, *others, scale=0.3, query_tile=32, backend="reference", span=span)
+    first = min(cached - 49 if span.window else cached // 400 * 400 for cached, _ in rows)
+    before = table[: len(rows), : (first - 128) // 4]  # but for a run's length
+    kv = jnp.nan_to_num(kv).at[:, :, before].set(jnp.nan)
+    out = run(q, kv, table, *others, scale=0.3, query_tile=32, backend="xla", span=span, pool_is_finite=True)
+    np.testing.assert_allclose(out, expected, atol=2e-5)
+    assert np.any(expected)
+
+
+@pytest.mark.parametrize("backend", ["reference", "xla"])
+def test_soft_caps(backend):
+    q, *others = arguments(SPANNED, 14)
+    q *= 5
+    out = run(q, *others, scale=1.0, query_tile=32, backend=backend, soft_cap=3.0)
+    np.testing.assert_allclose(out, plain(*map(np.asarray, (q, *others)), 1.0, soft_cap=3.0), atol=1e-5)
 
 
 @pytest.mark.parametrize("backend", ["xla", "llvm_cpu"])
@@ -164,6 +208,10 @@ def test_what_the_cpu_kernel_can_not_do_is_said():
         q, kv, *others = arguments(case, 10, jnp.dtype(dtype))
         with pytest.raises(ValueError, match="llvm_cpu can't run"):
             ragged_prefill_attention(q, kv, LAYER, *others, scale=1.0, query_tile=32, backend="llvm_cpu")
+    inputs = arguments(CASES[0], 10)
+    for options in ({"span": Span(window=4)}, {"span": Span(chunk=4)}, {"soft_cap": 3.0}):
+        with pytest.raises(ValueError, match=r"llvm_cpu can't run: .* no kernel for windows, chunks or soft caps"):
+            run(*inputs, scale=1.0, query_tile=32, backend="llvm_cpu", **options)
 
 
 def test_a_narrow_query_over_a_float32_pool_is_rounded_once():
