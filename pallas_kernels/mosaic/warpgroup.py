@@ -55,13 +55,15 @@ class Warpgroup:
         """[ROWS, X] of shared memory."""
         return ref[...] if self.interpreted else plgpu.load(ref, (), layout=plgpu.Layout.WGMMA, optimized=False)
 
-    def times_transposed(self, a: Any, b: Any) -> Float[Array, "64 X"]:
-        """a @ b.T in float32, of a[ROWS, H] and b[X, H] in shared memory."""
+    def times_transposed(self, a: Any, b: Any, meanwhile: Callable[[], None] = lambda: None) -> Float[Array, "64 X"]:
+        """a @ b.T in float32, of a[ROWS, H] and b[X, H] in shared memory; `meanwhile` runs while the product does."""
         if self.interpreted:
+            meanwhile()
             return jnp.dot(a[...], b[...].T, preferred_element_type=jnp.float32, precision="highest")
 
         def multiply(accumulator: Any) -> Array:
             plgpu.wgmma(accumulator, a, transposed(b))
+            meanwhile()
             return accumulator[...]
 
         return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((a.shape[0], b.shape[0]), jnp.float32))

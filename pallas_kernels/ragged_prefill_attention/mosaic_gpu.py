@@ -1,0 +1,349 @@
+"""ragged_prefill_attention on Hopper GPUs, in Pallas for Mosaic GPU.
+
+A block of threads has a tile of 128 rows: query tokens of one request, of one or of several query heads that share a KV head. One
+warpgroup has the copy engine bring tiles of keys and values from their pages, several ahead; two others, of 64 rows each, multiply and keep
+an online softmax (FlashAttention, arXiv:2205.14135), and take turns: while one has the tensor cores, the other has its softmax
+(FlashAttention-3, arXiv:2407.08608). Which tokens and which tiles of context a block has is worked out before, by XLA.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.mosaic.warpgroup import ROWS, SHARED_MEMORY, Warpgroup, interleaved
+from pallas_kernels.span import EVERYTHING, Span
+
+_LOG2_E = math.log2(math.e)
+_NOTHING = -1e30  # a score that counts for nothing; -inf less itself would be NaN
+_WARPGROUPS = 2  # that multiply; the one after them fetches
+_TILE_ROWS = _WARPGROUPS * ROWS
+_LARGEST_HEAD = 256
+_COPIED_ROWS = 8  # rows of shared memory are copied by eights
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a call is cut up."""
+
+    heads: int  # query heads a tile, a power of 2: of each it has 128 / heads query tokens
+    tokens: int  # of a tile of keys or of values: a multiple of 64
+    stages: int  # tiles of keys, and of values, on their way or in use
+
+    @property
+    def queries(self) -> int:
+        """Query tokens of a tile."""
+        return _TILE_ROWS // self.heads
+
+
+class Work(NamedTuple):
+    """What each tile of query tokens has to do, X of them; those left over have nothing."""
+
+    first: Int[Array, " X"]  # token of q
+    end: Int[Array, " X"]  # past the last token of q that it writes
+    num_queries: Int[Array, " X"]  # of a request, from the first on; the others come out as 0
+    row: Int[Array, " X"]  # the request's
+    position: Int[Array, " X"]  # of the first query in its context
+    start: Int[Array, " X"]  # where in its context the tiles of keys begin, in runs that are copied at once
+    whole: Int[Array, " X"]  # the first tile of keys that all queries see all of: those before begin before some query's span
+    edge: Int[Array, " X"]  # the tile after the last such one: from it on keys come after some query
+    num_tiles: Int[Array, " X"]  # of keys
+
+
+def tiling_for(group: int, head_size: int) -> Tiling:
+    """A tiling with as large products as registers and shared memory have room for. It is derived, not yet tuned on a GPU."""
+    tokens = 2 * ROWS if head_size <= 128 else ROWS
+    queries, stage = _TILE_ROWS * head_size * 2, 2 * tokens * head_size * 2
+    return Tiling(math.gcd(group, 4), tokens, min(4, (SHARED_MEMORY - 2048 - queries) // stage))
+
+
+def why_not(dtype: jnp.dtype, head_size: int, page_size: int) -> str | None:
+    """Why this kernel can't attend over such pages; None if it can."""
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return f"it has no kernel for {dtype.name} pages"
+    if head_size % 16 or head_size > _LARGEST_HEAD:
+        return f"it has no kernel for heads of {head_size}: they must be a multiple of 16, at most {_LARGEST_HEAD}"
+    if page_size % _COPIED_ROWS:
+        return f"it has no kernel for pages of {page_size} tokens: they must be a multiple of {_COPIED_ROWS}"
+    return None
+
+
+def ragged_prefill_attention(
+    q: Float[Array, "T N H"],
+    kv_pages: Float[Array, "L 2 P K G H"],
+    layer: Int[Array, ""],
+    page_table: Int[Array, "R W"],
+    query_start: Int[Array, " R"],
+    query_len: Int[Array, " R"],
+    kv_len: Int[Array, " R"],
+    *,
+    scale: float,
+    query_tile: int,
+    pool_is_finite: bool,
+    span: Span = EVERYTHING,
+    soft_cap: float | None = None,
+    tiling: Tiling | None = None,
+    interpreted: bool = False,
+) -> Float[Array, "T N H"]:
+    """See op.py. `interpreted`: by JAX's interpreter on a CPU. Raises `ValueError` for a scale or query_tile that the kernel can't have."""
+    if scale <= 0 or query_tile % _COPIED_ROWS:
+        raise ValueError(f"scale {scale} must be positive, and query_tile {query_tile} a multiple of {_COPIED_ROWS}")
+    num_tokens, num_heads, head_size = q.shape
+    num_kv_heads, page_size = kv_pages.shape[3:5]
+    tiling = tiling or tiling_for(num_heads // num_kv_heads, head_size)
+    run, piece = math.gcd(page_size, tiling.tokens), math.gcd(query_tile, tiling.queries, ROWS)
+    work = work_of(query_start, query_len, kv_len, num_tokens, tiling, piece, run, span)
+    body = _Body(Warpgroup(interpreted), tiling, piece, run, page_size, scale, pool_is_finite, span, soft_cap)
+    return body.call(q.astype(kv_pages.dtype), kv_pages, layer, page_table, jnp.stack(work, axis=1)).astype(q.dtype)
+
+
+def work_of(
+    query_start: Int[Array, " R"],
+    query_len: Int[Array, " R"],
+    kv_len: Int[Array, " R"],
+    num_tokens: int,
+    tiling: Tiling,
+    piece: int,
+    run: int,
+    span: Span,
+) -> Work:
+    """Tiles that together have every token of q once, and keys from the first that any of their queries sees to the last.
+
+    A tile has up to tiling.queries / piece pieces of q, all of one request or all of none. Tiles of keys begin at a multiple of `run`.
+    """
+    place = jnp.arange(0, num_tokens, piece, jnp.int32)
+    is_of_row = (place[:, None] >= query_start) & (place[:, None] < query_start + query_len)
+    owner = jnp.where(is_of_row.any(axis=1), jnp.argmax(is_of_row, axis=1), -1).astype(jnp.int32)
+    is_first = jnp.concatenate([jnp.ones(1, bool), owner[1:] != owner[:-1]])
+    begins = (place - lax.cummax(jnp.where(is_first, place, 0))) % tiling.queries == 0
+    # Requests and the gaps around them each end with a tile that may not be full.
+    num_tiles = min(len(place), num_tokens // tiling.queries + 2 * len(query_start) + 1)
+    is_before = jnp.cumsum(begins) <= jnp.arange(num_tiles + 1)[:, None]
+    bounds = is_before.sum(axis=1, dtype=jnp.int32) * piece
+    first, end = bounds[:-1], bounds[1:]
+
+    row = owner[jnp.minimum(first, num_tokens - 1) // piece]
+    num_queries = jnp.where(row < 0, 0, jnp.clip((query_start + query_len)[row] - first, 0, end - first))
+    position = jnp.where(num_queries > 0, (kv_len - query_len - query_start)[row] + first, 0)
+    last = position + num_queries - 1
+    start = jnp.broadcast_to(span.first(position), row.shape) // run
+    # Tiles of keys up to a position, from the first on.
+    num_key_tiles = jnp.where(num_queries > 0, -((start * run - 1 - last) // tiling.tokens), 0)
+    whole = jnp.clip(-((start * run - span.first(last)) // tiling.tokens), 0, num_key_tiles)
+    edge = jnp.clip((position + 1 - start * run) // tiling.tokens, whole, num_key_tiles)
+    return Work(first, end, num_queries, jnp.maximum(row, 0), position, start, whole, edge, num_key_tiles)
+
+
+@dataclass(frozen=True)
+class _Body:
+    """The kernel, of everything that is known when it is compiled."""
+
+    warpgroup: Warpgroup
+    tiling: Tiling
+    piece: int  # query tokens that are copied at once
+    run: int  # tokens of keys or values that are copied at once, from a page or a part of one
+    page_size: int
+    scale: float
+    pool_is_finite: bool
+    span: Span
+    soft_cap: float | None
+
+    def call(self, q: Array, kv_pages: Array, layer: Array, page_table: Array, work: Array) -> Array:
+        _, num_heads, head_size = q.shape
+        tiling, dtype, laid = self.tiling, kv_pages.dtype, interleaved(head_size, kv_pages.dtype)
+        tiles = plgpu.SMEM((tiling.stages, tiling.tokens, head_size), dtype, transforms=laid)
+        arrivals = plgpu.Barrier(num_barriers=tiling.stages, num_arrivals=tiling.tokens // self.run)
+        consumed = plgpu.Barrier(num_barriers=tiling.stages, num_arrivals=_WARPGROUPS)
+        kernel = self.warpgroup.kernel(
+            self._kernel,
+            out_type=jax.ShapeDtypeStruct(q.shape, dtype),
+            grid=(num_heads // tiling.heads, work.shape[0]),
+            grid_names=("heads", "tile"),
+            num_threads=_WARPGROUPS + 1,
+            thread_name="warpgroup",
+            scratch_types={
+                "queries_or_out": plgpu.SMEM((_WARPGROUPS, ROWS, head_size), dtype, transforms=laid),
+                "keys": tiles,
+                "values": tiles,
+                "q_arrival": plgpu.Barrier(num_arrivals=_TILE_ROWS // self.piece),
+                "arrivals": (arrivals, arrivals),
+                "consumed": (consumed, consumed),
+                "turn": plgpu.Barrier(num_arrivals=_WARPGROUPS),
+                "cleared": plgpu.Barrier(num_arrivals=_WARPGROUPS),
+            },
+            compiler_params=plgpu.CompilerParams(approx_math=True),
+        )
+        return kernel(q, kv_pages, layer.reshape(1), page_table, work)
+
+    def _kernel(self, q: Any, kv: Any, layer: Any, page_table: Any, work: Any, out: Any, **scratch: Any) -> None:
+        # The last tiles of a prompt have the most to do: they come first.
+        tile = work.shape[0] - 1 - lax.axis_index("tile")
+        of_tile = Work(*(work[tile, i] for i in range(len(Work._fields))))
+        first_head, index = lax.axis_index("heads") * self.tiling.heads, lax.axis_index("warpgroup")
+
+        @pl.when(index < _WARPGROUPS)
+        def _attend() -> None:
+            plgpu.set_max_registers(232, action="increase")
+            self._attend(out, of_tile, first_head, index, **scratch)
+
+        @pl.when(index == _WARPGROUPS)
+        def _fetch() -> None:
+            plgpu.set_max_registers(40, action="decrease")
+            kv_head = lax.div(first_head, q.shape[1] // kv.shape[3])
+            pool = kv.at[layer[0]]
+            self._fetch_queries(q, of_tile, first_head, **scratch)
+            self._fetch(lambda side, page: pool.at[side, page, kv_head], page_table.at[of_tile.row], of_tile, **scratch)
+
+    def _fetch_queries(self, q: Any, work: Work, first_head: Array, *, queries_or_out: Any, q_arrival: Any, **_: Any) -> None:
+        """Bring the tile of queries; past the last token any others will do."""
+        for place in range(0, _TILE_ROWS, self.piece):
+            head, offset = divmod(place, self.tiling.queries)
+            token = jnp.minimum(work.first + offset, q.shape[0] - self.piece)
+            rows = queries_or_out.at[place // ROWS, pl.ds(place % ROWS, self.piece)]
+            plgpu.copy_gmem_to_smem(q.at[pl.ds(token, self.piece), first_head + head], rows, q_arrival)
+
+    def _fetch(self, page_at: Any, pages: Any, work: Work, *, keys: Any, values: Any, arrivals: Any, consumed: Any, **_: Any) -> None:
+        """Bring the tiles of keys and values, as many ahead as there are stages."""
+        num_runs, stages, tiles = self.tiling.tokens // self.run, self.tiling.stages, (keys, values)
+        runs_a_page = self.page_size // self.run
+        last = lax.div(work.position + work.num_queries - 1, self.run)
+
+        def fetch(i: Array, _: None) -> None:
+            stage = lax.rem(i, stages)
+            # Past the context the last run comes again: nothing else is known to be a page of this request.
+            runs = [jnp.minimum(work.start + i * num_runs + j, last) for j in range(num_runs)]
+            ids = [pages[lax.div(run, runs_a_page)] for run in runs]
+            for side in range(2):
+                _wait_if(i >= stages, consumed[side].at[stage])
+                for j, (run, page) in enumerate(zip(runs, ids, strict=True)):
+                    source = page_at(side, page)
+                    if runs_a_page > 1:
+                        source = source.at[pl.ds(lax.rem(run, runs_a_page) * self.run, self.run)]
+                    plgpu.copy_gmem_to_smem(source, tiles[side].at[stage, pl.ds(j * self.run, self.run)], arrivals[side].at[stage])
+
+        lax.fori_loop(0, work.num_tiles, fetch, None)
+
+        @pl.loop(jnp.maximum(work.num_tiles - stages, 0), work.num_tiles)  # no barrier may be left in the middle of a phase
+        def _drain(i: Array) -> None:
+            for side in range(2):
+                plgpu.barrier_wait(consumed[side].at[lax.rem(i, stages)])
+
+    def _attend(
+        self,
+        out: Any,
+        work: Work,
+        first_head: Array,
+        index: Array,
+        *,
+        queries_or_out: Any,
+        keys: Any,
+        values: Any,
+        q_arrival: Any,
+        arrivals: Any,
+        consumed: Any,
+        turn: Any,
+        cleared: Any,
+    ) -> None:
+        """Attend with one warpgroup's rows over the tiles as they come."""
+        warpgroup, tokens, rows = self.warpgroup, self.tiling.tokens, queries_or_out.at[index]
+        head_size = rows.shape[1]
+        plgpu.barrier_wait(q_arrival)
+
+        def take_turn() -> None:
+            plgpu.barrier_arrive(turn)
+            plgpu.barrier_wait(turn)
+
+        def one(i: Array, carry: tuple[Array, Array, Array], *, is_whole: bool) -> tuple[Array, Array, Array]:
+            total, top, sum_ = carry
+            stage = lax.rem(i, self.tiling.stages)
+            plgpu.barrier_wait(arrivals[0].at[stage])
+            scores, factor = self._capped(warpgroup.times_transposed(rows, keys.at[stage], take_turn))
+            plgpu.barrier_arrive(consumed[0].at[stage])
+            key = work.start * self.run + i * tokens
+            if not is_whole:
+                scores = jnp.where(self._is_seen(work.position, key, index), scores, _NOTHING)
+            new_top = jnp.maximum(top, scores.max(axis=1) * factor)
+            shrink = jnp.exp2(top - new_top)
+            weights = jnp.exp2(scores * factor - lax.broadcast_in_dim(new_top, scores.shape, [0]))
+            sum_ = sum_ * shrink + weights.sum(axis=1)
+            total = total * lax.broadcast_in_dim(shrink, total.shape, [0])
+            weights = weights.astype(rows.dtype)
+            plgpu.barrier_arrive(turn)
+            plgpu.barrier_wait(arrivals[1].at[stage])
+            if not is_whole and not self.pool_is_finite:
+                self._clear(values.at[stage], work, key, index, cleared)
+            plgpu.barrier_wait(turn)
+            total = warpgroup.add_product(total, weights, values.at[stage])
+            plgpu.barrier_arrive(consumed[1].at[stage])
+            return total, new_top, sum_
+
+        pl.when(index == 1)(take_turn)  # half a tile behind the other
+        carry = warpgroup.full((ROWS, head_size), 0.0), warpgroup.full((ROWS,), _NOTHING), warpgroup.full((ROWS,), 0.0)
+        if self.span != EVERYTHING:
+            carry = lax.fori_loop(0, work.whole, lambda i, carry: one(i, carry, is_whole=False), carry)
+        carry = lax.fori_loop(work.whole, work.edge, lambda i, carry: one(i, carry, is_whole=True), carry)
+        total, _, sum_ = lax.fori_loop(work.edge, work.num_tiles, lambda i, carry: one(i, carry, is_whole=False), carry)
+        pl.when(index == 0)(take_turn)
+
+        total /= lax.broadcast_in_dim(jnp.maximum(sum_, 1e-30), total.shape, [0])
+        rows[...] = jnp.where(self._query((ROWS, head_size), index) < work.num_queries, total, 0).astype(rows.dtype)
+        plgpu.commit_smem()
+        for place in range(0, ROWS, self.piece):
+            head, offset = _divmod(index * ROWS + place, self.tiling.queries)
+            token = work.first + offset
+
+            @pl.when(token < work.end)
+            def _write(place: int = place, head: Array = head, token: Array = token) -> None:
+                plgpu.copy_smem_to_gmem(rows.at[pl.ds(place, self.piece)], out.at[pl.ds(token, self.piece), first_head + head])
+
+        plgpu.wait_smem_to_gmem(0)
+
+    def _query(self, shape: tuple[int, int], index: Array) -> Array:
+        """The query token of the tile that each row has."""
+        return (self.warpgroup.iota(shape, 0) + index * ROWS) & (self.tiling.queries - 1)
+
+    def _capped(self, scores: Array) -> tuple[Array, float]:
+        """Scores, and what makes them exponents of 2."""
+        if self.soft_cap is None:
+            return scores, self.scale * _LOG2_E
+        return jnp.tanh(scores * (self.scale / self.soft_cap)), self.soft_cap * _LOG2_E
+
+    def _is_seen(self, position: Array, key: Array, index: Array) -> Array:
+        """Which keys of a tile each row attends to."""
+        shape = (ROWS, self.tiling.tokens)
+        query, keys = self._query(shape, index) + position, self.warpgroup.iota(shape, 1) + key
+        return keys <= query if self.span == EVERYTHING else (keys <= query) & (keys >= self.span.first(query))
+
+    def _clear(self, values: Any, work: Work, key: Array, index: Array, cleared: Any) -> None:
+        """Zeros for values that no query of the tile attends to, by both warpgroups together: a weight of 0 times NaN is NaN."""
+        first, end = self.span.first(work.position), work.position + work.num_queries
+
+        @pl.when((key < first) | (key + self.tiling.tokens > end))
+        def _clear_values() -> None:
+            for i, place in enumerate(range(0, self.tiling.tokens, ROWS)):
+
+                @pl.when(index == i % _WARPGROUPS)
+                def _clear_rows(place: int = place) -> None:
+                    rows = values.at[pl.ds(place, ROWS)]
+                    position = self.warpgroup.iota(rows.shape, 0) + (key + place)
+                    rows[...] = jnp.where((position >= first) & (position < end), self.warpgroup.load(rows), 0)
+
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(cleared)
+            plgpu.barrier_wait(cleared)
+
+
+def _wait_if(condition: Array, barrier: Any) -> None:
+    pl.when(condition)(lambda: plgpu.barrier_wait(barrier))
+
+
+def _divmod(a: Array, b: int) -> tuple[Array, Array]:
+    return lax.div(a, b), lax.rem(a, b)

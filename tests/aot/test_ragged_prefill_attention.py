@@ -1,0 +1,70 @@
+"""The kernel compiles for the GPUs it is written for, in the shapes of real models."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.ragged_prefill_attention.mosaic_gpu import ragged_prefill_attention
+from pallas_kernels.span import EVERYTHING, Span
+from tests.aot.conftest import num_kernels
+
+pytestmark = pytest.mark.aot
+NUM_PAGES, NUM_ROWS = 4096, 8
+
+
+@pytest.mark.parametrize("num_tokens", [512, 8192])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_size"), [(9, 3, 64), (32, 32, 80), (32, 8, 96), (32, 8, 128), (64, 8, 192), (16, 8, 256)]
+)
+def test_shapes_of_models(compile_for, num_tokens, num_heads, num_kv_heads, head_size):
+    compiled = compiled_for(compile_for, num_tokens, num_heads, num_kv_heads, head_size)
+    assert num_kernels(compiled) == 1
+    assert compiled.memory_analysis().temp_size_in_bytes < 2**16, "no copy of the pool, of the queries or of the output"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"span": Span(window=1024)},
+        {"span": Span(chunk=8192)},
+        {"soft_cap": 50.0},
+        {"pool_is_finite": False},
+        {"query_tile": 8},
+        {"page_size": 128},
+        {"dtype": jnp.float16},
+    ],
+)
+def test_options(compile_for, options):
+    for head_size in (128, 256):
+        assert num_kernels(compiled_for(compile_for, 512, 32, 8, head_size, **options)) == 1
+
+
+def compiled_for(
+    compile_for,
+    num_tokens,
+    num_heads,
+    num_kv_heads,
+    head_size,
+    *,
+    query_tile=32,
+    pool_is_finite=True,
+    span=EVERYTHING,
+    soft_cap=None,
+    page_size=16,
+    dtype=jnp.bfloat16,
+):
+    options = {"query_tile": query_tile, "pool_is_finite": pool_is_finite, "span": span, "soft_cap": soft_cap}
+    row = ((NUM_ROWS,), jnp.int32)
+    return compile_for(
+        partial(ragged_prefill_attention, scale=head_size**-0.5, **options),
+        ((num_tokens, num_heads, head_size), dtype),
+        ((2, 2, NUM_PAGES, num_kv_heads, page_size, head_size), dtype),
+        ((), jnp.int32),
+        ((NUM_ROWS, 8192 // page_size), jnp.int32),
+        row,
+        row,
+        row,
+    )
