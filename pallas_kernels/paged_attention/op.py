@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import Backend
-from pallas_kernels.paged_attention import llvm_cpu, mosaic_gpu, reference, xla
+from pallas_kernels.paged_attention import llvm_cpu, mosaic_gpu, mosaic_tiling, reference, xla
 from pallas_kernels.paged_attention.llvm_tiles import LANES
 from pallas_kernels.span import EVERYTHING, Span
 
@@ -22,7 +22,7 @@ _IMPLEMENTATIONS: dict[Backend, Callable[..., Array]] = {
 
 def paged_attention(
     q: Float[Array, "B N H"],
-    kv_pages: Float[Array, "L 2 P K G H"],
+    kv_pages: Float[Array, "L S P K G H"],
     layer: Int[Array, ""],
     page_table: Int[Array, "B W"],
     kv_len: Int[Array, " B"],
@@ -31,13 +31,16 @@ def paged_attention(
     pool_is_finite: bool = False,
     span: Span = EVERYTHING,
     soft_cap: float | None = None,
+    kv_scales: Float[Array, "L S K"] | None = None,
+    value_size: int | None = None,
     backend: Backend = "xla",
-) -> Float[Array, "B N H"]:
+) -> Float[Array, "B N V"]:
     """Attention of one new token a request over its cached context.
 
     Args:
       q: queries, B requests of N heads of size H; query head n reads KV head n // (N / K).
-      kv_pages: the page pool of L layers, P pages of G tokens, keys first, then values; what lies outside a request's context may be anything, NaN too.
+      kv_pages: the page pool of L layers, P pages of G tokens, S = 2 sides, keys first, then values; of latents (MLA, arXiv:2405.04434) only one,
+        whose columns hold both. What lies outside a request's context may be anything, NaN too.
       layer: which of the L layers.
       page_table: the pages of each request in order, W of them; entries past the context are ignored but must lie in [0, P).
       kv_len: tokens of context of each request, the new one included; 0 for a padded row, whose output is 0.
@@ -45,36 +48,54 @@ def paged_attention(
       pool_is_finite: a promise that the pool holds no NaN or infinity anywhere, which may spare masking what lies outside a context.
       span: which of its context a token attends to; pages before it are not read.
       soft_cap: scores are bounded by it: soft_cap * tanh(scores / soft_cap) (Gemma 2, arXiv:2408.00118).
+      kv_scales: what a layer's keys and values of a KV head are multiplied by, as pages of float8_e4m3fn need it; 1 if not given.
+      value_size: of latents, how many of the H columns, the first, are values; None where values have pages of their own.
       backend: 'mosaic_gpu' (Hopper GPUs), 'llvm_cpu' (CPU devices), either for what `why_not` has nothing against; 'xla' or 'reference'.
 
-    Returns the attention output in q's type; scores and sums are float32. Raises `ValueError` for shapes that do not fit together, or
+    Returns the attention output in q's type, of V = H columns or value_size; scores and sums are float32. Raises `ValueError` for shapes that do not fit together, or
     that the backend can't run.
     """
-    if q.ndim != 3 or kv_pages.ndim != 6 or kv_pages.shape[1] != 2 or q.shape[2] != kv_pages.shape[5] or q.shape[1] % kv_pages.shape[3]:
+    num_sides = 2 if value_size is None else 1
+    if (
+        q.ndim != 3
+        or kv_pages.ndim != 6
+        or kv_pages.shape[1] != num_sides
+        or q.shape[2] != kv_pages.shape[5]
+        or q.shape[1] % kv_pages.shape[3]
+    ):
         raise ValueError(
-            f"paged_attention: q {q.shape} must be [B, N, H] and kv_pages {kv_pages.shape} [L, 2, P, K, G, H], with the same H and N a multiple of K"
+            f"paged_attention: q {q.shape} must be [B, N, H] and kv_pages {kv_pages.shape} [L, {num_sides}, P, K, G, H], "
+            "with the same H and N a multiple of K"
         )
+    if value_size is not None and not 0 < value_size <= q.shape[2]:
+        raise ValueError(f"paged_attention: value_size is {value_size}: latents have {q.shape[2]} columns")
     if page_table.shape[0] != q.shape[0] or kv_len.shape != (q.shape[0],):
         raise ValueError(f"paged_attention: page_table {page_table.shape} and kv_len {kv_len.shape} must have q's {q.shape[0]} rows")
     group = q.shape[1] // kv_pages.shape[3]
-    if reason := why_not(backend, kv_pages.dtype, group, q.shape[2], kv_pages.shape[4], span, soft_cap):
+    if kv_scales is not None and kv_scales.shape != (kv_pages.shape[0], num_sides, kv_pages.shape[3]):
+        raise ValueError(
+            f"paged_attention: kv_scales {kv_scales.shape} must be [L, {num_sides}, K], a number a layer, side and KV head of {kv_pages.shape}"
+        )
+    is_plain = span == EVERYTHING and soft_cap is None and kv_scales is None and value_size is None
+    if reason := why_not(
+        backend, kv_pages.dtype, group, q.shape[2], kv_pages.shape[4], is_plain=is_plain, is_latent=value_size is not None
+    ):
         raise ValueError(f"paged_attention: {backend} can't run: {reason}")
-    options = {} if span == EVERYTHING and soft_cap is None else {"span": span, "soft_cap": soft_cap}
+    options = {} if is_plain else {"span": span, "soft_cap": soft_cap, "kv_scales": kv_scales, "value_size": value_size}
     return _IMPLEMENTATIONS[backend](q, kv_pages, layer, page_table, kv_len, scale=scale, pool_is_finite=pool_is_finite, **options)
 
 
 def why_not(
-    backend: Backend, dtype: jnp.dtype, group: int, head_size: int, page_size: int, span: Span = EVERYTHING, soft_cap: float | None = None
+    backend: Backend, dtype: jnp.dtype, group: int, head_size: int, page_size: int, *, is_plain: bool = True, is_latent: bool = False
 ) -> str | None:
-    """Why a backend can't attend so over pages of this type, a KV head for `group` query heads; None if it can, on a device of its kind."""
+    """Why a backend can't attend over pages of this type, a KV head for `group` query heads; None if it can, on a device of its kind.
+    Plain attention is to everything, without soft cap, scales or latents."""
     if backend == "mosaic_gpu":
-        return mosaic_gpu.why_not(dtype, group, head_size, page_size)
+        return mosaic_tiling.why_not(dtype, group, head_size, page_size, is_latent=is_latent)
     if backend != "llvm_cpu":
         return None
     if dtype != jnp.float32:
         return f"it has no kernel for {dtype.name} pages"
     if head_size % LANES:
         return f"it has no kernel for heads of {head_size}: they must be a multiple of {LANES}"
-    if span != EVERYTHING or soft_cap is not None:
-        return "it has no kernel for windows, chunks or soft caps"
-    return None
+    return None if is_plain else "it has no kernel for windows, chunks, soft caps, scales or latents"

@@ -11,7 +11,7 @@ from pallas_kernels.span import EVERYTHING, Span
 
 def paged_attention(
     q: Float[Array, "B N H"],
-    kv_pages: Float[Array, "L 2 P K G H"],
+    kv_pages: Float[Array, "L S P K G H"],
     layer: Int[Array, ""],
     page_table: Int[Array, "B W"],
     kv_len: Int[Array, " B"],
@@ -20,23 +20,26 @@ def paged_attention(
     pool_is_finite: bool,
     span: Span = EVERYTHING,
     soft_cap: float | None = None,
-) -> Float[Array, "B N H"]:
+    kv_scales: Float[Array, "L S K"] | None = None,
+    value_size: int | None = None,
+) -> Float[Array, "B N V"]:
     """See op.py."""
     del pool_is_finite
     num_kv_heads, page_size = kv_pages.shape[3:5]
     batch, num_heads, head_size = q.shape
 
-    def gathered(pages: Float[Array, "P K G H"]) -> Float[Array, "B K S H"]:
-        return jnp.moveaxis(pages[page_table], 2, 1).reshape(batch, num_kv_heads, -1, head_size).astype(jnp.float32)
+    def gathered(side: int) -> Float[Array, "B K S H"]:
+        found = jnp.moveaxis(kv_pages[layer, side][page_table], 2, 1).reshape(batch, num_kv_heads, -1, head_size).astype(jnp.float32)
+        return found if kv_scales is None else found * kv_scales[layer, side][:, None, None]
 
     grouped = q.reshape(batch, num_kv_heads, num_heads // num_kv_heads, head_size).astype(jnp.float32)
     position, ends = jnp.arange(page_table.shape[1] * page_size), kv_len[:, None]
     valid = (position < ends) & (position >= span.first(ends - 1))
-    scores = jnp.einsum("bknh,bksh->bkns", grouped, gathered(kv_pages[layer, 0]), precision="highest") * scale
+    scores = jnp.einsum("bknh,bksh->bkns", grouped, gathered(0), precision="highest") * scale
     if soft_cap is not None:
         scores = jnp.tanh(scores / soft_cap) * soft_cap
     weights = jax.nn.softmax(jnp.where(valid[:, None, None], scores, -jnp.inf), axis=-1)
     # A masked weight is 0, but 0 * NaN is NaN: what lies in unused places must not matter.
-    values = jnp.where(valid[:, None, :, None], gathered(kv_pages[layer, 1]), 0.0)
+    values = jnp.where(valid[:, None, :, None], gathered(-1)[..., :value_size], 0.0)
     out = jnp.einsum("bkns,bksh->bknh", weights, values, precision="highest")
-    return jnp.where(kv_len[:, None, None] > 0, out.reshape(q.shape), 0.0).astype(q.dtype)
+    return jnp.where(kv_len[:, None, None] > 0, out.reshape(batch, num_heads, -1), 0.0).astype(q.dtype)

@@ -19,7 +19,7 @@ _BATCH_RUN_TOKENS, _SHORTEST_RUN, _LONGEST_RUN = 1024, 64, 256
 
 def paged_attention(
     q: Float[Array, "B N H"],
-    kv_pages: Float[Array, "L 2 P K G H"],
+    kv_pages: Float[Array, "L S P K G H"],
     layer: Int[Array, ""],
     page_table: Int[Array, "B W"],
     kv_len: Int[Array, " B"],
@@ -28,9 +28,11 @@ def paged_attention(
     pool_is_finite: bool,
     span: Span = EVERYTHING,
     soft_cap: float | None = None,
-) -> Float[Array, "B N H"]:
+    kv_scales: Float[Array, "L S K"] | None = None,
+    value_size: int | None = None,
+) -> Float[Array, "B N V"]:
     """See op.py."""
-    num_layers, _, num_pages, num_kv_heads, page_size, head_size = kv_pages.shape
+    num_layers, num_sides, num_pages, num_kv_heads, page_size, head_size = kv_pages.shape
     batch, num_heads, _ = q.shape
     group = num_heads // num_kv_heads
     wanted_run = min(max(_BATCH_RUN_TOKENS // batch, _SHORTEST_RUN), _LONGEST_RUN)
@@ -38,10 +40,12 @@ def paged_attention(
     padding = -page_table.shape[1] % run_pages
     table = jnp.pad(page_table, ((0, 0), (0, padding)))
     grouped = (q.astype(jnp.float32) * scale).reshape(batch, num_kv_heads, group, head_size)
+    if kv_scales is not None:  # a number a head: it goes to what keys are multiplied with, and to what values come to
+        grouped *= kv_scales[layer, 0][:, None, None]
     # One row a (page, KV head): the gather then writes [B, K, S, H] directly, and no transpose follows it.
-    pool = kv_pages.reshape(num_layers * 2 * num_pages * num_kv_heads, page_size * head_size)
-    first_key_row = layer * 2 * num_pages * num_kv_heads
-    first_value_row = first_key_row + num_pages * num_kv_heads
+    pool = kv_pages.reshape(num_layers * num_sides * num_pages * num_kv_heads, page_size * head_size)
+    first_key_row = layer * num_sides * num_pages * num_kv_heads
+    first_value_row = first_key_row + (num_sides - 1) * num_pages * num_kv_heads
     run_tokens = run_pages * page_size
 
     def one_run(i: Int[Array, ""], carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -64,7 +68,7 @@ def paged_attention(
         scores = jnp.where(valid[:, None, None], scores, -1e30)
         new_top = jnp.maximum(top, scores.max(-1))
         weights = jnp.exp(scores - new_top[..., None])
-        values = gathered(rows + first_value_row)
+        values = gathered(rows + first_value_row)[..., :value_size]
         if not pool_is_finite:
             values = jnp.where(valid[:, None, :, None], values, 0.0)  # a weight of 0 times NaN would be NaN
         shrink = jnp.exp(top - new_top)
@@ -74,7 +78,7 @@ def paged_attention(
     start = (
         jnp.full((batch, num_kv_heads, group), -1e30),
         jnp.zeros((batch, num_kv_heads, group)),
-        jnp.zeros((batch, num_kv_heads, group, head_size)),
+        jnp.zeros((batch, num_kv_heads, group, value_size or head_size)),
     )
     num_runs = (jnp.max(kv_len) + run_tokens - 1) // run_tokens
     # Runs that no row's span reaches are skipped; a padded row has no say.
@@ -82,4 +86,6 @@ def paged_attention(
     first_run = 0 if span == EVERYTHING else jnp.min(jnp.where(kv_len > 0, first_runs, num_runs))
     _, total, out = jax.lax.fori_loop(first_run, num_runs, one_run, start)
     out = out / jnp.maximum(total, 1e-30)[..., None]
-    return jnp.where(kv_len[:, None, None] > 0, out.reshape(q.shape), 0.0).astype(q.dtype)
+    if kv_scales is not None:
+        out *= kv_scales[layer, -1][:, None, None]
+    return jnp.where(kv_len[:, None, None] > 0, out.reshape(batch, num_heads, -1), 0.0).astype(q.dtype)

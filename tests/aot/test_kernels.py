@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.paged_attention.mosaic_gpu import paged_attention
-from pallas_kernels.span import EVERYTHING, Span
+from pallas_kernels.span import Span
 from tests.aot.conftest import num_kernels
 
 pytestmark = pytest.mark.aot
@@ -33,14 +31,31 @@ def test_paged_attention_with(compile_for, options):
     assert num_kernels(compile_paged(compile_for, 8, 32, 8, 128, **options)) == 1
 
 
-def compile_paged(compile_for, batch, num_heads, num_kv_heads, head_size, *, pool_is_finite=True, span=EVERYTHING, soft_cap=None):
-    function = partial(paged_attention, scale=head_size**-0.5, pool_is_finite=pool_is_finite, span=span, soft_cap=soft_cap)
-    bfloat16, int32 = jnp.bfloat16, jnp.int32
+@pytest.mark.parametrize("head_size", [64, 128])
+def test_paged_attention_over_float8(compile_for, head_size):
+    assert num_kernels(compile_paged(compile_for, 8, 32, 8, head_size, dtype=jnp.float8_e4m3fn)) == 1
+
+
+@pytest.mark.parametrize(("batch", "num_heads"), [(1, 16), (1, 128), (64, 128)])
+def test_paged_attention_over_latents(compile_for, batch, num_heads):
+    """DeepSeek-V3's and Kimi K2's, whole or an eighth of the heads."""
+    assert num_kernels(compile_paged(compile_for, batch, num_heads, 1, 576, page_size=64, value_size=512)) == 1
+
+
+def compile_paged(
+    compile_for, batch, num_heads, num_kv_heads, head_size, *, page_size=16, dtype=jnp.bfloat16, pool_is_finite=True, **options
+):
+    def function(q, kv_pages, scales, *others):
+        kv_scales = scales if dtype == jnp.float8_e4m3fn else None
+        return paged_attention(q, kv_pages, *others, scale=0.1, pool_is_finite=pool_is_finite, kv_scales=kv_scales, **options)
+
+    num_sides = 1 if "value_size" in options else 2
     return compile_for(
         function,
-        ((batch, num_heads, head_size), bfloat16),
-        ((2, 2, NUM_PAGES, num_kv_heads, 16, head_size), bfloat16),
-        ((), int32),
-        ((batch, 256), int32),
-        ((batch,), int32),
+        ((batch, num_heads, head_size), jnp.bfloat16),
+        ((2, num_sides, NUM_PAGES, num_kv_heads, page_size, head_size), dtype),
+        ((2, num_sides, num_kv_heads), jnp.float32),
+        ((), jnp.int32),
+        ((batch, 256), jnp.int32),
+        ((batch,), jnp.int32),
     )

@@ -12,7 +12,7 @@ from pallas_kernels.llvm import machine
 from pallas_kernels.paged_attention import llvm_cpu
 from pallas_kernels.paged_attention.cases import CASES, Case
 from pallas_kernels.paged_attention.op import paged_attention, why_not
-from pallas_kernels.span import EVERYTHING, Span
+from pallas_kernels.span import Span
 from tests.kernels.poisoned_pool import LAYER, poisoned_pool
 
 
@@ -89,6 +89,38 @@ def test_soft_caps(backend):
     q *= 5
     out = run(q, kv, table, kv_len, scale=1.0, backend=backend, soft_cap=3.0)
     np.testing.assert_allclose(out, plain(*map(np.asarray, (q, kv, table, kv_len)), 1.0, soft_cap=3.0), atol=1e-5)
+
+
+def quantized(kv, num_kv_heads, seed):
+    """A pool in float8 whose heads need scales of their own, and those."""
+    scales = jnp.asarray(np.random.default_rng(seed).uniform(0.005, 0.1, (kv.shape[0], kv.shape[1], num_kv_heads)), jnp.float32)
+    return (kv / scales[:, :, None, :, None, None]).astype(jnp.float8_e4m3fn), scales
+
+
+@pytest.mark.parametrize("backend", ["reference", "xla"])
+def test_float8_pages_with_scales(backend):
+    case = Case("", 4, 2, 16, 4, (1, 9, 64))
+    q, kv, table, kv_len = arguments(case, case.context, 17)
+    narrow, scales = quantized(kv, 2, 17)
+    wide = np.asarray(narrow.astype(jnp.float32) * scales[:, :, None, :, None, None])
+    out = paged_attention(q, narrow, jnp.int32(LAYER), table, kv_len, scale=0.3, backend=backend, kv_scales=scales)
+    np.testing.assert_allclose(out, plain(np.asarray(q), wide, np.asarray(table), np.asarray(kv_len), 0.3), atol=1e-5)
+    with pytest.raises(ValueError, match=r"kv_scales .* \[L, 2, K\]"):
+        paged_attention(q, narrow, jnp.int32(LAYER), table, kv_len, scale=0.3, backend=backend, kv_scales=scales[0])
+
+
+@pytest.mark.parametrize("backend", ["reference", "xla"])
+def test_values_that_are_columns_of_latents(backend):
+    case = Case("", 8, 1, 24, 4, (1, 9, 64))
+    q, kv, table, kv_len = arguments(case, case.context, 18)
+    latents = kv[:, :1]
+    out = paged_attention(q, latents, jnp.int32(LAYER), table, kv_len, scale=0.3, backend=backend, value_size=16)
+    both = np.concatenate([latents, latents], 1)
+    np.testing.assert_allclose(out, plain(np.asarray(q), both, np.asarray(table), np.asarray(kv_len), 0.3)[..., :16], atol=1e-5)
+    with pytest.raises(ValueError, match=r"\[L, 1, P, K, G, H\]"):
+        paged_attention(q, kv, jnp.int32(LAYER), table, kv_len, scale=0.3, backend=backend, value_size=16)
+    with pytest.raises(ValueError, match="value_size is 25: latents have 24 columns"):
+        paged_attention(q, latents, jnp.int32(LAYER), table, kv_len, scale=0.3, backend=backend, value_size=25)
 
 
 def test_a_span_is_one_thing():
@@ -230,7 +262,8 @@ def test_shapes_that_do_not_fit_are_refused_by_name():
 def test_what_a_backend_has_no_kernel_for_is_refused():
     float32, bfloat16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
     assert why_not("llvm_cpu", float32, 4, 96, 8) is None
-    assert why_not("mosaic_gpu", bfloat16, 64, 80, 16, Span(window=4), 30.0) is None
+    assert why_not("mosaic_gpu", bfloat16, 64, 80, 16, is_plain=False) is None
+    assert why_not("mosaic_gpu", bfloat16, 128, 576, 64, is_latent=True) is None
     for backend, dtype, group, head_size, page_size, words in (
         ("llvm_cpu", bfloat16, 1, 64, 8, "bfloat16 pages"),
         ("llvm_cpu", float32, 1, 24, 8, "heads of 24: they must be a multiple of 16"),
@@ -240,12 +273,14 @@ def test_what_a_backend_has_no_kernel_for_is_refused():
         ("mosaic_gpu", bfloat16, 1, 64, 4, "pages of 4 tokens"),
         ("mosaic_gpu", bfloat16, 1, 64, 24, "pages of 24 tokens"),
         ("mosaic_gpu", bfloat16, 65, 64, 16, "65 query heads"),
+        ("mosaic_gpu", jnp.dtype("float8_e4m3fn"), 1, 80, 16, "heads of 80: they must be a multiple of 32"),
     ):
         assert words in why_not(backend, dtype, group, head_size, page_size)
         q, kv, table, kv_len = arguments(Case("", group, 1, head_size, page_size, ()), (5, 64), 13, dtype)
         with pytest.raises(ValueError, match=words):
             paged_attention(q, kv, LAYER, table, kv_len, scale=1.0, backend=backend)
         paged_attention(q, kv, LAYER, table, kv_len, scale=1.0, backend="xla")
-    for options in ({"span": Span(window=4)}, {"soft_cap": 3.0}):
-        assert "windows, chunks or soft caps" in why_not("llvm_cpu", float32, 1, 64, 8, **options)
-    assert why_not("llvm_cpu", float32, 1, 64, 8, EVERYTHING, None) is None
+    q, kv, table, kv_len = arguments(Case("", 2, 2, 64, 8, ()), (5, 64), 13)
+    for options in ({"span": Span(window=4)}, {"soft_cap": 3.0}, {"kv_scales": jnp.ones((kv.shape[0], 2, 2))}):
+        with pytest.raises(ValueError, match="windows, chunks, soft caps, scales or latents"):
+            paged_attention(q, kv, LAYER, table, kv_len, scale=1.0, backend="llvm_cpu", **options)

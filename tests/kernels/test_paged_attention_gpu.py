@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.paged_attention.mosaic_gpu import Tiling, paged_attention, tiling_for
+from pallas_kernels.paged_attention.mosaic_gpu import paged_attention
+from pallas_kernels.paged_attention.mosaic_tiling import Tiling, tiling_for
 from pallas_kernels.paged_attention.op import paged_attention as op
 from pallas_kernels.span import Span
 from tests.kernels.poisoned_pool import LAYER, poisoned_pool
@@ -63,8 +64,38 @@ def test_pages_before_a_span_are_not_read():
     np.testing.assert_allclose(found.astype(jnp.float32), expected.astype(jnp.float32), atol=0.02)
 
 
+@pytest.mark.parametrize("is_finite", [False, True])
+def test_float8_pages_are_widened_and_scaled(is_finite):
+    random, context, num_kv_heads = np.random.default_rng(2), (70, 5), 2
+    kv, table = poisoned_pool(random, context, num_kv_heads, 16, 64)
+    scales = jnp.asarray(random.uniform(0.01, 0.1, (len(kv), 2, num_kv_heads)), jnp.float32)
+    kv = jnp.asarray(np.nan_to_num(kv) if is_finite else kv)
+    narrow = (kv / scales[:, :, None, :, None, None]).astype(jnp.float8_e4m3fn)
+    q = jnp.asarray(random.standard_normal((2, 6, 64)), jnp.bfloat16)
+    arguments = q, narrow, jnp.int32(LAYER), jnp.asarray(table), jnp.asarray(context, jnp.int32)
+    options = {"scale": 0.125, "pool_is_finite": is_finite, "kv_scales": scales}
+    expected = op(q.astype(jnp.float32), *arguments[1:], backend="reference", **options)
+    found = jax.jit(functools.partial(paged_attention, interpreted=True, tiling=Tiling(64, 2, 1), **options))(*arguments)
+    np.testing.assert_allclose(found.astype(jnp.float32), expected, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize(("num_heads", "head_size", "value_size", "splits"), [(16, 192, 128, 1), (128, 576, 512, 2)])
+def test_latents(num_heads, head_size, value_size, splits):
+    """Values that are columns of the keys; query heads of several tiles; results of two warpgroups."""
+    random, context = np.random.default_rng(3), (150,)
+    kv, table = poisoned_pool(random, context, 1, 64, head_size)
+    q = jnp.asarray(random.standard_normal((1, num_heads, head_size)), jnp.bfloat16)
+    arguments = q, jnp.asarray(kv[:, :1], jnp.bfloat16), jnp.int32(LAYER), jnp.asarray(table), jnp.asarray(context, jnp.int32)
+    options = {"scale": head_size**-0.5, "pool_is_finite": False, "value_size": value_size}
+    expected = op(*(a.astype(jnp.float32) for a in arguments[:2]), *arguments[2:], backend="reference", **options)
+    found = jax.jit(functools.partial(paged_attention, interpreted=True, tiling=Tiling(64, 2, splits), **options))(*arguments)
+    np.testing.assert_allclose(found.astype(jnp.float32), expected, rtol=0.02, atol=0.02)
+
+
 def test_a_tiling_fills_the_gpu_and_no_more():
-    assert tiling_for(1, 8, 128, 16, 131072).splits == 33
-    assert tiling_for(32, 8, 128, 16, 131072).splits == 1
-    assert tiling_for(1, 8, 128, 16, 512).splits == 2, "a share is worth its block"
-    assert tiling_for(1, 8, 128, 128, 512).tokens == 128
+    dtype = jnp.dtype("bfloat16")
+    assert tiling_for(1, 8, 4, 128, 16, 131072, dtype).splits == 33
+    assert tiling_for(32, 8, 4, 128, 16, 131072, dtype).splits == 1
+    assert tiling_for(1, 8, 4, 128, 16, 512, dtype).splits == 2, "a share is worth its block"
+    assert tiling_for(1, 8, 4, 128, 128, 512, dtype).tokens == 128
+    assert tiling_for(1, 1, 128, 576, 64, 131072, dtype, is_latent=True) == Tiling(64, 2, 132)

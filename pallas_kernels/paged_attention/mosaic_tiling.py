@@ -1,0 +1,66 @@
+"""How paged_attention's kernel for Hopper GPUs cuts up a call, and which calls it is for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from pallas_kernels.mosaic.warpgroup import ROWS, SHARED_MEMORY
+
+_BLOCKS = 2 * 132  # that an H100 or H200 runs at a time, two a multiprocessor
+_SHORTEST_SHARE = 256  # tokens that are worth a block
+_LARGEST_HEAD = 256  # columns that a warpgroup has registers to sum up
+_LARGEST_LATENT = 576
+_RESERVED = 4096  # bytes of shared memory for barriers and alignment
+ROW_TILE = 8  # rows of shared memory are copied by eights
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a call is cut up."""
+
+    tokens: int  # of a tile: a multiple of the page size and of 64
+    stages: int  # tiles of keys, and of values, on their way or in use
+    splits: int  # shares of each context
+
+
+def tiling_for(
+    batch: int,
+    num_kv_heads: int,
+    group: int,
+    head_size: int,
+    page_size: int,
+    max_context: int,
+    dtype: jnp.dtype,
+    *,
+    is_latent: bool = False,
+) -> Tiling:
+    """A tiling that fills the GPU and, where it can, leaves room for two blocks a multiprocessor. It is derived, not yet tuned on a GPU."""
+    blocks = batch * num_kv_heads * num_row_tiles(group)
+    splits = max(1, min(_BLOCKS // blocks, -(-max_context // _SHORTEST_SHARE)))
+    tokens = max(ROWS, page_size)
+    size = dtype.itemsize
+    wide = 0 if size > 1 else 2 * tokens * head_size * 2
+    fixed, stage = _RESERVED + ROWS * head_size * max(size, 2) + wide, (1 if is_latent else 2) * tokens * head_size * size
+    room = SHARED_MEMORY // 2 if fixed + 2 * stage <= SHARED_MEMORY // 2 else SHARED_MEMORY
+    return Tiling(tokens, max(2, min(4, (room - fixed) // stage)), splits)
+
+
+def num_row_tiles(group: int) -> int:
+    """Tiles of query heads that share a KV head."""
+    return -(-group // ROWS)
+
+
+def why_not(dtype: jnp.dtype, group: int, head_size: int, page_size: int, *, is_latent: bool = False) -> str | None:
+    """Why there is no kernel for such pages, a KV head for `group` query heads; None if there is."""
+    if dtype not in (jnp.bfloat16, jnp.float16, *(() if is_latent else (jnp.float8_e4m3fn,))):
+        return f"it has no kernel for {dtype.name} pages{' of latents' if is_latent else ''}"
+    multiple, largest = (64, _LARGEST_LATENT) if is_latent else (32 // dtype.itemsize, _LARGEST_HEAD)
+    if head_size % multiple or head_size > largest:
+        return f"it has no kernel for heads of {head_size}: they must be a multiple of {multiple}, at most {largest}"
+    if page_size not in (8, 16, 32, 64, 128):
+        return f"it has no kernel for pages of {page_size} tokens: they must be of 8, 16, 32, 64 or 128"
+    if group > ROWS and group % ROWS:
+        return f"it has no kernel for {group} query heads a KV head: at most {ROWS}, or a multiple of it"
+    return None
