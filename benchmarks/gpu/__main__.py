@@ -1,0 +1,79 @@
+"""`python -m benchmarks.gpu`: what the kernels and the engine reach on this machine's GPU, in a few minutes and one go.
+
+The most valuable comes first, what doesn't fit into --minutes is left out and said so, and results are written after each row."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import secrets
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from fnmatch import fnmatch
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu import predictions, tune
+from benchmarks.gpu.catalog import catalog
+from benchmarks.gpu.floors import DATASHEET
+from benchmarks.gpu.processes import jax_about, torch_about
+from benchmarks.gpu.report import Report
+from benchmarks.gpu.sizes import FULL
+from benchmarks.gpu.worker import Deadline, run_all
+
+_RESULTS = Path(__file__).resolve().parent.parent / "results"
+_MARGIN_S = 10.0  # to end a process and write
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = _parser().parse_args(arguments)
+    if options.predict:
+        print(predictions.page(FULL))
+        return
+    began = time.monotonic()
+    seed = secrets.randbelow(2**31) if options.seed is None else options.seed
+    # Each process has the GPU for itself.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+    make = partial(catalog, is_small=options.small, seed=seed, is_tuning=options.tune)
+    chosen = [m for m in make() if not options.only or any(fnmatch(m.key, pattern) for pattern in options.only)]
+    report = Report({"small": options.small, "seed": seed, "minutes": options.minutes, "tune": options.tune, "only": options.only})
+    report.add({"began": datetime.now(UTC).isoformat(timespec="seconds"), "python": platform.python_version()})
+    abouts: dict[Any, Any] = {
+        "jax": partial(jax_about, needs_gpu=not options.small),
+        "torch": partial(torch_about, needs_gpu=not options.small),
+    }
+    deadline = Deadline(options.minutes * 60 - _MARGIN_S - (time.monotonic() - began))
+    path: Path | None = None
+    for said in run_all(make, chosen, abouts, deadline):
+        report.add(said)
+        path = options.output or _RESULTS / f"{report.card}-{datetime.now(UTC).date().isoformat()}.json"
+        report.add({"minutes_taken": round((time.monotonic() - began) / 60, 2)})
+        report.write(path)
+    if options.tune:
+        print(tune.write(report, options.tuned))
+    print(report.table())
+    print(f"\n{report.about.get('card', 'no card')}: {(time.monotonic() - began) / 60:.1f} minutes; all of it in {path}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=8.0, help="everything ends within these (default: %(default)s)")
+    parser.add_argument("--output", type=Path, help="where the JSON goes (default: benchmarks/results/<card>-<date>.json)")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="PATTERN", help="measures to run, such as 'copy*' 'paged_attention/mosaic_gpu/*'"
+    )
+    parser.add_argument("--seed", type=int, help="of the inputs (default: another in each run)")
+    parser.add_argument("--small", action="store_true", help="tiny sizes, on a CPU too: does it run?")
+    parser.add_argument("--tune", action="store_true", help="try tilings of the kernels instead, and keep the best of each")
+    parser.add_argument("--tuned", type=Path, default=tune.FOLDER, help="folder of the tilings kept (default: %(default)s)")
+    parser.add_argument(
+        "--predict", action="store_true", help=f"print the floors by the datasheets of {', '.join(DATASHEET)}, and measure nothing"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""The least that a piece of work must move and compute, and the time that a card's rates make of it. Imports no JAX."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Work:
+    """Each input read once, each output written once; a multiplication and an addition are two operations."""
+
+    num_bytes: float
+    num_flops: float
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.num_bytes + other.num_bytes, self.num_flops + other.num_flops)
+
+    def times(self, count: int) -> Work:
+        return Work(self.num_bytes * count, self.num_flops * count)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a card does in a second."""
+
+    bytes_per_s: float
+    flops_per_s: float  # of dense bfloat16 products
+
+    def floor(self, work: Work) -> float:
+        """Seconds that no version of the work runs much faster than."""
+        return max(work.num_bytes / self.bytes_per_s, work.num_flops / self.flops_per_s)
+
+    def bound(self, work: Work) -> str:
+        """Which of the two the floor follows from: 'copy' or 'matmul'."""
+        return "copy" if work.num_bytes / self.bytes_per_s >= work.num_flops / self.flops_per_s else "matmul"
+
+    def share(self, work: Work, seconds: float) -> float:
+        """The floor over the time it took: 1 is as fast as the card."""
+        return self.floor(work) / seconds
+
+
+# By the vendor's datasheets of the SXM cards: leads, not measurements. The matrix rates are half of those printed, which are with sparsity.
+DATASHEET = {"h100": Rates(3.35e12, 989e12), "h200": Rates(4.8e12, 989e12)}
+
+
+def decode_attention(batch: int, context: int, num_heads: int, num_kv_heads: int, head_size: int, itemsize: int) -> Work:
+    """One token a request over contexts of one length, in one layer."""
+    queries = batch * num_heads * head_size
+    keys_and_values = 2 * batch * context * num_kv_heads * head_size
+    return Work((keys_and_values + 2 * queries) * itemsize, 4 * queries * context)
+
+
+def prefill_attention(num_tokens: int, num_heads: int, num_kv_heads: int, head_size: int, itemsize: int) -> Work:
+    """A prompt's tokens over themselves, causally, in one layer: the half above the diagonal isn't work."""
+    num_bytes = 2 * num_tokens * (num_heads + num_kv_heads) * head_size * itemsize
+    return Work(num_bytes, 4 * num_heads * head_size * num_tokens * (num_tokens + 1) / 2)
+
+
+def product(rows: int, inputs: int, outputs: int, itemsize: int, num_matrices: int = 1) -> Work:
+    """Rows times a matrix, or each with one of several that are all read."""
+    num_bytes = (num_matrices * inputs * outputs + rows * (inputs + outputs)) * itemsize
+    return Work(num_bytes, 2 * rows * inputs * outputs)

@@ -1,0 +1,129 @@
+"""This project's kernels: a row of a table each. Checked against its reference on fresh random inputs, then timed."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.gpu import grouped, paged, prefill
+from benchmarks.gpu.floors import DATASHEET
+from benchmarks.gpu.measure import Found, Measure
+from benchmarks.gpu.problem import Problem
+from benchmarks.gpu.sizes import Sizes
+from benchmarks.gpu.timing import per_call
+
+# ||out - reference|| / ||reference||. bfloat16 operands give 1e-3 to 1e-2; float32 ones far less.
+WORST_ERROR = {"bfloat16": 1e-2, "float32": 1e-3}
+_LIMIT_S = 75.0  # the first one starts CUDA, too
+_EXPECTED = DATASHEET["h100"]
+Tiling = dict[str, int]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """An op, as something to measure. `cases` are its sizes, each with the name that the report has."""
+
+    name: str  # of the folder in pallas_kernels and of the function
+    cases: Callable[[Sizes], dict[str, Any]]
+    problem: Callable[[Sizes, Any, int], Problem]  # of a case, with a seed
+    tilings: Callable[[Sizes, Any], list[Tiling]]  # that are worth a try
+
+
+KERNELS = (
+    Kernel("paged_attention", paged.cases, paged.problem, paged.tilings),
+    Kernel("ragged_prefill_attention", prefill.cases, prefill.problem, prefill.tilings),
+    Kernel("grouped_matmul", grouped.cases, grouped.problem, grouped.tilings),
+)
+
+
+def measures(sizes: Sizes, way: str, seed: int) -> list[Measure]:
+    """Every kernel in every size in one way of running it."""
+    return [
+        Measure(kernel.name, way, case, partial(_measure, kernel, sizes, way, case, seed, None), _LIMIT_S)
+        for kernel in KERNELS
+        for case in kernel.cases(sizes)
+    ]
+
+
+def tunings(sizes: Sizes, seed: int) -> list[Measure]:
+    """Every kernel in every size with every tiling."""
+    way = sizes.kernel_ways[0]
+    return [
+        Measure(
+            kernel.name,
+            way,
+            f"{case}, {', '.join(f'{name} {value}' for name, value in tiling.items())}",
+            partial(_measure, kernel, sizes, way, case, seed, tiling),
+            _LIMIT_S,
+        )
+        for kernel in KERNELS
+        for case, about in kernel.cases(sizes).items()
+        for tiling in kernel.tilings(sizes, about)
+    ]
+
+
+def implementation(name: str, way: str, tiling: Tiling | None) -> Callable[..., Any]:
+    """The op in this way. The GPU kernel is taken from its own module, which takes a tiling. Raises `ImportError` where there is none."""
+    if way == "mosaic_gpu":
+        module = importlib.import_module(f"pallas_kernels.{name}.mosaic_gpu")
+        options = {} if tiling is None else {"tiling": module.Tiling(**tiling)}
+        return partial(getattr(module, name), **options)
+    op = getattr(importlib.import_module(f"pallas_kernels.{name}.op"), name)
+    return partial(op, backend=way)
+
+
+def _measure(kernel: Kernel, sizes: Sizes, way: str, case: str, seed: int, tiling: Tiling | None) -> Iterator[Found]:
+    function = implementation(kernel.name, way, tiling)
+    problem = kernel.problem(sizes, kernel.cases(sizes)[case], seed)
+    yield measured(function, problem, sizes, case, {} if tiling is None else {"tiling": tiling, "shape": problem.shape})
+
+
+def measured(function: Callable[..., Any], problem: Problem, sizes: Sizes, case: str, notes: dict[str, Any]) -> Found:
+    """Checked, then timed: what is wrong has no time."""
+    errors = {}
+    for name, check in problem.checks.items():
+        found, is_same_again, dtype = _run_again(partial(check.run, function))
+        errors[name] = relative_error(found, check.expected())
+        notes = notes | {"relative_error": max(errors.values(), key=lambda e: math.inf if math.isnan(e) else e)}
+        if not errors[name] <= WORST_ERROR[dtype]:
+            return Found(case, work=problem.work, notes=notes, failure=f"{name}: relative error {errors[name]:.1e}")
+        if not is_same_again:  # the order of sums may differ; a race may be behind it
+            notes |= {"differs_between_runs": True}
+    expected_s = _EXPECTED.floor(problem.work)
+    step = partial(problem.step, function)
+    times = per_call(step, problem.carry, problem.shared, problem.num_inputs, max(expected_s, 4e-6), sizes.repeats)
+    return Found(case, times, problem.work, notes)
+
+
+def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
+    """||found - expected|| / ||expected||; NaN where anything is NaN that mustn't be."""
+    found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
+    if found.shape != expected.shape:
+        raise ValueError(f"the result is {found.shape}, not {expected.shape}")
+    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+
+
+def _run_again(run: Callable[[], jax.Array]) -> tuple[np.ndarray, bool, str]:
+    """The result, whether a second run gave the same, and its type. The memory that results are written to is NaN before."""
+    shape = jax.eval_shape(run)
+    results = []
+    for _ in range(2):
+        scribbled = [jnp.full(shape.shape, jnp.nan, shape.dtype) for _ in range(3)]
+        jax.block_until_ready(scribbled)
+        del scribbled
+        results.append(np.asarray(run().astype(jnp.float32)))
+    return results[0], np.array_equal(results[0], results[1], equal_nan=True), shape.dtype.name
+
+
+def grid(**values: Sequence[int]) -> list[Tiling]:
+    """Every combination."""
+    return [dict(zip(values, each, strict=True)) for each in itertools.product(*values.values())]

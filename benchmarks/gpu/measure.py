@@ -1,0 +1,59 @@
+"""What a room offers to be measured, and what came of it. Imports no JAX."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from benchmarks.gpu.floors import Work
+
+Library = Literal["jax", "torch"]  # a process holds the GPU with one of them
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of one call: the median of several measurements, the lowest and the highest."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Times:
+        """Raises `ValueError` where the median is not above zero: the work was too short for the clock."""
+        median = statistics.median(seconds)
+        if not median > 0:
+            raise ValueError(f"{median:.1e} s a call: too short to be measured so")
+        return cls(median, min(seconds), max(seconds))
+
+
+@dataclass(frozen=True)
+class Found:
+    """A row of the result."""
+
+    case: str
+    times: Times | None = None
+    work: Work | None = None
+    notes: dict[str, Any] = field(default_factory=dict)  # numbers and words beside the time
+    failure: str | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One thing to run, in a process that may be killed over it. `run` gives its rows as they come."""
+
+    name: str  # of the work, such as 'paged_attention'
+    way: str  # of doing it, such as 'mosaic_gpu'
+    case: str  # its sizes; '' where the rows name theirs
+    run: Callable[[], Iterator[Found]]
+    limit_s: float
+    library: Library = "jax"
+
+    @property
+    def key(self) -> str:
+        return "/".join(part for part in (self.name, self.way, self.case) if part)

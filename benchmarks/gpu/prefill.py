@@ -1,0 +1,111 @@
+"""ragged_prefill_attention: a prompt's tokens over themselves, in Llama-3.1-8B's shape."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.gpu.pools import random_pages
+from benchmarks.gpu.problem import Check, Problem, attention_shape, inputs_in_turns, only_if_finite
+from benchmarks.gpu.sizes import Sizes
+from pallas_kernels.ragged_prefill_attention import reference
+
+_QUERY_TILE = 32  # as the engine's programs have it
+_RAGGED_TOKENS = 512  # of a step of several requests
+_LONGEST_PREFIX = 300
+_NUM_SAMPLES = 4  # query tiles of a long prompt that the reference computes, the last among them
+
+
+def cases(sizes: Sizes) -> dict[str, int]:
+    return {f"{num_tokens} tokens": num_tokens for num_tokens in sizes.prefill}
+
+
+def tilings(sizes: Sizes, case: int) -> list[dict[str, int]]:
+    """Of the heads that share a KV head 1, 2 or 4 in a tile; tiles of as many tokens as shared memory has room for twice."""
+    if sizes.is_small:
+        return [{"heads": 1, "tokens": 64, "stages": 2}]
+    return [
+        {"heads": heads, "tokens": tokens, "stages": stages}
+        for heads in (1, 2, 4)
+        for tokens, stages in ((64, 2), (64, 4), (64, 6), (128, 2), (128, 3))
+    ]
+
+
+def problem(sizes: Sizes, num_tokens: int, seed: int) -> Problem:
+    work = sizes.prefill_attention(num_tokens)
+    num_inputs = inputs_in_turns(work, sizes)
+    random = np.random.default_rng([seed, num_tokens])
+    kv, table = random_pages(random, np.asarray([num_tokens]), num_inputs, sizes, fill=0.0)
+    row = tuple(jnp.asarray([value], jnp.int32) for value in (0, num_tokens, num_tokens))
+
+    def step(function: Callable[..., Any], q: jax.Array, shared: Any, layer: int) -> jax.Array:
+        kv, table, row = shared
+        # Results become queries; this scale keeps the scores of such small ones spread.
+        scale = 0.2 * (num_tokens / sizes.model.head_size) ** 0.5
+        return function(q, kv, jnp.int32(layer), table, *row, scale=scale, query_tile=_tile(num_tokens), pool_is_finite=True)
+
+    checks = {
+        "several requests": _several_requests(sizes, min(num_tokens, _RAGGED_TOKENS), int(random.integers(2**31))),
+        "one prompt": _one_prompt(sizes, num_tokens, int(random.integers(2**31))),
+    }
+    shape = attention_shape(sizes) | {"tokens": num_tokens}
+    return Problem(work, _queries(random, num_tokens, sizes), (kv, table, row), num_inputs, step, checks, shape)
+
+
+def _several_requests(sizes: Sizes, num_tokens: int, seed: int) -> Check:
+    """Runs of any length that start at tiles, each after a prefix of any length; some tokens are no request's; what no one may read is NaN."""
+    random = np.random.default_rng(seed)
+    tile = _tile(num_tokens)
+    starts = np.sort(random.choice(np.arange(1, num_tokens // tile), min(3, num_tokens // tile - 1), replace=False)) * tile
+    starts = np.concatenate([[0], starts])
+    query_len = random.integers(1, np.diff([*starts, num_tokens]) + 1)
+    kv_len = query_len + random.integers(0, _LONGEST_PREFIX, len(query_len))
+    starts, query_len, kv_len = (np.append(values, 0) for values in (starts, query_len, kv_len))  # an unused row
+    kv, table = random_pages(random, kv_len, 2, sizes, fill=np.nan)
+    q = _queries(random, num_tokens, sizes)
+    rest = (jnp.int32(1), table, *(jnp.asarray(values, jnp.int32) for values in (starts, query_len, kv_len)))
+    options: dict[str, Any] = {"scale": sizes.model.head_size**-0.5, "query_tile": tile, "pool_is_finite": False}
+    return Check(lambda function: jax.jit(partial(function, **options))(q, kv, *rest), lambda: _expected(q, kv, *rest, **options))
+
+
+def _one_prompt(sizes: Sizes, num_tokens: int, seed: int) -> Check:
+    """A few tiles of its queries, as rows of their own: the reference gathers the context anew for each query."""
+    random = np.random.default_rng(seed)
+    kv, table = random_pages(random, np.asarray([num_tokens]), 2, sizes, fill=np.nan)
+    q, tile = _queries(random, num_tokens, sizes), _tile(num_tokens)
+    num_tiles = num_tokens // tile
+    chosen = np.append(random.choice(num_tiles - 1, min(_NUM_SAMPLES, num_tiles) - 1, replace=False), num_tiles - 1)
+    tokens = (chosen[:, None] * tile + np.arange(tile)).reshape(-1)
+    options: dict[str, Any] = {"scale": sizes.model.head_size**-0.5, "query_tile": tile, "pool_is_finite": False}
+    whole = (jnp.int32(1), table, *(jnp.asarray([value], jnp.int32) for value in (0, num_tokens, num_tokens)))
+
+    def expected() -> np.ndarray:
+        rows = (np.arange(len(chosen)) * tile, np.full(len(chosen), tile), (chosen + 1) * tile)
+        tables = jnp.broadcast_to(table, (len(chosen), table.shape[1]))
+        return _expected(q[tokens], kv, jnp.int32(1), tables, *(jnp.asarray(values, jnp.int32) for values in rows), **options)
+
+    def run(function: Callable[..., Any]) -> jax.Array:
+        out = jax.jit(partial(function, **options))(q, kv, *whole)
+        return only_if_finite(out[tokens], out)
+
+    return Check(run, expected)
+
+
+def _expected(q: jax.Array, *rest: jax.Array, **options: Any) -> np.ndarray:
+    """Sums are float32 whatever the pool's type is, so bfloat16 numbers are taken as they are."""
+    return np.asarray(jax.jit(partial(reference.ragged_prefill_attention, **options))(q.astype(jnp.float32), *rest))
+
+
+def _tile(num_tokens: int) -> int:
+    return math.gcd(num_tokens, _QUERY_TILE)
+
+
+def _queries(random: np.random.Generator, num_tokens: int, sizes: Sizes) -> jax.Array:
+    shape = (num_tokens, sizes.model.num_heads, sizes.model.head_size)
+    return jnp.asarray(random.standard_normal(shape, np.float32), sizes.dtype)

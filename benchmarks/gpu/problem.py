@@ -1,0 +1,53 @@
+"""A kernel's inputs: those it is checked with, and several that it is timed with in turns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.gpu.floors import Work
+from benchmarks.gpu.sizes import Sizes
+
+_MOST_INPUTS = 64
+
+
+@dataclass(frozen=True)
+class Check:
+    run: Callable[[Callable[..., Any]], jax.Array]  # the function on the inputs
+    expected: Callable[[], np.ndarray]  # what the reference makes of them
+
+
+@dataclass(frozen=True)
+class Problem:
+    """`step` calls the function once on the inputs of a number, so that it needs what the call before gave (`carry` at first)."""
+
+    work: Work  # of a call
+    carry: Any
+    shared: Any
+    num_inputs: int
+    step: Callable[[Callable[..., Any], Any, Any, int], Any]
+    checks: dict[str, Check]
+    shape: dict[str, Any]  # by which a tiling is kept
+
+
+def inputs_in_turns(work: Work, sizes: Sizes) -> int:
+    """Sets of inputs that don't fit in the GPU's cache together, so that each call reads its own from memory."""
+    return max(1, min(_MOST_INPUTS, math.ceil(sizes.cache_bytes / work.num_bytes)))
+
+
+def attention_shape(sizes: Sizes) -> dict[str, Any]:
+    """What attention's tilings follow from, but for how many tokens there are."""
+    model = sizes.model
+    heads = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads, "head_size": model.head_size}
+    return {"dtype": sizes.dtype, **heads, "page_size": sizes.page_size}
+
+
+def only_if_finite(chosen: jax.Array, whole: jax.Array) -> jax.Array:
+    """What is compared of a result, NaN where any of it is."""
+    return jnp.where(jnp.isfinite(whole).all(), chosen, jnp.nan)

@@ -1,0 +1,170 @@
+"""Measures run in a process of their own, which may hang, crash or lose its GPU: then the next one goes on after it.
+
+A kernel that waits for ever can only be killed, and one that read where it mustn't has spoiled its process's GPU for all that follows."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from benchmarks.gpu.measure import Found, Library, Measure
+
+About = dict[str, Any]
+Catalog = Callable[[], list[Measure]]  # made anew in the child: what measures is no data
+_START_S = 120.0  # to start Python, the library and CUDA
+_SHORTEST_S = 3.0  # that a measure is worth beginning with
+_LONGEST_TEXT = 600  # characters of an error
+
+
+class Deadline:
+    """When everything must have ended."""
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._end = clock() + seconds
+
+    def left(self) -> float:
+        """Seconds, 0 when it has passed."""
+        return max(self._end - self._clock(), 0.0)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A result, of which measure."""
+
+    measure: Measure
+    found: Found
+
+
+def run_all(
+    catalog: Catalog, measures: Sequence[Measure], about_of: dict[Library, Callable[[], About]], deadline: Deadline
+) -> Iterator[Row | About]:
+    """Rows as they come, and what each process says of itself first. `measures` are of the catalog; every one of them gives a row at
+    least, a failed one if need be. `about_of` is called in the process, once for its library, and raises where nothing can run with that."""
+    waiting = list(measures)
+    has_run: set[Library] = set()
+    absent: dict[Library, str] = {}
+    failed_starts: Counter[Library] = Counter()
+    while waiting:
+        library = waiting[0].library
+        turn = _turn(waiting)
+        if deadline.left() < _SHORTEST_S or library in absent:
+            why = f"absent: {absent[library]}" if library in absent else "left out: no time left"
+            yield from (Row(measure, Found(measure.case, failure=why)) for measure in turn)
+            waiting = waiting[len(turn) :]
+            continue
+        child = _Child(catalog, [measure.key for measure in turn], about_of[library])
+        try:
+            for said in child.follow(turn, deadline):
+                if isinstance(said, _Absent):
+                    failed_starts[library] += 1
+                    if failed_starts[library] > len(has_run & {library}):  # one that has run may start once more
+                        absent[library] = said.why
+                else:
+                    has_run.add(library)
+                    yield said
+        finally:
+            child.end()
+        waiting = waiting[child.num_over :]
+
+
+def _turn(waiting: Sequence[Measure]) -> list[Measure]:
+    """The first of them that need the same library."""
+    count = next((i for i, measure in enumerate(waiting) if measure.library != waiting[0].library), len(waiting))
+    return list(waiting[:count])
+
+
+@dataclass(frozen=True)
+class _Absent:
+    why: str
+
+
+class _Child:
+    """One process over some measures. `num_over` of them are behind it when `follow` ends."""
+
+    def __init__(self, catalog: Catalog, keys: list[str], about: Callable[[], About]) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(catalog, keys, about, theirs), daemon=True)
+        self._process.start()
+        theirs.close()
+        self.num_over = 0
+
+    def follow(self, turn: Sequence[Measure], deadline: Deadline) -> Iterator[Row | About | _Absent]:
+        until, has_started, has_begun = time.monotonic() + _START_S, False, False
+        while self.num_over < len(turn):
+            measure = turn[self.num_over]
+            kind, value = self._next(min(until - time.monotonic(), deadline.left()))
+            is_gone = kind in ("ended", "silent")
+            if kind == "silent":
+                value = f"no answer in {measure.limit_s:g} s" if deadline.left() else "no time left"
+            if not has_started and (is_gone or kind == "absent"):
+                yield _Absent(value)
+                return
+            if is_gone and self.num_over and not has_begun:
+                return  # between two measures: after one that spoiled the process
+            if kind == "about":
+                has_started = True
+                yield value
+            elif kind == "began":
+                until, has_begun = time.monotonic() + measure.limit_s, True
+            elif kind == "found":
+                yield Row(measure, value)
+            else:
+                if kind != "done":
+                    yield Row(measure, Found(measure.case, failure=value))
+                self.num_over, has_begun = self.num_over + 1, False
+            if is_gone:
+                return
+
+    def _next(self, patience: float) -> tuple[str, Any]:
+        try:
+            if self._pipe.poll(max(patience, 0.0)):
+                said: tuple[str, Any] = self._pipe.recv()
+                return said
+            return "silent", ""
+        except (EOFError, OSError):
+            self._process.join(5)
+            return "ended", f"the process ended: exit status {self._process.exitcode}"
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.join(30)
+        self._pipe.close()
+
+
+def _serve(catalog: Catalog, keys: list[str], about: Callable[[], About], pipe: Connection) -> None:
+    """The child."""
+    try:
+        pipe.send(("about", about()))
+    except Exception as error:
+        pipe.send(("absent", _text(error)))
+        return
+    measures = {measure.key: measure for measure in catalog()}
+    for key in keys:
+        pipe.send(("began", key))
+        try:
+            for found in measures[key].run():
+                pipe.send(("found", found))
+            pipe.send(("done", key))
+        except Exception as error:
+            traceback.print_exc()
+            pipe.send(("failed", _text(error)))
+            if _spoils(error):
+                os._exit(0)  # at once: an orderly end waits for the GPU
+
+
+def _spoils(error: Exception) -> bool:
+    """Whether the GPU may be of no more use to this process: JAX's and torch's errors at run time are RuntimeErrors."""
+    return isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError)
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:_LONGEST_TEXT]
