@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 import pytest
 
+from pallas_kernels.paged_attention import xla
 from pallas_kernels.paged_attention.mosaic_gpu import paged_attention
 from pallas_kernels.span import Span
 from tests.aot.conftest import num_kernels
@@ -22,6 +23,13 @@ def test_paged_attention(compile_for, batch, num_heads, num_kv_heads, head_size)
     assert num_kernels(compiled) == 1
     keys_of_a_layer = NUM_PAGES * num_kv_heads * 16 * head_size * 2
     assert compiled.memory_analysis().temp_size_in_bytes < keys_of_a_layer / 4, "no copy of the pool"
+
+
+@pytest.mark.parametrize("batch", [1, 32])
+def test_xla_copies_no_pool_either(compile_for, batch):
+    compiled = compile_paged(compile_for, batch, 32, 8, 128, attend=xla.paged_attention)
+    assert num_kernels(compiled) == 0
+    assert compiled.memory_analysis().temp_size_in_bytes < NUM_PAGES * 8 * 16 * 128 * 2 / 2
 
 
 @pytest.mark.parametrize(
@@ -43,11 +51,21 @@ def test_paged_attention_over_latents(compile_for, batch, num_heads):
 
 
 def compile_paged(
-    compile_for, batch, num_heads, num_kv_heads, head_size, *, page_size=16, dtype=jnp.bfloat16, pool_is_finite=True, **options
+    compile_for,
+    batch,
+    num_heads,
+    num_kv_heads,
+    head_size,
+    *,
+    attend=paged_attention,
+    page_size=16,
+    dtype=jnp.bfloat16,
+    pool_is_finite=True,
+    **options,
 ):
     def function(q, kv_pages, scales, *others):
         kv_scales = scales if dtype == jnp.float8_e4m3fn else None
-        return paged_attention(q, kv_pages, *others, scale=0.1, pool_is_finite=pool_is_finite, kv_scales=kv_scales, **options)
+        return attend(q, kv_pages, *others, scale=0.1, pool_is_finite=pool_is_finite, kv_scales=kv_scales, **options)
 
     num_sides = 1 if "value_size" in options else 2
     return compile_for(

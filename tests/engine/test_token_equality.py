@@ -30,6 +30,7 @@ LAYOUTS = {
     "pages of 4": {"page_size": 4, **SMALL},
     "pages of 32": {"page_size": 32, **SMALL},
     "XLA alone": {"matmul_backend": "xla", "attention_backend": "xla", **SMALL},
+    "the reference's attention": {"attention_backend": "reference", **SMALL},
     "no prefix cache": {"prefix_cache": False},
 }
 
