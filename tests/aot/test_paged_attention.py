@@ -1,4 +1,4 @@
-"""Every kernel compiles for the GPUs it is written for, in the shapes of real models."""
+"""paged_attention compiles for the GPUs it is written for, in the shapes of real models."""
 
 from __future__ import annotations
 
