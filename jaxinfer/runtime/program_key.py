@@ -70,7 +70,8 @@ def surroundings() -> str:
     """What a program follows from besides its own text: the versions that compile it, their settings in this process, and the processor."""
     kept_apart = ("jax_compilation_cache", "jax_persistent_cache")  # where programs are kept changes none of them
     of_jax = {name: str(value) for name, value in sorted(jax.config.values.items()) if not name.startswith(kept_apart)}
-    return describe((_versions(), of_jax, os.environ.get("XLA_FLAGS"), os.cpu_count()))
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()  # XLA splits work for so many threads
+    return describe((_versions(), of_jax, os.environ.get("XLA_FLAGS"), num_cores))
 
 
 @functools.cache
