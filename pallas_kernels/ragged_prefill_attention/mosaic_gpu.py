@@ -179,7 +179,8 @@ class _Body:
                 "turn": plgpu.Barrier(num_arrivals=_WARPGROUPS),
                 "cleared": plgpu.Barrier(num_arrivals=_WARPGROUPS),
             },
-            compiler_params=plgpu.CompilerParams(approx_math=True),
+            # Without barriers around every copy: where a warpgroup writes what it reads, it says so itself.
+            compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         )
         return kernel(q, kv_pages, layer.reshape(1), page_table, work)
 
@@ -275,7 +276,8 @@ class _Body:
             weights = jnp.exp2(scores * factor - lax.broadcast_in_dim(new_top, scores.shape, [0]))
             sum_ = sum_ * shrink + weights.sum(axis=1)
             total = total * lax.broadcast_in_dim(shrink, total.shape, [0])
-            weights = weights.astype(rows.dtype)
+            # Nothing of the softmax may be left for the other's turn to begin with: a compiler would move it behind the barrier.
+            total, sum_, top, weights = lax.optimization_barrier((total, sum_, new_top, weights.astype(rows.dtype)))
             plgpu.barrier_arrive(turn)
             plgpu.barrier_wait(arrivals[1].at[stage])
             if not is_whole and not self.pool_is_finite:
@@ -283,7 +285,7 @@ class _Body:
             plgpu.barrier_wait(turn)
             total = warpgroup.add_product(total, weights, values.at[stage])
             plgpu.barrier_arrive(consumed[1].at[stage])
-            return total, new_top, sum_
+            return total, top, sum_
 
         pl.when(index == 1)(take_turn)  # half a tile behind the other
         carry = warpgroup.full((ROWS, head_size), 0.0), warpgroup.full((ROWS,), _NOTHING), warpgroup.full((ROWS,), 0.0)
@@ -294,6 +296,7 @@ class _Body:
         pl.when(index == 0)(take_turn)
 
         total /= lax.broadcast_in_dim(jnp.maximum(sum_, 1e-30), total.shape, [0])
+        plgpu.commit_smem()  # all of the warpgroup is done with the queries
         rows[...] = jnp.where(self._query((ROWS, head_size), index) < work.num_queries, total, 0).astype(rows.dtype)
         plgpu.commit_smem()
         for place in range(0, ROWS, self.piece):
@@ -322,7 +325,7 @@ class _Body:
         query, keys = self._query(shape, index) + position, self.warpgroup.iota(shape, 1) + key
         return keys <= query if self.span == EVERYTHING else (keys <= query) & (keys >= self.span.first(query))
 
-    def _clear(self, values: Any, work: Work, key: Array, index: Array, cleared: Any) -> None:
+    def _clear(self, values: Any, work: Work, key: Array, index: Array, both: Any) -> None:
         """Zeros for values that no query of the tile attends to, by both warpgroups together: a weight of 0 times NaN is NaN."""
         first, end = self.span.first(work.position), work.position + work.num_queries
 
@@ -334,11 +337,13 @@ class _Body:
                 def _clear_rows(place: int = place) -> None:
                     rows = values.at[pl.ds(place, ROWS)]
                     position = self.warpgroup.iota(rows.shape, 0) + (key + place)
-                    rows[...] = jnp.where((position >= first) & (position < end), self.warpgroup.load(rows), 0)
+                    cleared = jnp.where((position >= first) & (position < end), self.warpgroup.load(rows), 0)
+                    plgpu.commit_smem()
+                    rows[...] = cleared
 
             plgpu.commit_smem()
-            plgpu.barrier_arrive(cleared)
-            plgpu.barrier_wait(cleared)
+            plgpu.barrier_arrive(both)
+            plgpu.barrier_wait(both)
 
 
 def _wait_if(condition: Array, barrier: Any) -> None:

@@ -8,11 +8,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import Backend
-from pallas_kernels.ragged_prefill_attention import llvm_cpu, reference, xla
+from pallas_kernels.ragged_prefill_attention import llvm_cpu, mosaic_gpu, reference, xla
 from pallas_kernels.ragged_prefill_attention.llvm_sizes import LANES
 from pallas_kernels.span import EVERYTHING, Span
 
 _IMPLEMENTATIONS: dict[Backend, Callable[..., Array]] = {
+    "mosaic_gpu": mosaic_gpu.ragged_prefill_attention,
     "llvm_cpu": llvm_cpu.ragged_prefill_attention,
     "xla": xla.ragged_prefill_attention,
     "reference": reference.ragged_prefill_attention,
@@ -50,7 +51,7 @@ def ragged_prefill_attention(
       pool_is_finite: a promise that the pool holds no NaN or infinity anywhere, which may spare masking what lies outside a context.
       span: which of its context a token attends to; pages before the spans of all tokens of a tile are not read.
       soft_cap: scores are bounded by it: soft_cap * tanh(scores / soft_cap) (Gemma 2, arXiv:2408.00118).
-      backend: 'llvm_cpu' (CPU devices only, where `why_not` knows of nothing against it), 'xla' or 'reference'.
+      backend: 'mosaic_gpu' (Hopper GPUs), 'llvm_cpu' (CPU devices), either for what `why_not` has nothing against; 'xla' or 'reference'.
 
     Returns the attention output in q's type; rows of q that belong to no request come out as 0. Scores and sums are float32.
     Raises `ValueError` for shapes that do not fit together, or that the backend can't run.
@@ -80,7 +81,7 @@ def why_not(
 ) -> str | None:
     """Why a backend can't attend so over pages of this type, a KV head for `group` query heads; None if it can, on a device of its kind."""
     if backend == "mosaic_gpu":
-        return "ragged_prefill_attention has no such kernel yet"
+        return mosaic_gpu.why_not(dtype, head_size, page_size)
     if backend != "llvm_cpu":
         return None
     if dtype != jnp.float32:

@@ -1,5 +1,5 @@
 """ragged_prefill_attention's kernel for GPUs, interpreted on a CPU: what it copies, where, and who waits for whom. What registers hold is
-the compiler's and a GPU's to check."""
+the compiler's and a GPU's to check. A block costs the interpreter a second or two, so cases are small."""
 
 import functools
 
@@ -8,24 +8,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.ragged_prefill_attention.mosaic_gpu import Tiling, ragged_prefill_attention
+from pallas_kernels.ragged_prefill_attention.mosaic_gpu import Tiling, Work, ragged_prefill_attention, tiling_for, work_of
 from pallas_kernels.ragged_prefill_attention.op import ragged_prefill_attention as op
-from pallas_kernels.span import Span
+from pallas_kernels.ragged_prefill_attention.op import why_not
+from pallas_kernels.span import EVERYTHING, Span
 from tests.kernels.poisoned_pool import LAYER, poisoned_pool
 
 
-def arguments(starts, cached, new, num_tokens, *, num_heads=2, num_kv_heads=1, head_size=16, page_size=16, dtype=jnp.bfloat16, unused=1):
+def arguments(starts, cached, new, num_tokens, *, num_heads=1, num_kv_heads=1, head_size=16, page_size=32, dtype=jnp.bfloat16, unused=1):
     """Queries of no request are NaN, and so is all of the pool that no request may read."""
     random = np.random.default_rng(0)
     kv, table = poisoned_pool(random, np.add(cached, new), num_kv_heads, page_size, head_size)
     q = np.full((num_tokens, num_heads, head_size), np.nan, np.float32)
     for start, length in zip(starts, new, strict=True):
         q[start : start + length] = random.standard_normal((length, num_heads, head_size))
-    rows = (np.pad(a, (0, unused)).astype(np.int32) for a in (starts, new, np.add(cached, new)))
-    return *(jnp.asarray(a, dtype) for a in (q, kv)), jnp.int32(LAYER), jnp.pad(table, ((0, unused), (0, 0))), *map(jnp.asarray, rows)
+    rows = (jnp.asarray(np.pad(a, (0, unused)), jnp.int32) for a in (starts, new, np.add(cached, new)))
+    return *(jnp.asarray(a, dtype) for a in (q, kv)), jnp.int32(LAYER), jnp.pad(jnp.asarray(table), ((0, unused), (0, 0))), *rows
 
 
-def check(inputs, tiling, query_tile=32, **options):
+def check(inputs, tiling=None, query_tile=32, **options):
     """Interpreted as the reference has it, up to the output's rounding. The output is NaN before."""
     q, kv, *others = inputs
     options = {"scale": 0.3, "query_tile": query_tile, "pool_is_finite": False, **options}
@@ -36,8 +37,108 @@ def check(inputs, tiling, query_tile=32, **options):
     assert np.any(expected)
 
 
-SEVERAL = {"starts": (32, 96, 0), "cached": (150, 0, 63), "new": (40, 70, 1), "num_tokens": 192}
-
-
 def test_requests_of_any_length_in_any_order():
-    check(arguments(**SEVERAL), Tiling(2, 64, 2))
+    """More tiles of keys than stages after a prefix, none before a whole tile of queries, one token alone; between them tokens of no one."""
+    check(arguments((32, 0, 128), (0, 150, 127), (50, 20, 1), 160, num_heads=2), Tiling(2, 64, 2))
+
+
+@pytest.mark.parametrize(
+    "options", [{"span": Span(window=50)}, {"span": Span(chunk=60)}, {"soft_cap": 1.0}, {"dtype": jnp.float16, "pool_is_finite": True}]
+)
+def test_spans_caps_and_types(options):
+    """One head's 128 tokens, of which each warpgroup has half."""
+    inputs = arguments((0,), (100,), (120,), 128, dtype=options.pop("dtype", jnp.bfloat16), unused=0)
+    if options.get("pool_is_finite"):
+        inputs = inputs[0], jnp.nan_to_num(inputs[1], nan=1000.0), *inputs[2:]
+    check(inputs, Tiling(1, 64, 2), query_tile=64, **options)
+
+
+@pytest.mark.parametrize("span", [Span(window=40), Span(chunk=250)])
+def test_pages_before_a_span_are_not_read(span):
+    """Promised finite, yet NaN: a weight of 0 would bring it out."""
+    q, kv, layer, table, *rows = arguments((0,), (300,), (20,), 32, num_heads=4, unused=0)
+    clean = jnp.nan_to_num(kv)
+    spoilt = clean.at[:, :, table[0, : int(span.first(jnp.int32(300))) // 32]].set(jnp.nan)
+    options = {"scale": 0.3, "query_tile": 32, "pool_is_finite": True, "span": span}
+    found = ragged_prefill_attention(q, spoilt, layer, table, *rows, tiling=Tiling(4, 64, 2), interpreted=True, **options)
+    expected = op(q, clean, layer, table, *rows, backend="reference", **options)
+    np.testing.assert_allclose(found.astype(jnp.float32), expected.astype(jnp.float32), atol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_size", "page_size"),
+    [(4, 2, 64, 64), (3, 1, 16, 64), (4, 1, 192, 16), (4, 1, 128, 256)],
+)
+def test_groups_heads_and_pages_of_every_size(num_heads, num_kv_heads, head_size, page_size):
+    sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_size": head_size, "page_size": page_size}
+    check(arguments((0,), (130,), (31,), 32, unused=0, **sizes))
+
+
+SPANS = (EVERYTHING, Span(window=1), Span(window=40), Span(chunk=1), Span(chunk=50))
+
+
+@pytest.mark.parametrize("span", SPANS)
+@pytest.mark.parametrize("tiling", [Tiling(1, 64, 2), Tiling(4, 128, 2)])
+def test_every_tile_has_the_work_of_its_queries(tiling, span):
+    """All tokens once, and of keys no fewer and no more than they see: against what each query sees, one by one."""
+    random, piece, run, num_tokens = np.random.default_rng(3), 32, 16, 512
+    for _ in range(8):
+        order = random.permutation(6)
+        lengths = [int(random.choice([0, random.integers(1, 90)])) for _ in order]
+        starts, at = np.zeros(6, np.int32), 0
+        for row in order:
+            at += 32 * int(random.integers(0, 2)) if at + 32 * 4 * 6 < num_tokens else 0
+            starts[row], at = at, min(at + -(-lengths[row] // 32) * 32, num_tokens)
+            lengths[row] = min(lengths[row], num_tokens - int(starts[row]))
+        cached = random.integers(0, 300, 6)
+        rows = [jnp.asarray(a, jnp.int32) for a in (starts, lengths, cached + lengths)]
+        work = Work(*map(np.asarray, work_of(*rows, num_tokens, tiling, piece, run, span)))
+        owner = np.full(num_tokens, -1)
+        for row, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+            owner[start : start + length] = row
+        assert work.first[0] == 0
+        assert work.end[-1] == num_tokens
+        np.testing.assert_array_equal(work.first[1:], work.end[:-1])
+        assert (work.end - work.first <= tiling.queries).all()
+        for tile in (Work(*fields) for fields in zip(*work, strict=True)):
+            used = tile.first + np.flatnonzero(owner[tile.first : tile.end] >= 0)
+            np.testing.assert_array_equal(used, tile.first + np.arange(tile.num_queries))
+            if not len(used):
+                assert tile.num_tiles == 0
+                continue
+            assert set(owner[used]) == {tile.row}
+            position = cached[tile.row] + used - starts[tile.row]
+            assert position[0] == tile.position
+            key = tile.start * run + np.arange(tile.num_tiles * tiling.tokens)
+            seen = (key <= position[:, None]) & (key >= np.asarray(span.first(jnp.asarray(position)))[..., None] * np.ones((len(used), 1)))
+            assert seen.sum() == sum(p + 1 - int(span.first(jnp.int32(p))) for p in position), "all that they see"
+            assert seen[:, :run].any()
+            assert seen.reshape(len(used), tile.num_tiles, tiling.tokens)[:, -1].any()
+            whole = seen.all(axis=0).reshape(tile.num_tiles, tiling.tokens).all(axis=1)
+            np.testing.assert_array_equal(np.flatnonzero(whole), np.arange(tile.whole, max(tile.edge, tile.whole)))
+
+
+def test_a_tiling_has_full_rows_and_fits_shared_memory():
+    for group, heads in ((1, 1), (2, 2), (3, 1), (4, 4), (6, 2), (8, 4), (16, 4)):
+        assert tiling_for(group, 128) == Tiling(heads, 128, 3)
+    for head_size, tokens, stages in ((64, 128, 4), (80, 128, 4), (96, 128, 4), (192, 64, 3), (256, 64, 2)):
+        assert tiling_for(4, head_size) == Tiling(4, tokens, stages)
+
+
+def test_what_the_kernel_can_not_do_is_said():
+    bfloat16 = jnp.dtype("bfloat16")
+    assert why_not("mosaic_gpu", bfloat16, 71, 80, 24, Span(window=4), 30.0) is None
+    for dtype, head_size, page_size, words in (
+        (jnp.dtype("float32"), 64, 16, "float32 pages"),
+        (bfloat16, 24, 16, "heads of 24: they must be a multiple of 16, at most 256"),
+        (bfloat16, 272, 16, "heads of 272"),
+        (bfloat16, 64, 4, "pages of 4 tokens"),
+    ):
+        assert words in why_not("mosaic_gpu", dtype, 1, head_size, page_size)
+        inputs = arguments((0,), (0,), (5,), 32, head_size=head_size, page_size=page_size, dtype=dtype)
+        with pytest.raises(ValueError, match=f"mosaic_gpu can't run: .*{words}"):
+            op(*inputs, scale=1.0, query_tile=32, backend="mosaic_gpu")
+    inputs = arguments((0,), (0,), (5,), 36)
+    for options, words in (({"scale": 1.0, "query_tile": 12}, "query_tile 12"), ({"scale": -1.0, "query_tile": 36}, "scale -1.0")):
+        with pytest.raises(ValueError, match=words):
+            op(*inputs, **options, backend="mosaic_gpu")
