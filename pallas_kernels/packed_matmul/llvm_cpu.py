@@ -10,7 +10,7 @@ from jaxtyping import Array, Int, Shaped
 
 from pallas_kernels.llvm.machine import register, this_machine
 from pallas_kernels.packed_matmul import llvm_ir
-from pallas_kernels.packed_matmul.layout import LANES, ZERO
+from pallas_kernels.packed_matmul.layout import LANES
 
 NAME = "jaxinfer_packed_matmul"  # of the custom calls, before their kind
 
@@ -22,6 +22,4 @@ def packed_matmul(x: Shaped[Array, "T I"], matrices: Shaped[Array, "S P K 16 G"]
     of_sums = jnp.int32 if kind == "int8" else jnp.float32
     result = jax.ShapeDtypeStruct((x.shape[0], matrices.shape[1] * LANES), of_sums)
     sums: Shaped[Array, "T O"] = jax.ffi.ffi_call(name, result)(x, matrices, place)
-    if kind == "int8":
-        sums -= ZERO * jnp.sum(x, axis=1, keepdims=True, dtype=jnp.int32)
     return sums

@@ -1,7 +1,8 @@
 """The kernel's code: LLVM IR for a product of rows with a packed matrix.
 
 A tile is up to 8 rows by 3 panels of 16 outputs, whose sums stay in registers while the inputs go by, 4 bytes of them at a time: one
-float32, two bfloat16 or four int8. A chunk is some panels by some rows.
+float32, two bfloat16 or four int8. A chunk is some panels by some rows. Sums of integers start at what the 128 that is added to each of the
+matrix's will have come to, less than zero.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import Literal
 
 from pallas_kernels.llvm.custom_call import handler, load_data, load_dim, load_number, store_number
 from pallas_kernels.llvm.machine import Target
+from pallas_kernels.packed_matmul.layout import ZERO
 
 Kind = Literal["float32", "bfloat16", "int8"]
 
@@ -22,14 +24,18 @@ def module(kind: Kind, target: Target) -> str:
     # Rows of a tile -> panels of it at most: as many sums as there are registers for.
     tiles = {8: 3, 4: 4, 2: 4, 1: 4} if target.avx512 else {4: 1, 2: 1, 1: 1}
     functions = [_tile(kind, target, rows, panels) for rows, most in tiles.items() for panels in range(1, most + 1)]
-    kernel = "\n".join([_declarations(kind, target), *functions, _block(tiles), _plan(tiles), _CHUNK])
+    start = _start(target) if kind == "int8" else _NO_START
+    kernel = "\n".join([_declarations(kind, target), *functions, start, _block(tiles), _plan(tiles), _CHUNK])
     return handler(target, 3, 1, kernel)
 
 
 def _declarations(kind: Kind, target: Target) -> str:
     lanes = _vnni_lanes(target)
     if kind == "int8":
-        return f"declare <16 x i32> @llvm.x86.avx512.vpdpbusd.512(<16 x i32>, {lanes}, {lanes})"
+        return (
+            f"declare <16 x i32> @llvm.x86.avx512.vpdpbusd.512(<16 x i32>, {lanes}, {lanes})\n"
+            "declare i32 @llvm.vector.reduce.add.v16i32(<16 x i32>)"
+        )
     if kind == "bfloat16" and target.avx512_bf16:
         return "declare <16 x float> @llvm.x86.avx512bf16.dpbf16ps.512(<16 x float>, <32 x bfloat>, <32 x bfloat>)"
     return "declare <16 x float> @llvm.fmuladd.v16f32(<16 x float>, <16 x float>, <16 x float>)"
@@ -40,11 +46,11 @@ def _vnni_lanes(target: Target) -> str:
 
 
 def _tile(kind: Kind, target: Target, rows: int, panels: int) -> str:
-    """y[rows, panels * 16] = x[rows, :] times the panels. `steps`: inputs in groups of 4 bytes; `outputs`: of y's rows."""
+    """y[rows, panels * 16] = start[rows] + x[rows, :] times the panels. `steps`: inputs in groups of 4 bytes; `outputs`: of y's rows."""
     sums = "<16 x i32>" if kind == "int8" else "<16 x float>"
     cells = [(i, j) for i in range(rows) for j in range(panels)]
     lines = [
-        f"define internal void @tile_{rows}_{panels}(ptr %x, i64 %steps, ptr %w, ptr %y, i64 %outputs) {{",
+        f"define internal void @tile_{rows}_{panels}(ptr %x, i64 %steps, ptr %w, ptr %y, i64 %outputs, ptr %start) {{",
         "entry:",
         " %row = shl i64 %steps, 2",
         " %panel = shl i64 %steps, 6",
@@ -53,8 +59,17 @@ def _tile(kind: Kind, target: Target, rows: int, panels: int) -> str:
     for name, stride, count in (("x", "row", rows), ("w", "panel", panels), ("y", "y_row", rows)):
         for i in range(count):
             lines += [f" %{name}_off{i} = mul i64 %{stride}, {i}", f" %{name}{i} = getelementptr i8, ptr %{name}, i64 %{name}_off{i}"]
+    if kind == "int8":
+        for i in range(rows):
+            lines += [
+                f" %at_start{i} = getelementptr i32, ptr %start, i64 {i}",
+                f" %start_of{i} = load i32, ptr %at_start{i}",
+                f" %first_start{i} = insertelement <16 x i32> poison, i32 %start_of{i}, i64 0",
+                f" %start{i} = shufflevector <16 x i32> %first_start{i}, <16 x i32> poison, <16 x i32> zeroinitializer",
+            ]
     lines += [" br label %loop", "loop:", " %k = phi i64 [0, %entry], [%next, %loop]"]
-    lines += [f" %sum{i}_{j} = phi {sums} [zeroinitializer, %entry], [%new{i}_{j}, %loop]" for i, j in cells]
+    starts = [f"%start{i}" if kind == "int8" else "zeroinitializer" for i in range(rows)]
+    lines += [f" %sum{i}_{j} = phi {sums} [{starts[i]}, %entry], [%new{i}_{j}, %loop]" for i, j in cells]
     lines += [" %k_w = shl i64 %k, 6", " %k_x = shl i64 %k, 2"]
     for j in range(panels):
         lines += [
@@ -113,6 +128,66 @@ def _multiply_add(kind: Kind, target: Target, i: int, j: int) -> list[str]:
     return lines
 
 
+_NO_START = """
+define internal void @start(ptr %x, i64 %rows, i64 %steps, ptr %start) alwaysinline {
+  ret void
+}"""
+
+
+def _start(target: Target) -> str:
+    """start[rows] = -128 times the sum of each row of x: 16 groups at a time, then one by one."""
+    lanes = _vnni_lanes(target)
+    zeros = f"<16 x i32> splat (i32 {int.from_bytes(bytes([ZERO] * 4), 'little', signed=True)})"
+    return f"""
+define internal void @start(ptr %x, i64 %rows, i64 %steps, ptr %start) {{
+entry:
+  %wholes = lshr i64 %steps, 4
+  %end_of_wholes = shl i64 %wholes, 4
+  %zeros = bitcast {zeros} to {lanes}
+  br label %row
+row:
+  %r = phi i64 [0, %entry], [%r_next, %row_end]
+  %place = mul i64 %r, %steps
+  %x_r = getelementptr i32, ptr %x, i64 %place
+  br label %whole_test
+whole_test:
+  %k = phi i64 [0, %row], [%k_next, %whole]
+  %sum = phi <16 x i32> [zeroinitializer, %row], [%sum_next, %whole]
+  %is_whole = icmp ult i64 %k, %end_of_wholes
+  br i1 %is_whole, label %whole, label %group_test
+whole:
+  %at_16 = getelementptr i32, ptr %x_r, i64 %k
+  %x_16 = load <16 x i32>, ptr %at_16, align 4
+  %x_lanes = bitcast <16 x i32> %x_16 to {lanes}
+  %sum_next = call <16 x i32> @llvm.x86.avx512.vpdpbusd.512(<16 x i32> %sum, {lanes} %zeros, {lanes} %x_lanes)
+  %k_next = add i64 %k, 16
+  br label %whole_test
+group_test:
+  %g = phi i64 [%k, %whole_test], [%g_next, %group]
+  %total = phi <16 x i32> [%sum, %whole_test], [%total_next, %group]
+  %is_left = icmp ult i64 %g, %steps
+  br i1 %is_left, label %group, label %row_end
+group:
+  %at_1 = getelementptr i32, ptr %x_r, i64 %g
+  %x_1 = load i32, ptr %at_1, align 4
+  %x_first = insertelement <16 x i32> zeroinitializer, i32 %x_1, i64 0
+  %x_first_lanes = bitcast <16 x i32> %x_first to {lanes}
+  %total_next = call <16 x i32> @llvm.x86.avx512.vpdpbusd.512(<16 x i32> %total, {lanes} %zeros, {lanes} %x_first_lanes)
+  %g_next = add i64 %g, 1
+  br label %group_test
+row_end:
+  %all = call i32 @llvm.vector.reduce.add.v16i32(<16 x i32> %total)
+  %less = sub i32 0, %all
+  %at_start = getelementptr i32, ptr %start, i64 %r
+  store i32 %less, ptr %at_start
+  %r_next = add i64 %r, 1
+  %more = icmp ult i64 %r_next, %rows
+  br i1 %more, label %row, label %end
+end:
+  ret void
+}}"""
+
+
 def _block(tiles: dict[int, int]) -> str:
     """y[rows, panels * 16] = x times the panels, tile by tile: all rows while some panels are in the first-level cache."""
     widest = max(tiles.values())
@@ -130,7 +205,7 @@ def _block(tiles: dict[int, int]) -> str:
     last = len(sizes) - 1
     return f"""
 @tiles = internal constant [{len(sizes) * widest} x ptr] [{pointers}]
-define internal void @block(ptr %x, i64 %rows, i64 %steps, ptr %w, ptr %y, i64 %outputs, i64 %panels) {{
+define internal void @block(ptr %x, i64 %rows, i64 %steps, ptr %w, ptr %y, i64 %outputs, i64 %panels, ptr %start) {{
 entry:
   %is_tall = icmp uge i64 %rows, {sizes[-1]}
   %width = select i1 %is_tall, i64 {tiles[sizes[-1]]}, i64 {widest}
@@ -160,7 +235,8 @@ tile:
   %x_r = getelementptr i8, ptr %x, i64 %x_off
   %y_r_off = mul i64 %r, %y_row
   %y_r = getelementptr i8, ptr %y_p, i64 %y_r_off
-  call void %function(ptr %x_r, i64 %steps, ptr %w_p, ptr %y_r, i64 %outputs)
+  %start_r = getelementptr i32, ptr %start, i64 %r
+  call void %function(ptr %x_r, i64 %steps, ptr %w_p, ptr %y_r, i64 %outputs, ptr %start_r)
   %r_next = add i64 %r, %size{last}
   %more_rows = icmp ult i64 %r_next, %rows
   br i1 %more_rows, label %tile, label %columns_end
@@ -239,6 +315,8 @@ define internal void @chunk(ptr %job, i64 %c) {{
   %y_column = shl i64 %first, 4
   %y_place = add i64 %y_row, %y_column
   %y_c = getelementptr i32, ptr %y, i64 %y_place
-  call void @block(ptr %x_c, i64 %rows_here, i64 %steps, ptr %w_c, ptr %y_c, i64 %outputs, i64 %panels_here)
+  %start = alloca [{_ROWS_AT_ONCE} x i32]
+  call void @start(ptr %x_c, i64 %rows_here, i64 %steps, ptr %start)
+  call void @block(ptr %x_c, i64 %rows_here, i64 %steps, ptr %w_c, ptr %y_c, i64 %outputs, i64 %panels_here, ptr %start)
   ret void
 }}"""
