@@ -82,6 +82,40 @@ class Warpgroup:
 
         return pl.run_state(multiply)(plgpu.WGMMAAccumulatorRef.init(total))
 
+    def sum_of_products(
+        self, shape: tuple[int, int], num_steps: Int[Array, ""], step: Callable[[Array, Callable[[Any, Any], None]], None]
+    ) -> Float[Array, "64 X"]:
+        """Sum of a @ b.T over the products that step(i, multiply) makes by multiply(a, b): a[ROWS, K] in registers or shared memory, b[X, K] in
+        shared memory. On a GPU `multiply` only starts a product: `plgpu.wgmma_wait` waits for it."""
+        if self.interpreted:
+
+            def one(i: Array, total: Array) -> Array:
+                products: list[Array] = []
+                step(i, lambda a, b: products.append(self.times_transposed(a, b)))
+                return sum(products, total)
+
+            return jax.lax.fori_loop(0, num_steps, one, jnp.zeros(shape, jnp.float32))
+
+        def all_steps(accumulator: Any) -> Array:
+            def one(i: Array, _: None) -> None:
+                step(i, lambda a, b: plgpu.wgmma(accumulator, a, transposed(b)))
+
+            jax.lax.fori_loop(0, num_steps, one, None)
+            return accumulator[...]
+
+        return pl.run_scoped(all_steps, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+
+    def view_transposed(self, ref: Any) -> Any:
+        """[X, Y] of shared memory [Y, X], for `sum_of_products`' first factor."""
+        return ref[...].T if self.interpreted else transposed(ref)
+
+    def store_transposed(self, ref: Any, value: Float[Array, "64 X"]) -> None:
+        """Writes the value to shared memory [X, ROWS] that is not interleaved."""
+        if self.interpreted:
+            ref[...] = value.T
+        else:
+            transposed(ref)[...] = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED)
+
     def _laid(self, value: Array, layout: Any) -> Array:
         return value if self.interpreted else plgpu.layout_cast(value, layout)
 

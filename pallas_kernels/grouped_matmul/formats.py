@@ -1,0 +1,128 @@
+"""How experts' matrices lie in memory: bfloat16 as they come, or packed in the order in which a GPU kernel reads them.
+
+A packed matrix is cut into tiles of 128 outputs and 128 inputs, each one run of bytes. Tensor cores take their first factor from registers:
+thread q of the four that share a row holds the inputs 8t + 2q and 8t + 2q + 1 for every t. So a row of 64 bytes is what four threads load by
+16 bytes each, and the codes of a 32-bit word are those inputs for some t, both of a pair as far apart as the halves of a register: a shift
+and a mask leave a pair where it has to be, and nothing is exchanged between threads.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeAlias
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, BFloat16, Float, Float8e4m3fn, Int, Int32
+
+OUTPUTS, INPUTS = 128, 128  # of a tile
+WORDS = 16  # of a row: 64 bytes
+GROUP = 32  # inputs that share a scale of integers
+LINE = 32  # floats that a scale of a tile is repeated to: the copy engine writes to multiples of 128 bytes
+_INT4_ZERO = 8  # added to integers, which makes them codes
+_PER_WORD = GROUP // 4  # codes of 4 bits
+
+
+class Int4(NamedTuple):
+    """Integers of 4 bits with a bfloat16 scale for 32 inputs of an output; a weight is their product rounded to bfloat16. 4.5 bits a weight."""
+
+    words: Int32[Array, "E FT DT 128 16"]  # of FT x DT tiles: a row an output, of 128 inputs
+    scale: BFloat16[Array, "E FT DT 2 256"]  # of each tile: of each half of its outputs: an output's four, the next one's
+
+
+class Fp8(NamedTuple):
+    """float8_e4m3fn with a float32 scale for 128 x 128; a weight is their product. No code may stand for NaN."""
+
+    words: Int32[Array, "E FT DT 256 16"]  # of each tile: its first 64 inputs, a row an output, then the others
+    scale: Float[Array, "E FT DT 32"]  # of each tile, 32 times the same
+
+
+Weights: TypeAlias = BFloat16[Array, "E D F"] | Int4 | Fp8
+
+
+def int4_from_compressed_tensors(weight_packed: Int32[Array, "E F D/8"], weight_scale: BFloat16[Array, "E F D/32"]) -> Int4:
+    """Experts as compressed-tensors' `pack-quantized` has each of them (Kimi K2.x): rows of outputs; of a 32-bit word the lowest 4 bits are
+    the first of eight inputs, each with 8 added; symmetric, in groups of 32. Raises `ValueError` for shapes that no tile divides."""
+    experts, outputs, words = weight_packed.shape
+    inputs = words * _PER_WORD
+    _check("weight_packed", outputs, inputs)
+    if weight_scale.shape != (experts, outputs, inputs // GROUP):
+        raise ValueError(
+            f"weight_scale {weight_scale.shape} must be {(experts, outputs, inputs // GROUP)} for weight_packed {weight_packed.shape}"
+        )
+    codes = (weight_packed[..., None] >> (4 * jnp.arange(_PER_WORD))) & 15
+    scale = weight_scale.reshape(experts, outputs // OUTPUTS, OUTPUTS, inputs // INPUTS, INPUTS // GROUP)
+    scale = jnp.moveaxis(scale, 3, 2).reshape(experts, outputs // OUTPUTS, inputs // INPUTS, 2, -1)
+    return Int4(_tiled(codes.reshape(experts, outputs, inputs), 4), scale)
+
+
+def fp8_from_blocks(weight: Float8e4m3fn[Array, "E F D"], weight_scale_inv: Float[Array, "E F/128 D/128"]) -> Fp8:
+    """Experts as DeepSeek-V3 has each of them: rows of outputs, and what each 128 x 128 is to be multiplied by (in spite of its name there,
+    `weight_scale_inv`). Raises `ValueError` for shapes that no tile divides."""
+    experts, outputs, inputs = weight.shape
+    _check("weight", outputs, inputs)
+    if weight_scale_inv.shape != (experts, outputs // OUTPUTS, inputs // INPUTS):
+        raise ValueError(f"weight_scale_inv {weight_scale_inv.shape} must be a scale a 128 x 128 of weight {weight.shape}")
+    codes = lax.bitcast_convert_type(weight, jnp.uint8).astype(jnp.int32)
+    return Fp8(_tiled(codes, 8), jnp.repeat(weight_scale_inv.astype(jnp.float32)[..., None], LINE, -1))
+
+
+def shape_of(weights: Weights) -> tuple[int, int, int]:
+    """Experts, inputs and outputs."""
+    if isinstance(weights, Int4 | Fp8):
+        experts, output_tiles, input_tiles = weights.words.shape[:3]
+        return experts, input_tiles * INPUTS, output_tiles * OUTPUTS
+    experts, inputs, outputs = weights.shape
+    return experts, inputs, outputs
+
+
+def dequantised(weights: Weights) -> Float[Array, "E D F"]:
+    """The matrices: bfloat16, or float32 where that is not enough to hold a product with a scale."""
+    if isinstance(weights, Int4):
+        tiles = int4_tile(weights.words, weights.scale)
+    elif isinstance(weights, Fp8):
+        tiles = fp8_tile(weights.words).astype(jnp.float32) * weights.scale[..., :1, None]
+    else:
+        return weights
+    experts, inputs, outputs = shape_of(weights)
+    return jnp.transpose(tiles, (0, 2, 4, 1, 3)).reshape(experts, inputs, outputs)
+
+
+def int4_tile(words: Int32[Array, "*T R 16"], scale: BFloat16[Array, "*T S C"]) -> BFloat16[Array, "*T R 128"]:
+    """Weights of rows of a tile, from their words and scales."""
+    integers = (_untiled(words, 4) - _INT4_ZERO).astype(jnp.float32)
+    of_inputs = jnp.repeat(scale.reshape(*words.shape[:-1], INPUTS // GROUP), GROUP, -1).astype(jnp.float32)
+    # Said outright: XLA may leave out the rounding of what it goes on with in float32.
+    return lax.reduce_precision(integers * of_inputs, exponent_bits=8, mantissa_bits=7).astype(jnp.bfloat16)
+
+
+def fp8_tile(words: Int32[Array, "*T 2R 16"]) -> BFloat16[Array, "*T R 128"]:
+    """Weights of rows of a tile, yet to be multiplied by its scale: from the words of their first 64 inputs, then of the others."""
+    numbers = lax.bitcast_convert_type(_untiled(words, 8).astype(jnp.uint8), jnp.float8_e4m3fn).astype(jnp.bfloat16)
+    return jnp.concatenate(jnp.split(numbers, 2, axis=-2), -1)
+
+
+def _check(name: str, outputs: int, inputs: int) -> None:
+    if outputs % OUTPUTS or inputs % INPUTS:
+        raise ValueError(f"{name} has {outputs} outputs and {inputs} inputs: both must be multiples of {OUTPUTS} to be packed")
+
+
+def _tiled(codes: Int[Array, "E F D"], bits: int) -> Int32[Array, "E FT DT R 16"]:
+    """Codes of so many bits in words, tile by tile."""
+    experts, outputs, inputs = codes.shape
+    pairs = 16 // bits
+    # Inputs of a tile: part, word of a thread, pair of a word, thread, half of a register.
+    cut = codes.reshape(experts, outputs // OUTPUTS, OUTPUTS, inputs // INPUTS, 4 // pairs, 4, pairs, 4, 2)
+    moved = jnp.transpose(cut, (0, 1, 3, 4, 2, 7, 5, 8, 6))  # -> tile, part, output, thread, word, half, pair
+    shifted = moved.astype(jnp.uint32) << (bits * jnp.arange(2 * pairs, dtype=jnp.uint32).reshape(2, pairs))
+    words = lax.bitcast_convert_type(shifted.sum((-1, -2), dtype=jnp.uint32), jnp.int32)
+    return words.reshape(experts, outputs // OUTPUTS, inputs // INPUTS, OUTPUTS * (4 // pairs), WORDS)
+
+
+def _untiled(words: Int32[Array, "*R 16"], bits: int) -> Int[Array, "*R I"]:
+    """Codes of rows of words, in the order of their inputs."""
+    pairs = 16 // bits
+    codes = jnp.stack([(words >> (bits * i)) & (2**bits - 1) for i in range(2 * pairs)], -1)
+    cut = codes.reshape(*words.shape[:-1], 4, 4, 2, pairs)  # thread, word, half, pair
+    lead = tuple(range(words.ndim - 1))
+    moved = jnp.transpose(cut, (*lead, *(len(lead) + axis for axis in (1, 3, 0, 2))))
+    return moved.reshape(*words.shape[:-1], 8 * pairs * 4)

@@ -1,0 +1,286 @@
+"""grouped_matmul on Hopper GPUs, in Pallas for Mosaic GPU.
+
+As many blocks of threads as there are multiprocessors take turns at the tiles of the result: 128 outputs of the rows of one expert. One warpgroup
+has the copy engine bring the tiles of weights and rows, several ahead and across tiles of the result; two multiply, 64 outputs each. The
+product is transposed, weights times rows: an expert's few rows then are the narrow factor, and packed weights, which are the first one, may
+come from registers, so that what is read from memory is packed.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, BFloat16, Int
+
+from pallas_kernels.grouped_matmul.formats import LINE, OUTPUTS, WORDS, Fp8, Int4, Weights, fp8_tile, int4_tile, shape_of
+from pallas_kernels.grouped_matmul.mosaic_unpack import fp8_in_registers, int4_in_registers
+from pallas_kernels.grouped_matmul.work import Work, tile_for, work_for
+from pallas_kernels.mosaic.warpgroup import ROWS, SHARED_MEMORY, Warpgroup, interleaved
+
+_BLOCKS = 132  # multiprocessors of an H100 or H200
+_MULTIPLIERS = OUTPUTS // ROWS  # warpgroups
+_SMALLEST = 8  # rows of a tile
+_TOGETHER = 16  # tiles of outputs that are taken up by turns with the rows: what all blocks read at a time is then soon read again
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a call is cut up."""
+
+    rows: int  # of a tile: a power of 2, 8 to 256; packed weights: to 128
+    stages: int  # tiles of weights, and of rows, on their way or in use
+    blocks: int = _BLOCKS
+
+
+def tiling_for(num_rows: int, weights: Weights) -> Tiling:
+    """A tiling that keeps an expert's rows together and fills a block's shared memory. It is derived, not yet tuned on a GPU."""
+    tiles = _tiles_of(weights)
+    rows = tile_for(num_rows, shape_of(weights)[0], _SMALLEST, 256 if isinstance(tiles, _Plain) else 128)  # accumulators are registers
+    stage = rows * tiles.step * 2 + sum(math.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in tiles.shapes)
+    return Tiling(rows, min(8, (SHARED_MEMORY - rows * OUTPUTS * 2 - 2048) // stage))
+
+
+def grouped_matmul(
+    x: BFloat16[Array, "T D"],
+    weights: Weights,
+    group_sizes: Int[Array, " E"],
+    *,
+    tiling: Tiling | None = None,
+    interpreted: bool = False,
+) -> BFloat16[Array, "T F"]:
+    """See op.py. `interpreted`: by JAX's interpreter on a CPU."""
+    num_rows, (_, inputs, outputs) = len(x), shape_of(weights)
+    tiling = tiling or tiling_for(num_rows, weights)
+    x = jnp.pad(x, ((0, max(0, tiling.rows - num_rows)), (0, 0)))
+    body = _Body(Warpgroup(interpreted), tiling, _tiles_of(weights), inputs, outputs)
+    return body.call(x, weights, work_for(group_sizes, len(x), tiling.rows))[:num_rows]
+
+
+class _Plain:
+    """Tiles of bfloat16 weights."""
+
+    step = 64  # inputs of a tile
+    shapes = (((_MULTIPLIERS, 64, ROWS), jnp.bfloat16),)  # of a tile in shared memory
+
+    def transforms(self) -> list[Any]:
+        return [interleaved(ROWS, jnp.bfloat16)]
+
+    def fetch(self, sources: Any, targets: Any, arrival: Any, expert: Array, output_tile: Array, i: Array) -> None:
+        inputs = pl.ds(i * self.step, self.step)
+        for half in range(_MULTIPLIERS):
+            outputs = pl.ds(output_tile * OUTPUTS + half * ROWS, ROWS)
+            plgpu.copy_gmem_to_smem(sources[0].at[expert, inputs, outputs], targets[0].at[half], arrival)
+
+    num_copies = _MULTIPLIERS
+
+    def sum(self, warpgroup: Warpgroup, half: Array, num_steps: Array, tiles: Any, rows: Any, arrived: Any, done: Any) -> Array:
+        """Weights times rows, over so many steps: `arrived(i)` waits for a step's tiles and gives their place, `done(i)` gives it back."""
+
+        def one(i: Array, multiply: Any) -> None:
+            stage = arrived(i)
+            multiply(warpgroup.view_transposed(tiles[0].at[stage, half]), rows.at[stage])
+            plgpu.wgmma_wait(1)  # the product before this one
+            pl.when(i > 0)(lambda: done(i - 1))
+
+        total = warpgroup.sum_of_products((ROWS, rows.shape[1]), num_steps, one)
+        pl.when(num_steps > 0)(lambda: done(num_steps - 1))
+        return total
+
+
+class _Packed:
+    """Tiles of packed weights, and of their scales."""
+
+    step = 128
+    shapes: tuple[Any, ...]
+    num_copies = 2
+
+    def transforms(self) -> list[Any]:
+        return [(), ()]
+
+    def fetch(self, sources: Any, targets: Any, arrival: Any, expert: Array, output_tile: Array, i: Array) -> None:
+        for source, target in zip(sources, targets, strict=True):
+            plgpu.copy_gmem_to_smem(source.at[expert, output_tile, i], target, arrival)
+
+
+class _OfInt4(_Packed):
+    shapes = (((OUTPUTS, WORDS), jnp.int32), ((_MULTIPLIERS, 256), jnp.bfloat16))
+
+    def sum(self, warpgroup: Warpgroup, half: Array, num_steps: Array, tiles: Any, rows: Any, arrived: Any, done: Any) -> Array:
+        """As `_Plain.sum`."""
+
+        def one(i: Array, multiply: Any) -> None:
+            stage = arrived(i)
+            words, scale = tiles[0].at[stage, pl.ds(half * ROWS, ROWS)], tiles[1].at[stage, half]
+            multiply(int4_tile(words[...], scale[...]) if warpgroup.interpreted else int4_in_registers(words, scale), rows.at[stage])
+            plgpu.wgmma_wait(0)
+            done(i)
+
+        return warpgroup.sum_of_products((ROWS, rows.shape[1]), num_steps, one)
+
+
+class _OfFp8(_Packed):
+    shapes = (((2 * OUTPUTS, WORDS), jnp.int32), ((LINE,), jnp.float32))
+
+    def sum(self, warpgroup: Warpgroup, half: Array, num_steps: Array, tiles: Any, rows: Any, arrived: Any, done: Any) -> Array:
+        """As `_Plain.sum`. A tile's products are scaled rather than its weights: they are fewer, and nothing is rounded."""
+
+        def one(i: Array, total: Array) -> Array:
+            stage = arrived(i)
+            first, second = (tiles[0].at[stage, pl.ds(part * OUTPUTS + half * ROWS, ROWS)] for part in range(2))
+            if warpgroup.interpreted:
+                weights = fp8_tile(jnp.concatenate([first[...], second[...]]))
+            else:
+                weights = fp8_in_registers(first, second)
+            product, scale = warpgroup.times_transposed(weights, rows.at[stage]), tiles[1][stage, 0]
+            done(i)
+            return total + product * scale
+
+        return lax.fori_loop(0, num_steps, one, warpgroup.full((ROWS, rows.shape[1]), 0.0))
+
+
+_Tiles = _Plain | _OfInt4 | _OfFp8
+
+
+def _tiles_of(weights: Weights) -> _Tiles:
+    return _OfInt4() if isinstance(weights, Int4) else _OfFp8() if isinstance(weights, Fp8) else _Plain()
+
+
+@dataclass(frozen=True)
+class _Body:
+    """The kernel, of everything that is known when it is compiled."""
+
+    warpgroup: Warpgroup
+    tiling: Tiling
+    tiles: _Tiles
+    inputs: int
+    outputs: int
+
+    def call(self, x: Array, weights: Weights, work: Work) -> Array:
+        tiling, tiles, bfloat16 = self.tiling, self.tiles, jnp.bfloat16
+        shared = [
+            plgpu.SMEM((tiling.stages, *shape), dtype, transforms=transforms)
+            for (shape, dtype), transforms in zip(tiles.shapes, tiles.transforms(), strict=True)
+        ]
+        scratch = {
+            "weight_tiles": shared,
+            "row_tiles": plgpu.SMEM((tiling.stages, tiling.rows, tiles.step), bfloat16, transforms=interleaved(tiles.step, bfloat16)),
+            "out_tiles": plgpu.SMEM((_MULTIPLIERS, tiling.rows, ROWS), bfloat16),
+            "arrivals": plgpu.Barrier(num_barriers=tiling.stages, num_arrivals=1 + tiles.num_copies),
+            "consumed": plgpu.Barrier(num_barriers=tiling.stages, num_arrivals=_MULTIPLIERS),
+        }
+        kernel = self.warpgroup.kernel(
+            self._kernel,
+            out_type=jax.ShapeDtypeStruct((len(x), self.outputs), x.dtype),
+            grid=(tiling.blocks,),
+            grid_names=("block",),
+            num_threads=_MULTIPLIERS + 1,
+            thread_name="warpgroup",
+            scratch_types=scratch,
+        )
+        return kernel(x, weights if isinstance(weights, tuple) else (weights,), work)
+
+    def _kernel(self, x: Any, weights: Any, work: Work, out: Any, **scratch: Any) -> None:
+        warpgroup = lax.axis_index("warpgroup")
+        pl.when(warpgroup < _MULTIPLIERS)(lambda: self._multiply(warpgroup, work, out, **scratch))
+        pl.when(warpgroup == _MULTIPLIERS)(lambda: self._fetch(x, weights, work, **scratch))
+
+    def _for_each_tile(self, work: Work, one: Any) -> Array:
+        """Calls one(piece, tile of outputs, number of steps, steps before it) for each tile of the result that is this block's; gives the
+        number of all steps."""
+        num_output_tiles = self.outputs // OUTPUTS
+        together = max(n for n in range(1, _TOGETHER + 1) if num_output_tiles % n == 0)
+        num_pieces, block, blocks = work.ends[1], lax.axis_index("block"), self.tiling.blocks
+        num_tiles = lax.div(num_pieces * num_output_tiles - block + (blocks - 1), blocks)
+
+        def of_block(i: Array, steps: Array) -> Array:
+            tile = block + i * blocks
+            group = lax.div(tile, num_pieces * together)
+            within = tile - group * (num_pieces * together)
+            piece = lax.div(within, together)
+            num_steps = jnp.where(piece < work.ends[0], self.inputs // self.tiles.step, 0)
+            one(piece, group * together + lax.rem(within, together), num_steps, steps)
+            return steps + num_steps
+
+        return lax.fori_loop(0, num_tiles, of_block, jnp.int32(0))
+
+    def _fetch(
+        self, x: Any, weights: Any, work: Work, *, weight_tiles: Any, row_tiles: Any, arrivals: Any, consumed: Any, **_: Any
+    ) -> None:
+        """Bring the tiles, as many ahead as there are stages."""
+        plgpu.set_max_registers(40, action="decrease")
+        stages, step = self.tiling.stages, self.tiles.step
+
+        def fetch(piece: Array, output_tile: Array, num_steps: Array, steps: Array) -> None:
+            expert, rows = work.expert[piece], pl.ds(work.start[piece], self.tiling.rows)
+
+            def one(i: Array, _: None) -> None:
+                stage = lax.rem(steps + i, stages)
+                pl.when(steps + i >= stages)(lambda: plgpu.barrier_wait(consumed.at[stage]))
+                targets, arrival = [tile.at[stage] for tile in weight_tiles], arrivals.at[stage]
+                self.tiles.fetch(weights, targets, arrival, expert, output_tile, i)
+                plgpu.copy_gmem_to_smem(x.at[rows, pl.ds(i * step, step)], row_tiles.at[stage], arrival)
+
+            lax.fori_loop(0, num_steps, one, None)
+
+        steps = self._for_each_tile(work, fetch)
+
+        @pl.loop(jnp.maximum(steps - stages, 0), steps)  # no barrier may be left in the middle of a phase
+        def _drain(i: Array) -> None:
+            plgpu.barrier_wait(consumed.at[lax.rem(i, stages)])
+
+    def _multiply(
+        self,
+        half: Array,
+        work: Work,
+        out: Any,
+        *,
+        weight_tiles: Any,
+        row_tiles: Any,
+        out_tiles: Any,
+        arrivals: Any,
+        consumed: Any,
+    ) -> None:
+        """Multiply the tiles as they come, for one half of their outputs."""
+        plgpu.set_max_registers(232, action="increase")
+        stages = self.tiling.stages
+
+        def multiply(piece: Array, output_tile: Array, num_steps: Array, steps: Array) -> None:
+            def arrived(i: Array) -> Array:
+                stage = lax.rem(steps + i, stages)
+                plgpu.barrier_wait(arrivals.at[stage])
+                return stage
+
+            def done(i: Array) -> None:
+                plgpu.barrier_arrive(consumed.at[lax.rem(steps + i, stages)])
+
+            total = self.tiles.sum(self.warpgroup, half, num_steps, weight_tiles, row_tiles, arrived, done)
+            tile = out_tiles.at[half]
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the result before this one
+            self.warpgroup.store_transposed(tile, total.astype(tile.dtype))
+            plgpu.commit_smem()
+            outputs = pl.ds(output_tile * OUTPUTS + half * ROWS, ROWS)
+            self._store(tile, out.at[:, outputs], work.start[piece] + work.skip[piece], work.skip[piece], work.size[piece])
+
+        self._for_each_tile(work, multiply)
+        plgpu.wait_smem_to_gmem(0)
+
+    def _store(self, tile: Any, out: Any, first: Array, skip: Array, count: Array) -> None:
+        """Write so many rows. Copies are of sizes that are known before: powers of 2 add up to any."""
+        done = jnp.int32(0)
+        size = self.tiling.rows
+        while size:
+            part = count & size
+
+            @pl.when(part != 0)
+            def _copy(size: int = size, done: Array = done) -> None:
+                plgpu.copy_smem_to_gmem(tile.at[pl.ds(skip + done, size)], out.at[pl.ds(first + done, size)])
+
+            done += part
+            size //= 2

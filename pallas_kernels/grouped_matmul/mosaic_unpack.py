@@ -1,0 +1,116 @@
+"""Packed weights from shared memory into registers, as the first factor of a product of Hopper's tensor cores.
+
+What a warpgroup has of 64 rows in registers lies as `formats` packs for, so every thread unpacks what it loads itself: for 8 integers 3 shifts,
+4 masks, 4 subtractions and 4 products of pairs; for 4 numbers of 8 bits 3 shifts, 4 masks and 2 products of pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu.fragmented_array import Replicated, Tiling
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxtyping import Array, BFloat16
+
+from pallas_kernels.grouped_matmul.formats import INPUTS
+from pallas_kernels.mosaic.warpgroup import ROWS
+
+# Thread q of the four of a row: words 4q to 4q + 3. Of the scales all four have the row's.
+_WORDS = plgpu.Layout.WGMMA_8BIT
+_SCALES = plgpu.Layout.TILED(Tiling(((256,), (64,), (32,), (4,))), warp_dims=(-4,), lane_dims=(-2, Replicated(4)), vector_dim=-1)
+_FIRST_FACTOR = plgpu.ShapeDtypeStruct((ROWS, INPUTS), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
+
+# Bits of pairs of bfloat16. 128 has an exponent at which the lowest bit of what follows it counts 1.
+_NIBBLES, _128, _BIASED_128 = 0x000F000F, 0x43004300, 136.0
+_MAGNITUDES, _SIGNS, _UNIT = 0x07F007F0, -0x7FFF8000, 2.0**120
+
+
+def int4_in_registers(words: Any, scale: Any) -> BFloat16[Array, "64 128"]:
+    """Weights of 64 rows of a tile, of their words [64, 16] and scales [256]."""
+
+    @plgpu.inline_mgpu(arg_types=(_WORDS, _SCALES), return_type=_FIRST_FACTOR)
+    def unpack(_: Any, words: Any, scale: Any) -> Any:
+        def pairs(half: int, place: int, word: Any) -> list[Any]:
+            of_row = scale.registers[0, 0, half, 0, 0]
+            factor = vector.broadcast(_pair_type(), vector.extract(of_row, [], [place]))
+            codes = [_as_pair(_masked_or(_right(word, 4 * i), _NIBBLES, _128)) for i in range(4)]
+            return [arith.mulf(arith.subf(code, _both(_BIASED_128)), factor) for code in codes]
+
+        return _first_factor([words], pairs)
+
+    return unpack(plgpu.load(words, (), layout=_WORDS), plgpu.load(scale, (), layout=_SCALES))
+
+
+def fp8_in_registers(first: Any, second: Any) -> BFloat16[Array, "64 128"]:
+    """Weights of 64 rows of a tile, yet to be multiplied by its scale, of the words [64, 16] of their first 64 inputs and of the others."""
+
+    @plgpu.inline_mgpu(arg_types=(_WORDS, _WORDS), return_type=_FIRST_FACTOR)
+    def unpack(_: Any, first: Any, second: Any) -> Any:
+        def pairs(half: int, place: int, word: Any) -> list[Any]:
+            del half, place
+            low = _or(_and(_left(word, 4), _MAGNITUDES), _and(_left(word, 8), _SIGNS))
+            high = _or(_and(_right(word, 4), _MAGNITUDES), _and(word, _SIGNS))
+            return [arith.mulf(_as_pair(bits), _both(_UNIT)) for bits in (low, high)]
+
+        return _first_factor([first, second], pairs)
+
+    return unpack(plgpu.load(first, (), layout=_WORDS), plgpu.load(second, (), layout=_WORDS))
+
+
+def _first_factor(parts: list[Any], pairs: Callable[[int, int, Any], list[Any]]) -> Any:
+    """[64, 128] as a product's first factor: of each row's words in turn, what `pairs` makes of them (upper or lower 8 of 16 rows, the
+    word's place among the thread's four, the word)."""
+    layout = mgpu.WGMMA_LAYOUT
+    registers = np.empty(layout.registers_shape((ROWS, INPUTS)), dtype=object)
+    for half in range(2):
+        columns = []
+        for part in parts:
+            of_thread = part.registers[0, 0, 0, 0, half, 0, 0, 0, 0]
+            for place in range(4):
+                columns += pairs(half, place, vector.extract(of_thread, [], [place]))
+        registers[0, :, 0, 0, half, 0, 0, 0, 0] = columns
+    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+
+def _pair_type() -> ir.Type:
+    return ir.VectorType.get((2,), ir.BF16Type.get())
+
+
+def _both(value: float) -> Any:
+    return vector.broadcast(_pair_type(), mgpu.c(value, ir.BF16Type.get()))
+
+
+def _as_pair(bits: Any) -> Any:
+    return vector.bitcast(_pair_type(), vector.broadcast(ir.VectorType.get((1,), bits.type), bits))
+
+
+def _number(value: int) -> Any:
+    return mgpu.c(value, ir.IntegerType.get_signless(32))
+
+
+def _and(bits: Any, mask: int) -> Any:
+    return arith.andi(bits, _number(mask))
+
+
+def _or(bits: Any, others: Any) -> Any:
+    return arith.ori(bits, _number(others) if isinstance(others, int) else others)
+
+
+def _masked_or(bits: Any, mask: int, others: int) -> Any:
+    """bits & mask | others in one instruction, which the compiler makes two of."""
+    i32 = ir.IntegerType.get_signless(32)
+    return llvm.inline_asm(i32, [bits, _number(mask), _number(others)], "lop3.b32 $0, $1, $2, $3, 0xEA;", "=r,r,n,r")
+
+
+def _left(bits: Any, by: int) -> Any:
+    return arith.shli(bits, _number(by))
+
+
+def _right(bits: Any, by: int) -> Any:
+    return arith.shrui(bits, _number(by)) if by else bits

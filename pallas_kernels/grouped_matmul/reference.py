@@ -1,0 +1,19 @@
+"""grouped_matmul in the plainest jnp: what is correct. Every row times every expert; slow, for tests."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, BFloat16, Int
+
+from pallas_kernels.grouped_matmul.formats import Weights, dequantised
+
+
+def grouped_matmul(x: BFloat16[Array, "T D"], weights: Weights, group_sizes: Int[Array, " E"]) -> BFloat16[Array, "T F"]:
+    """See op.py."""
+    matrices = dequantised(weights).astype(jnp.float32)
+    products = jnp.einsum("td,edf->etf", x.astype(jnp.float32), matrices, precision="highest")
+    owner = jnp.repeat(jnp.arange(len(group_sizes) + 1), jnp.append(group_sizes, len(x)), total_repeat_length=len(x))
+    out = jnp.zeros(products.shape[1:])
+    for expert in range(len(group_sizes)):
+        out = jnp.where(owner[:, None] == expert, products[expert], out)
+    return out.astype(x.dtype)

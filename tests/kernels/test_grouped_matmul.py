@@ -1,0 +1,212 @@
+"""grouped_matmul: how weights lie in memory, who has which rows, and every way to run it against the reference."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.mosaic import gpu as mgpu
+
+from pallas_kernels.grouped_matmul import formats, mosaic_gpu
+from pallas_kernels.grouped_matmul.cases import CASES, TINY, Case
+from pallas_kernels.grouped_matmul.op import grouped_matmul, why_not
+from pallas_kernels.grouped_matmul.work import tile_for, work_for
+from tests.kernels.grouped_experts import compressed_tensors_words, experts
+
+# Of 21 rows: one expert has all, all have an expert and the last one's tile would end after the rows do, some have none, all have none.
+SIZES = ((0, 21, 0, 0, 0), (10, 0, 8, 1, 2), (3, 0, 9, 1, 5), (0, 0, 0, 0, 0))
+NUM_ROWS = 21
+
+run = jax.jit(grouped_matmul, static_argnames="backend")
+
+
+def rows(case: Case, random: np.random.Generator, num_rows: int = NUM_ROWS) -> jax.Array:
+    return jnp.asarray(random.standard_normal((num_rows, case.inputs)), jnp.bfloat16)
+
+
+def plain(x, matrices: np.ndarray, sizes: tuple[int, ...]) -> np.ndarray:
+    """One expert at a time, in float64."""
+    out, first = np.zeros((len(x), matrices.shape[2])), 0
+    for matrix, size in zip(matrices, sizes, strict=True):
+        out[first : first + size] = np.asarray(x[first : first + size], np.float64) @ matrix
+        first += size
+    return out
+
+
+def assert_close(found, expected, rounded: bool = False) -> None:
+    """As rounded once to bfloat16, and sums of float32 in any order. `rounded`: each weight is rounded to bfloat16 before it is multiplied."""
+    largest = max(np.abs(np.asarray(expected, np.float64)).max(), 1.0)
+    of_one, of_sum = (2**-6, 2**-8) if rounded else (2**-8, 2**-16)
+    np.testing.assert_allclose(np.asarray(found, np.float64), np.asarray(expected, np.float64), rtol=of_one, atol=of_sum * largest)
+
+
+@pytest.mark.parametrize("case", TINY, ids=lambda case: case.format)
+def test_the_reference_multiplies_each_row_by_its_experts_matrix(case):
+    random = np.random.default_rng(0)
+    weights, matrices = experts(case, random)
+    x = rows(case, random)
+    for sizes in SIZES:
+        assert_close(run(x, weights, jnp.array(sizes), backend="reference"), plain(x, matrices, sizes))
+
+
+@pytest.mark.parametrize("num_rows", [1, 8, NUM_ROWS])
+@pytest.mark.parametrize("case", TINY, ids=lambda case: case.format)
+def test_any_sizes_as_the_reference_has_them(case, num_rows):
+    random = np.random.default_rng(1)
+    weights, x = experts(case, random).weights, rows(case, random, num_rows)
+    for sizes in SIZES:
+        group_sizes = jnp.array(sizes) * num_rows // NUM_ROWS
+        out = run(x, weights, group_sizes, backend="xla")
+        assert out.dtype == jnp.bfloat16
+        assert_close(out, run(x, weights, group_sizes, backend="reference"), rounded=True)
+
+
+def nothing_of(weights: formats.Weights, expert: int) -> formats.Weights:
+    """With an expert that makes everything NaN that it is multiplied by."""
+    if isinstance(weights, formats.Int4 | formats.Fp8):
+        return weights._replace(scale=weights.scale.at[expert].set(jnp.nan))
+    return weights.at[expert].set(jnp.nan)
+
+
+# Tiles of 8 rows, in two stages. JAX's interpreter compiles a kernel anew for each block of each call: few calls, of few blocks.
+interpreted = functools.partial(mosaic_gpu.grouped_matmul, tiling=mosaic_gpu.Tiling(8, 2, blocks=1), interpreted=True)
+
+
+@pytest.mark.parametrize("function", [functools.partial(run, backend="xla"), functools.partial(run, backend="reference"), interpreted])
+@pytest.mark.parametrize("case", TINY, ids=lambda case: case.format)
+def test_rows_and_experts_do_not_touch_each_other(case, function):
+    random, sizes = np.random.default_rng(4), (7, 0, 9, 1, 2)
+    weights, matrices = experts(case, random)
+    x = rows(case, random)
+    expected = plain(x, matrices, sizes)
+    x = x.at[sum(sizes) :].set(jnp.nan).at[10].set(jnp.nan)
+    out = np.array(function(x, nothing_of(weights, 1), jnp.array(sizes)), np.float64)
+    assert np.isnan(out[10]).all()
+    out[10] = expected[10]
+    assert_close(out, expected, rounded=case.format == "fp8" and function is not interpreted)
+    np.testing.assert_array_equal(out[sum(sizes) :], 0)
+
+
+@pytest.mark.parametrize(("num_rows", "sizes", "blocks"), [(21, (0, 21, 0, 0, 0), 2), (3, (0, 2, 0, 1, 0), 1), (21, (0, 0, 0, 0, 0), 1)])
+def test_the_gpus_kernel_with_one_experts_rows_and_with_few_and_with_none(num_rows, sizes, blocks):
+    """Blocks that take turns, and a last tile that would end after the rows do; fewer rows than a tile has; no steps at all."""
+    random = np.random.default_rng(3)
+    weights, matrices = experts(TINY[0], random)
+    x = rows(TINY[0], random, num_rows)
+    out = mosaic_gpu.grouped_matmul(x, weights, jnp.array(sizes), tiling=mosaic_gpu.Tiling(16, 3, blocks), interpreted=True)
+    assert_close(out, plain(x, matrices, sizes))
+
+
+def test_work_is_each_row_once_and_nothing_for_experts_without_rows():
+    random, work_of = np.random.default_rng(5), jax.jit(work_for, static_argnums=(1, 2))
+    for tile in (1, 16):
+        for num_rows in (16, 61):
+            for _ in range(20):
+                sizes = random.multinomial(random.integers(0, num_rows + 1), random.dirichlet(np.full(7, 0.3)))
+                work = jax.tree.map(np.asarray, work_of(jnp.asarray(sizes), num_rows, tile))
+                of_experts, all_pieces = work.ends
+                assert of_experts == sum(-(-sizes // tile)) and all_pieces <= len(work.expert)
+                owners = []
+                for i in range(all_pieces):
+                    assert 0 <= work.start[i] <= num_rows - tile and 0 < work.size[i] <= tile - work.skip[i]
+                    assert work.start[i] + work.skip[i] == len(owners)
+                    owners += [work.expert[i] if i < of_experts else -1] * work.size[i]
+                assert owners == [*np.repeat(np.arange(7), sizes), *[-1] * (num_rows - sizes.sum())]
+
+
+def test_tiles_hold_most_experts_rows():
+    assert [tile_for(rows, 384, 8, 128) for rows in (8, 512, 2048, 4096, 65536)] == [8, 8, 8, 16, 128]
+    assert [tile_for(rows, 16, 8, 256) for rows in (1, 64, 100, 4096)] == [8, 8, 16, 256]
+
+
+@pytest.mark.parametrize("case", TINY, ids=lambda case: case.format)
+def test_packed_weights_are_the_checkpoints(case):
+    """Every number: `experts` makes them without these functions."""
+    weights, matrices = experts(case, np.random.default_rng(6))
+    assert formats.shape_of(weights) == matrices.shape
+    np.testing.assert_array_equal(np.asarray(formats.dequantised(weights), np.float64), matrices.astype(np.float32))
+
+
+def test_every_code_is_read_as_what_it_stands_for():
+    integers = np.tile(np.arange(-8, 8), 128 * 8).reshape(1, 128, 128)
+    words = jnp.asarray(compressed_tensors_words(integers))
+    packed = formats.int4_from_compressed_tensors(words, jnp.ones((1, 128, 4), jnp.bfloat16))
+    np.testing.assert_array_equal(formats.dequantised(packed)[0].T, integers[0])
+    codes = np.tile(np.delete(np.arange(256, dtype=np.uint8), (127, 255)), 65)[: 128 * 128]  # without NaN
+    numbers = codes.view(jnp.float8_e4m3fn).reshape(1, 128, 128)
+    packed = formats.fp8_from_blocks(jnp.asarray(numbers), jnp.ones((1, 1, 1), jnp.float32))
+    np.testing.assert_array_equal(formats.dequantised(packed)[0].T, numbers[0].astype(np.float32))
+
+
+def test_packed_bytes_are_what_is_kept():
+    int4, fp8 = (experts(case, np.random.default_rng(7)).weights for case in TINY[1:])
+    num_weights = 5 * 256 * 256
+    assert sum(a.nbytes for a in int4) == num_weights * 4.5 / 8
+    assert sum(a.nbytes for a in fp8) == num_weights * (1 + 1 / 128)
+
+
+def by_thread(values: np.ndarray, layout: mgpu.TiledLayout) -> np.ndarray:
+    """Of an array in registers, what each thread of a warpgroup has: [warp, lane, registers in order, elements]."""
+    tiles = values
+    for tile in layout.tiling.tiles:
+        kept = tiles.ndim - len(tile)
+        cut = [part for size, of in zip(tiles.shape[kept:], tile, strict=True) for part in (size // of, of)]
+        tiles = tiles.reshape(*tiles.shape[:kept], *cut)
+        tiles = tiles.transpose(*range(kept), *range(kept, tiles.ndim, 2), *range(kept + 1, tiles.ndim, 2))
+    of_threads = [axis + tiles.ndim for axis in (*layout.warp_dims, *layout.lane_dims)]
+    others = [axis for axis in range(tiles.ndim - 1) if axis not in of_threads]
+    return tiles.transpose(*of_threads, *others, tiles.ndim - 1).reshape(4, 32, -1, tiles.shape[-1])
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_threads_of_a_gpu_load_the_codes_that_their_share_of_a_product_needs(bits):
+    """What a GPU's shifts and masks make of a thread's words, in the order in which the kernel puts it into registers."""
+    codes = np.random.default_rng(8).integers(0, 2**bits, (1, 128, 128))
+    if bits == 4:
+        packed = formats.int4_from_compressed_tensors(jnp.asarray(compressed_tensors_words(codes - 8)), jnp.ones((1, 128, 4), jnp.bfloat16))
+    else:
+        codes[codes % 128 == 127] = 0  # NaN
+        packed = formats.fp8_from_blocks(jnp.asarray(codes.astype(np.uint8).view(jnp.float8_e4m3fn)), jnp.ones((1, 1, 1), jnp.float32))
+    for half in range(2):
+        parts = [np.asarray(packed.words)[0, 0, 0, first + 64 * half :][:64] for first in ((0,) if bits == 4 else (0, 128))]
+        loaded = [by_thread(part, mgpu.WGMMA_LAYOUT_8BIT) for part in parts]  # of the upper 8 of a warp's 16 rows, then of the lower
+        pairs = [
+            np.stack([(word >> shift) & (2**bits - 1) for shift in (bits * i, bits * i + 16)], -1)
+            for upper in range(2)
+            for part in loaded
+            for word in np.moveaxis(part[:, :, upper].view(np.uint32), -1, 0)
+            for i in range(16 // bits)
+        ]
+        found = np.stack(pairs, 2)
+        needed = by_thread(codes[0, 64 * half :][:64], mgpu.WGMMA_LAYOUT)
+        # by_thread has registers tile by tile of 8 inputs, upper and lower rows in turn
+        needed = needed.reshape(4, 32, 16, 2, 2).transpose(0, 1, 3, 2, 4).reshape(4, 32, 32, 2)
+        np.testing.assert_array_equal(found, needed)
+
+
+def test_shapes_that_do_not_fit_are_refused_by_name():
+    random = np.random.default_rng(9)
+    x, weights, sizes = rows(TINY[0], random), experts(TINY[0], random).weights, jnp.array(SIZES[0])
+    for bad in (x[:, :128], x[0], x[:0], x.astype(jnp.float32)):
+        with pytest.raises(ValueError, match="must be one or more rows of 256 bfloat16"):
+            grouped_matmul(bad, weights, sizes)
+    for bad in (sizes[:4], sizes.astype(jnp.float32)):
+        with pytest.raises(ValueError, match="must be integers, one for each of 5 experts"):
+            grouped_matmul(x, weights, bad)
+    with pytest.raises(ValueError, match="96 outputs and 128 inputs: both must be multiples of 128"):
+        formats.fp8_from_blocks(jnp.zeros((1, 96, 128), jnp.float8_e4m3fn), jnp.ones((1, 1, 1)))
+    with pytest.raises(ValueError, match=r"weight_scale_inv .* must be a scale a 128 x 128"):
+        formats.fp8_from_blocks(jnp.zeros((1, 128, 128), jnp.float8_e4m3fn), jnp.ones((1, 1, 2)))
+    with pytest.raises(ValueError, match=r"weight_scale \(1, 128, 8\) must be \(1, 128, 4\)"):
+        formats.int4_from_compressed_tensors(jnp.zeros((1, 128, 16), jnp.int32), jnp.ones((1, 128, 8), jnp.bfloat16))
+
+
+def test_what_mosaic_gpu_has_no_kernel_for_is_refused():
+    assert all(why_not(case.inputs, case.outputs) is None and why_not(case.outputs, case.inputs) is None for case in CASES)
+    x, weights = jnp.zeros((4, 64), jnp.bfloat16), jnp.zeros((2, 64, 96), jnp.bfloat16)
+    with pytest.raises(ValueError, match="no kernel for 64 inputs and 96 outputs: both must be multiples of 128"):
+        grouped_matmul(x, weights, jnp.array((1, 2)), backend="mosaic_gpu")
+    assert grouped_matmul(x, weights, jnp.array((1, 2)), backend="xla").shape == (4, 96)
