@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -11,22 +14,39 @@ from typing import Any
 NOT_NEEDED = ("tokenizers", "safetensors", "huggingface_hub", "gguf", "jinja2")
 
 
-class _StandIn(ModuleType):
-    """Gives a class for every name; making one says what is missing."""
+class _Missing(type):
+    """A class for every name, of a module or of another such class; calling one says what is missing."""
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return type(name, (Exception,), {"__init__": _refuse, "__module__": self.__name__})
+        return _Missing(name, (Exception,), {"__module__": cls.__module__})
+
+    def __call__(cls, *_: Any, **__: Any) -> Any:
+        raise ModuleNotFoundError(f"{cls.__module__} is not installed on this machine")
 
 
-def _refuse(self: Any, *_: Any, **__: Any) -> None:
-    raise ModuleNotFoundError(f"{type(self).__module__} is not installed on this machine")
+class _StandIn(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_Missing(self.__name__, (), {"__module__": self.__name__}), name)
+
+
+class _Finder(MetaPathFinder, Loader):
+    def __init__(self, packages: Sequence[str]) -> None:
+        self._packages = packages
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] in self._packages else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _StandIn(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
 
 
 def stand_in() -> list[str]:
     """Make those of them importable that aren't installed; returns which."""
     missing = [name for name in NOT_NEEDED if name not in sys.modules and importlib.util.find_spec(name) is None]
-    for name in missing:
-        sys.modules[name] = _StandIn(name)
+    sys.meta_path.append(_Finder(missing))
     return missing

@@ -37,7 +37,7 @@ def _case(x: jax.Array) -> str:
 def _pass_over(sizes: Sizes) -> Iterator[Found]:
     """One operation a number, so that a loop can't leave it out: as many bytes as a copy."""
     x, work = _random_words(sizes)
-    times = per_call(lambda x, mask, _: x ^ mask, x, jnp.uint32(0x5A5A5A5A), 1, _EXPECTED.floor(work), sizes.repeats)
+    times = per_call(lambda x, mask, _: x ^ mask, x, jnp.uint32(0x5A5A5A5A), [None], _EXPECTED.floor(work), sizes.repeats)
     yield Found(_case(x), times, work)
 
 
@@ -52,5 +52,5 @@ def _multiply(sizes: Sizes) -> Iterator[Found]:
     x, *matrices = (jax.random.normal(key, (size, size), sizes.dtype) for key in keys)
     matrices = [(matrix / size**0.5).astype(sizes.dtype) for matrix in matrices]  # products stay of x's size
     work = floors.product(size, size, size, sizes.itemsize)
-    times = per_call(lambda x, matrices, i: x @ matrices[i], x, matrices, len(matrices), _EXPECTED.floor(work), sizes.repeats)
+    times = per_call(lambda x, _, matrix: x @ matrix, x, None, matrices, _EXPECTED.floor(work), sizes.repeats)
     yield Found(f"{size} x {size} x {size}", times, work)

@@ -63,7 +63,7 @@ def problem(sizes: Sizes, about: tuple[Case, int], seed: int) -> Problem:
 
     shape = {"format": case.format, "experts": case.num_experts, "inputs": case.inputs, "outputs": case.outputs, "rows": len(x)}
     checks = {"groups of any size": _check(case, into, groups(case, num_tokens, seed + 2), seed)}
-    return Problem(work(case, counts), x, (into, back, jnp.asarray(counts, jnp.int32)), 1, step, checks, shape)
+    return Problem(work(case, counts), x, (into, back, jnp.asarray(counts, jnp.int32)), [None], step, checks, shape)
 
 
 def weights(case: Case, seed: int) -> Any:
@@ -99,8 +99,8 @@ def _check(case: Case, into: Any, counts: np.ndarray, seed: int) -> Check:
     x = jnp.concatenate([_rows(total, case, seed + 3), jnp.full((_UNOWNED, case.inputs), jnp.nan, jnp.bfloat16)])
     sizes = jnp.asarray(counts, jnp.int32)
 
-    def run(function: Callable[..., Any]) -> jax.Array:
-        out = jax.jit(function)(x, into, sizes)
+    def run(function: Callable[..., Any], *arguments: Any) -> jax.Array:
+        out = function(*arguments)
         return only_if_finite(out[np.append(rows.reshape(-1), np.arange(total, len(x)))], out)
 
     def expected() -> np.ndarray:
@@ -112,7 +112,7 @@ def _check(case: Case, into: Any, counts: np.ndarray, seed: int) -> Check:
         found = [np.asarray(of(jnp.int32(expert), x[pair], into)) for expert, pair in zip(experts, rows, strict=True)]
         return np.concatenate([*found, np.zeros((_UNOWNED, case.outputs), np.float32)])
 
-    return Check(run, expected)
+    return Check(run, (x, into, sizes), expected)
 
 
 def _rows(num_rows: int, case: Case, seed: int) -> jax.Array:

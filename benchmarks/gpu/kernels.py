@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -91,7 +90,7 @@ def measured(function: Callable[..., Any], problem: Problem, sizes: Sizes, case:
     """Checked, then timed: what is wrong has no time."""
     errors = {}
     for name, check in problem.checks.items():
-        found, is_same_again, dtype = _run_again(partial(check.run, function))
+        found, is_same_again, dtype = _run_twice(jax.jit(partial(check.run, function)), check.arguments)
         errors[name] = relative_error(found, check.expected())
         notes = notes | {"relative_error": max(errors.values(), key=lambda e: math.inf if math.isnan(e) else e)}
         if not errors[name] <= WORST_ERROR[dtype]:
@@ -100,7 +99,7 @@ def measured(function: Callable[..., Any], problem: Problem, sizes: Sizes, case:
             notes |= {"differs_between_runs": True}
     expected_s = _EXPECTED.floor(problem.work)
     step = partial(problem.step, function)
-    times = per_call(step, problem.carry, problem.shared, problem.num_inputs, max(expected_s, 4e-6), sizes.repeats)
+    times = per_call(step, problem.carry, problem.shared, problem.inputs, max(expected_s, 4e-6), sizes.repeats)
     return Found(case, times, problem.work, notes)
 
 
@@ -112,18 +111,13 @@ def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
     return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
 
 
-def _run_again(run: Callable[[], jax.Array]) -> tuple[np.ndarray, bool, str]:
+def _run_twice(run: Callable[..., jax.Array], arguments: tuple[Any, ...]) -> tuple[np.ndarray, bool, str]:
     """The result, whether a second run gave the same, and its type. The memory that results are written to is NaN before."""
-    shape = jax.eval_shape(run)
+    shape = jax.eval_shape(run, *arguments)
     results = []
     for _ in range(2):
         scribbled = [jnp.full(shape.shape, jnp.nan, shape.dtype) for _ in range(3)]
         jax.block_until_ready(scribbled)
         del scribbled
-        results.append(np.asarray(run().astype(jnp.float32)))
+        results.append(np.asarray(run(*arguments).astype(jnp.float32)))
     return results[0], np.array_equal(results[0], results[1], equal_nan=True), shape.dtype.name
-
-
-def grid(**values: Sequence[int]) -> list[Tiling]:
-    """Every combination."""
-    return [dict(zip(values, each, strict=True)) for each in itertools.product(*values.values())]

@@ -38,6 +38,7 @@ class Found:
     work: Work | None = None
     notes: dict[str, Any] = field(default_factory=dict)  # numbers and words beside the time
     failure: str | None = None
+    took_s: float | None = None  # since the measure began, compiling and all
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)

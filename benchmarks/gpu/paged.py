@@ -43,16 +43,17 @@ def problem(sizes: Sizes, case: Case, seed: int) -> Problem:
     kv, table = random_pages(random, np.full(batch, context), num_inputs, sizes, fill=0.0)
     lengths = jnp.full(batch, context, jnp.int32)
 
-    def step(function: Callable[..., Any], q: jax.Array, shared: tuple[jax.Array, ...], layer: int) -> jax.Array:
+    def step(function: Callable[..., Any], q: jax.Array, shared: tuple[jax.Array, ...], layer: jax.Array) -> jax.Array:
         kv, table, lengths = shared
         # Results become queries; this scale keeps the scores of such small ones spread.
         scale = 0.5 * (context / sizes.model.head_size) ** 0.5
-        return function(q, kv, jnp.int32(layer), table, lengths, scale=scale, pool_is_finite=True)
+        return function(q, kv, layer, table, lengths, scale=scale, pool_is_finite=True)
 
     # NaN where nothing may be read; or, where the pool is promised finite, what would be seen in a result.
     checks = {name: _check(sizes, case, int(random.integers(2**31)), fill, name == "finite pool") for name, fill in FILLS.items()}
+    layers = [jnp.int32(layer) for layer in range(num_inputs)]
     shape = attention_shape(sizes) | {"batch": batch, "context": context}
-    return Problem(work, _queries(random, batch, sizes), (kv, table, lengths), num_inputs, step, checks, shape)
+    return Problem(work, _queries(random, batch, sizes), (kv, table, lengths), layers, step, checks, shape)
 
 
 FILLS = {"poisoned pool": np.nan, "finite pool": 3e4}
@@ -75,7 +76,7 @@ def _check(sizes: Sizes, case: Case, seed: int, fill: float, pool_is_finite: boo
         wide = jax.jit(partial(reference.paged_attention, **options))(q.astype(jnp.float32), kv, *rest)
         return np.asarray(wide)
 
-    return Check(lambda function: jax.jit(partial(function, **options))(q, kv, *rest), expected)
+    return Check(lambda function, *arguments: function(*arguments, **options), (q, kv, *rest), expected)
 
 
 def _queries(random: np.random.Generator, batch: int, sizes: Sizes) -> jax.Array:

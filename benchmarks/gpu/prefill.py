@@ -44,18 +44,19 @@ def problem(sizes: Sizes, num_tokens: int, seed: int) -> Problem:
     kv, table = random_pages(random, np.asarray([num_tokens]), num_inputs, sizes, fill=0.0)
     row = tuple(jnp.asarray([value], jnp.int32) for value in (0, num_tokens, num_tokens))
 
-    def step(function: Callable[..., Any], q: jax.Array, shared: Any, layer: int) -> jax.Array:
+    def step(function: Callable[..., Any], q: jax.Array, shared: Any, layer: jax.Array) -> jax.Array:
         kv, table, row = shared
         # Results become queries; this scale keeps the scores of such small ones spread.
         scale = 0.2 * (num_tokens / sizes.model.head_size) ** 0.5
-        return function(q, kv, jnp.int32(layer), table, *row, scale=scale, query_tile=_tile(num_tokens), pool_is_finite=True)
+        return function(q, kv, layer, table, *row, scale=scale, query_tile=_tile(num_tokens), pool_is_finite=True)
 
     checks = {
         "several requests": _several_requests(sizes, min(num_tokens, _RAGGED_TOKENS), int(random.integers(2**31))),
         "one prompt": _one_prompt(sizes, num_tokens, int(random.integers(2**31))),
     }
+    layers = [jnp.int32(layer) for layer in range(num_inputs)]
     shape = attention_shape(sizes) | {"tokens": num_tokens}
-    return Problem(work, _queries(random, num_tokens, sizes), (kv, table, row), num_inputs, step, checks, shape)
+    return Problem(work, _queries(random, num_tokens, sizes), (kv, table, row), layers, step, checks, shape)
 
 
 def _several_requests(sizes: Sizes, num_tokens: int, seed: int) -> Check:
@@ -71,7 +72,8 @@ def _several_requests(sizes: Sizes, num_tokens: int, seed: int) -> Check:
     q = _queries(random, num_tokens, sizes)
     rest = (jnp.int32(1), table, *(jnp.asarray(values, jnp.int32) for values in (starts, query_len, kv_len)))
     options: dict[str, Any] = {"scale": sizes.model.head_size**-0.5, "query_tile": tile, "pool_is_finite": False}
-    return Check(lambda function: jax.jit(partial(function, **options))(q, kv, *rest), lambda: _expected(q, kv, *rest, **options))
+    arguments = (q, kv, *rest)
+    return Check(lambda function, *arguments: function(*arguments, **options), arguments, lambda: _expected(*arguments, **options))
 
 
 def _one_prompt(sizes: Sizes, num_tokens: int, seed: int) -> Check:
@@ -90,11 +92,11 @@ def _one_prompt(sizes: Sizes, num_tokens: int, seed: int) -> Check:
         tables = jnp.broadcast_to(table, (len(chosen), table.shape[1]))
         return _expected(q[tokens], kv, jnp.int32(1), tables, *(jnp.asarray(values, jnp.int32) for values in rows), **options)
 
-    def run(function: Callable[..., Any]) -> jax.Array:
-        out = jax.jit(partial(function, **options))(q, kv, *whole)
+    def run(function: Callable[..., Any], *arguments: jax.Array) -> jax.Array:
+        out = function(*arguments, **options)
         return only_if_finite(out[tokens], out)
 
-    return Check(run, expected)
+    return Check(run, (q, kv, *whole), expected)
 
 
 def _expected(q: jax.Array, *rest: jax.Array, **options: Any) -> np.ndarray:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,19 +19,20 @@ _MOST_INPUTS = 64
 
 @dataclass(frozen=True)
 class Check:
-    run: Callable[[Callable[..., Any]], jax.Array]  # the function on the inputs
+    run: Callable[..., jax.Array]  # of the function and the arguments: the result, or a part of it
+    arguments: tuple[Any, ...]
     expected: Callable[[], np.ndarray]  # what the reference makes of them
 
 
 @dataclass(frozen=True)
 class Problem:
-    """`step` calls the function once on the inputs of a number, so that it needs what the call before gave (`carry` at first)."""
+    """`step` calls the function once, with what the call before gave (`carry` at first), what all calls share, and inputs of its own."""
 
     work: Work  # of a call
     carry: Any
     shared: Any
-    num_inputs: int
-    step: Callable[[Callable[..., Any], Any, Any, int], Any]
+    inputs: Sequence[Any]
+    step: Callable[[Callable[..., Any], Any, Any, Any], Any]
     checks: dict[str, Check]
     shape: dict[str, Any]  # by which a tiling is kept
 

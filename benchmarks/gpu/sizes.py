@@ -110,7 +110,7 @@ FULL = Sizes(
 )
 
 SMALL = Sizes(
-    model=ModelSizes(2, 64, 4, 2, 16, 96, 256),
+    model=ModelSizes(1, 64, 4, 2, 16, 96, 256),
     itemsize=4,
     dtype="float32",
     page_size=8,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,34 +12,41 @@ import jax
 
 from benchmarks.gpu.measure import Times
 
-Step = Callable[[Any, Any, int], Any]  # what the call before gave, what all calls share, the number of the inputs -> what this one gives
-_LOOP_S = 0.02  # that the shorter loop should take
+Step = Callable[[Any, Any, Any], Any]  # what the call before gave, what all calls share, inputs of its own -> what this one gives
+_LOOP_S = 0.01  # that a loop should take
 _MEASURED_S = 2.0  # that all loops may: what is far slower than expected is measured less often
 
 
-def per_call(step: Step, carry: Any, shared: Any, num_inputs: int, expected_s: float, repeats: int) -> Times:
-    """Seconds of one call of `step`, in steady state: a loop of n rounds through all inputs and one of 2n, and their difference, so that
-    neither launch nor host is in it.
+def per_call(step: Step, carry: Any, shared: Any, inputs: Sequence[Any], expected_s: float, repeats: int) -> Times:
+    """Seconds of one call of `step`, in steady state: a loop of several rounds through all inputs, launched several times in a row less launched
+    once, so that what the host does before and after isn't in it.
 
-    Raises `ValueError` where that is not above zero. XLA runs a loop of a known length without asking the device each round, so n is static.
+    Raises `ValueError` where that is not above zero. XLA runs a loop of a known length without asking the device each round, so it is static.
     """
+    once = jax.jit(step)  # traced, and its kernels compiled, once for all inputs
+    rounds = max(2, min(200, int(_LOOP_S / (expected_s * len(inputs)))))
 
-    @partial(jax.jit, static_argnames="rounds")
-    def run(carry: Any, shared: Any, rounds: int) -> Any:
+    @jax.jit
+    def loop(carry: Any, shared: Any, inputs: Sequence[Any]) -> Any:
         def one_round(_: int, carry: Any) -> Any:
-            for number in range(num_inputs):
-                carry = step(carry, shared, number)
+            for own in inputs:
+                carry = once(carry, shared, own)
             return carry
 
         return jax.lax.fori_loop(0, rounds, one_round, carry)
 
-    rounds = max(2, min(200, int(_LOOP_S / (expected_s * num_inputs))))
-    loops = [lambda n=n: jax.block_until_ready(run(carry, shared, rounds=n)) for n in (rounds, 2 * rounds)]
-    for loop in loops:
-        loop()
-    took = _seconds(loops[0])
-    repeats = max(2, min(repeats, int(_MEASURED_S / (3 * took))))
-    return Times.of([(_seconds(loops[1]) - _seconds(loops[0])) / (rounds * num_inputs) for _ in range(repeats)])
+    def launch(times: int) -> None:
+        out = carry
+        for _ in range(times):
+            out = loop(out, shared, inputs)
+        jax.block_until_ready(out)
+
+    launch(1)
+    took = _seconds(partial(launch, 1))
+    more = max(2, math.ceil(_LOOP_S / took))
+    repeats = max(2, min(repeats, int(_MEASURED_S / ((2 + more) * took))))
+    differences = (_seconds(partial(launch, 1 + more)) - _seconds(partial(launch, 1)) for _ in range(repeats))
+    return Times.of([difference / (more * rounds * len(inputs)) for difference in differences])
 
 
 def per_launch(launch: Callable[[], Any], launches: int, repeats: int) -> Times:

@@ -4,13 +4,14 @@ A kernel that waits for ever can only be killed, and one that read where it must
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -150,15 +151,17 @@ def _serve(catalog: Catalog, keys: list[str], about: Callable[[], About], pipe: 
     measures = {measure.key: measure for measure in catalog()}
     for key in keys:
         pipe.send(("began", key))
+        began = time.monotonic()
         try:
             for found in measures[key].run():
-                pipe.send(("found", found))
+                pipe.send(("found", replace(found, took_s=round(time.monotonic() - began, 2))))
             pipe.send(("done", key))
         except Exception as error:
             traceback.print_exc()
             pipe.send(("failed", _text(error)))
             if _spoils(error):
                 os._exit(0)  # at once: an orderly end waits for the GPU
+        gc.collect()  # what is held in rings has the device's memory
 
 
 def _spoils(error: Exception) -> bool:

@@ -1,0 +1,177 @@
+"""What is wrong has no time; what is right has one, of as many calls as there were."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks.gpu import grouped, kernels, paged, peers, prefill, timing
+from benchmarks.gpu.kernels import implementation, measured, relative_error
+from benchmarks.gpu.measure import Times
+from benchmarks.gpu.sizes import SMALL
+from pallas_kernels.grouped_matmul.cases import TINY
+
+SIZES = dataclasses.replace(SMALL, cache_bytes=1)  # one set of inputs
+
+
+def once(make):
+    """What the reference makes of a problem's inputs is computed for the first test alone."""
+
+    @functools.cache
+    def made():
+        problem = make()
+        checks = {name: dataclasses.replace(check, expected=functools.cache(check.expected)) for name, check in problem.checks.items()}
+        return dataclasses.replace(problem, checks=checks)
+
+    return made
+
+
+ATTENTION = {
+    "paged_attention": once(lambda: paged.problem(SIZES, (4, 24), seed=1)),
+    "ragged_prefill_attention": once(lambda: prefill.problem(SIZES, 64, seed=1)),
+}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(kernels, "per_call", lambda *_: Times(1.0, 1.0, 1.0))
+
+
+def found(name, change, make=None):
+    function = implementation(name, "xla", None)
+    problem = (make or ATTENTION[name])()
+    return measured(functools.partial(change, function), problem, SIZES, "case", {})
+
+
+def right(function, *arguments, **options):
+    return function(*arguments, **options)
+
+
+def slightly_off(function, *arguments, **options):
+    return function(*arguments, **options) * 1.02
+
+
+def one_number_missing(function, *arguments, **options):
+    out = function(*arguments, **options)
+    return out.at[(-1,) * out.ndim].set(jnp.nan)
+
+
+def reads_past_contexts(function, q, kv, layer, table, *rest, **options):
+    *others, kv_len = rest
+    return function(q, kv, layer, table, *others, jnp.where(kv_len > 0, kv_len + 1, 0), **options)
+
+
+def another_layer(function, q, kv, layer, *rest, **options):
+    return function(q, kv, layer - 1, *rest, **options)
+
+
+def always_the_first_page(function, q, kv, layer, table, *rest, **options):
+    return function(q, kv, layer, table.at[:].set(table[:1]), *rest, **options)
+
+
+def forgets_the_last_token(function, q, kv, layer, table, *rest, **options):
+    *others, kv_len = rest
+    return function(q, kv, layer, table, *others, jnp.maximum(kv_len - 1, 0), **options)
+
+
+def trusts_the_pool(function, *arguments, **options):
+    return function(*arguments, **(options | {"pool_is_finite": True}))
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_a_right_kernel_is_timed(name):
+    row = found(name, right)
+    assert row.failure is None and row.times == Times(1.0, 1.0, 1.0)
+    assert 0 < row.notes["relative_error"] < 1e-5
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+@pytest.mark.parametrize(
+    "wrong", [slightly_off, one_number_missing, reads_past_contexts, another_layer, forgets_the_last_token, trusts_the_pool]
+)
+def test_a_wrong_kernel_is_not(name, wrong):
+    row = found(name, wrong)
+    assert row.times is None and "relative error" in row.failure, wrong.__name__
+
+
+def test_page_tables_are_told_apart():
+    assert found("paged_attention", always_the_first_page).times is None
+
+
+def test_the_pool_that_is_promised_finite_is_checked_as_it_is_timed():
+    """A kernel that masks nothing at all where the pool is promised finite."""
+
+    def unmasked(function, q, kv, layer, table, kv_len, **options):
+        return function(q, kv, layer, table, jnp.where(options["pool_is_finite"], -(-kv_len // 8) * 8, kv_len), **options)
+
+    assert found("paged_attention", unmasked).failure.startswith("finite pool: ")
+
+
+@pytest.mark.parametrize("case", TINY, ids=lambda case: case.format)
+def test_grouped_products(case):
+    make = once(lambda: grouped.problem(SIZES, (case, 40), seed=2))
+
+    def swapped_neighbours(function, x, weights, counts):
+        return function(x, weights, counts.at[:2].add(jnp.asarray([1, -1])))
+
+    def writes_rows_of_no_expert(function, x, weights, counts):
+        return function(jnp.nan_to_num(x, nan=1.0), weights, counts.at[-1].add(len(x) - counts.sum()))
+
+    assert found("grouped_matmul", right, make).times is not None
+    for wrong in (slightly_off, one_number_missing, swapped_neighbours, writes_rows_of_no_expert):
+        assert found("grouped_matmul", wrong, make).times is None, wrong.__name__
+
+
+def test_results_that_change_from_run_to_run_are_marked():
+    calls = []
+
+    def racing(function, *arguments, **options):
+        def noise(out):
+            calls.append(1)
+            return np.asarray(out) * np.float32(1 + 1e-6 * len(calls))
+
+        out = function(*arguments, **options)
+        return jax.pure_callback(noise, out, out)
+
+    row = found("paged_attention", racing)
+    assert row.times is not None and row.notes["differs_between_runs"] is True
+    assert "differs_between_runs" not in found("paged_attention", right).notes
+
+
+def test_nan_is_never_a_small_error():
+    assert relative_error(np.asarray([3.0, 4.4]), np.asarray([3.0, 4.0])) == pytest.approx(0.08)
+    assert np.isnan(relative_error(np.asarray([1.0, np.nan]), np.asarray([1.0, 1.0])))
+    with pytest.raises(ValueError, match=r"\(2,\), not \(1,\)"):
+        relative_error(np.zeros(2), np.ones(1))
+
+
+@pytest.mark.parametrize("queries", [1, 40])
+def test_what_jax_has_is_checked_too(queries):
+    problem = peers._problem(SIZES, SIZES.decode_attention(1, 40), 1, queries, 40, seed=3)
+    attend = functools.partial(jax.nn.dot_product_attention, is_causal=queries > 1)
+    assert measured(attend, problem, SIZES, "", {}).times is not None
+    assert measured(functools.partial(jax.nn.dot_product_attention, scale=0.01), problem, SIZES, "", {}).times is None
+
+
+def test_seconds_of_a_call_are_of_all_calls_of_a_loop(monkeypatch):
+    """Every launch takes 0.02 s, and 0.5 s go by before and after."""
+    monkeypatch.setattr(timing, "_seconds", lambda run: 0.5 + 0.02 * run.args[0])
+    traced = []
+
+    def step(carry, shared, own):
+        traced.append(own)
+        return carry + own * shared
+
+    times = timing.per_call(step, jnp.zeros(2), jnp.float32(3.0), [jnp.float32(i) for i in range(5)], expected_s=1e-4, repeats=4)
+    rounds = 20  # 10 ms of 5 calls of 0.1 ms
+    assert times.median == pytest.approx(0.02 / (rounds * 5))
+    assert len(traced) == 1, "a kernel is compiled once for all inputs"
+
+
+def test_no_time_is_made_of_noise(monkeypatch):
+    monkeypatch.setattr(timing, "_seconds", lambda run: 0.5 - 0.02 * run.args[0])
+    with pytest.raises(ValueError, match="too short"):
+        timing.per_call(lambda carry, *_: carry + 1, jnp.zeros(2), None, [None], expected_s=1.0, repeats=3)

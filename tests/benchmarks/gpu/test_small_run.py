@@ -1,0 +1,80 @@
+"""The whole of it on a CPU, in tiny sizes."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.gpu.__main__ import main
+from benchmarks.gpu.absent import NOT_NEEDED
+from benchmarks.gpu.catalog import catalog
+from benchmarks.gpu.kernels import implementation
+from benchmarks.gpu.sizes import FULL
+
+
+def test_a_small_run_writes_rows_with_shares_and_prints_a_table(tmp_path, capsys):
+    path = tmp_path / "small.json"
+    wanted = ["copy/*", "matmul/*", "paged_attention/xla/*", "paged_attention/torch sdpa/*", "decode step/xla"]
+    main(["--small", "--output", str(path), "--seed", "3", "--only", *wanted])
+    written = json.loads(path.read_text())
+    assert written["about"]["card"] == "cpu" and written["settings"]["seed"] == 3
+    ours = [row for row in written["rows"] if row["way"] == "xla" and row["name"] != "matmul"]
+    assert len(ours) == 4, "two sizes of attention and two of a step"
+    # A busy machine may leave too little of the shortest to measure.
+    assert all(row["failure"] is None or "too short" in row["failure"] for row in ours)
+    steps = [row for row in ours if row["name"] == "decode step"]
+    assert all(row["notes"]["tokens"] and row["times"]["median"] > 0 for row in steps)
+    theirs = [row for row in written["rows"] if row["way"] == "torch sdpa"]
+    assert len(theirs) == 2
+    shown = capsys.readouterr().out
+    assert "decode step" in shown.partition("\n")[2] and str(path) in shown
+
+
+def test_without_a_gpu_the_full_sizes_are_refused_in_words(tmp_path, capsys):
+    path = tmp_path / "full.json"
+    main(["--output", str(path), "--only", "copy/*", "paged_attention/mosaic_gpu/*"])
+    shown = capsys.readouterr().out
+    assert "JAX finds no GPU, only cpu" in shown and "--small" in shown
+    assert all(row["times"] is None for row in json.loads(path.read_text())["rows"])
+
+
+def test_keys_are_one_of_a_kind_and_the_card_comes_first():
+    for is_tuning in (False, True):
+        keys = [measure.key for measure in catalog(is_small=False, seed=0, is_tuning=is_tuning)]
+        assert len(set(keys)) == len(keys)
+        assert [key.split("/")[0] for key in keys[:3]] == ["copy", "copy", "matmul"]
+        assert keys[3].startswith("paged_attention/mosaic_gpu/")
+
+
+@pytest.mark.parametrize("name", ["paged_attention", "ragged_prefill_attention", "grouped_matmul"])
+def test_tilings_to_try_are_tilings_of_the_kernels(name):
+    of_kernel = [m for m in catalog(is_small=False, seed=0, is_tuning=True) if m.name == name]
+    assert len(of_kernel) > 20
+    for measure in of_kernel:
+        tiling = measure.run.args[-1]
+        assert implementation(name, "mosaic_gpu", tiling).keywords["tiling"].__dict__.items() >= tiling.items()
+
+
+def test_the_engine_is_measured_where_packages_that_it_does_not_need_are_missing():
+    """As on a borrowed machine: their import fails, and what stands in for them says so once it is called."""
+    hidden = f"""
+import sys
+from importlib.machinery import PathFinder
+find = PathFinder.find_spec
+PathFinder.find_spec = lambda name, *rest: None if name.partition(".")[0] in {NOT_NEEDED!r} else find(name, *rest)
+from benchmarks.gpu import engine
+import safetensors
+print(safetensors.__file__ if hasattr(safetensors, "__file__") else "no file")
+try:
+    safetensors.safe_open("x", framework="np")
+except ModuleNotFoundError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", hidden], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == ["no file", "safetensors is not installed on this machine"], done.stderr
+
+
+def test_predictions_need_no_gpu(capsys):
+    main(["--predict"])
+    assert f"{FULL.matrix_size} x {FULL.matrix_size}" in capsys.readouterr().out
