@@ -1,5 +1,5 @@
 """ragged_prefill_attention's kernel for GPUs, interpreted on a CPU: what it copies, where, and who waits for whom. What registers hold is
-the compiler's and a GPU's to check. A block costs the interpreter a second or two, so cases are small."""
+the compiler's and a GPU's to check."""
 
 import functools
 
@@ -81,7 +81,8 @@ SPANS = (EVERYTHING, Span(window=1), Span(window=40), Span(chunk=1), Span(chunk=
 @pytest.mark.parametrize("tiling", [Tiling(1, 64, 2), Tiling(4, 128, 2)])
 def test_every_tile_has_the_work_of_its_queries(tiling, span):
     """All tokens once, and of keys no fewer and no more than they see: against what each query sees, one by one."""
-    random, piece, run, num_tokens = np.random.default_rng(3), 32, 16, 512
+    random, run, num_tokens = np.random.default_rng(3), 16, 512
+    worked_out = jax.jit(functools.partial(work_of, num_tokens=num_tokens, tiling=tiling, piece=32, run=run, span=span))
     for _ in range(8):
         order = random.permutation(6)
         lengths = [int(random.choice([0, random.integers(1, 90)])) for _ in order]
@@ -92,7 +93,7 @@ def test_every_tile_has_the_work_of_its_queries(tiling, span):
             lengths[row] = min(lengths[row], num_tokens - int(starts[row]))
         cached = random.integers(0, 300, 6)
         rows = [jnp.asarray(a, jnp.int32) for a in (starts, lengths, cached + lengths)]
-        work = Work(*map(np.asarray, work_of(*rows, num_tokens, tiling, piece, run, span)))
+        work = Work(*map(np.asarray, worked_out(*rows)))
         owner = np.full(num_tokens, -1)
         for row, (start, length) in enumerate(zip(starts, lengths, strict=True)):
             owner[start : start + length] = row
@@ -110,8 +111,9 @@ def test_every_tile_has_the_work_of_its_queries(tiling, span):
             position = cached[tile.row] + used - starts[tile.row]
             assert position[0] == tile.position
             key = tile.start * run + np.arange(tile.num_tiles * tiling.tokens)
-            seen = (key <= position[:, None]) & (key >= np.asarray(span.first(jnp.asarray(position)))[..., None] * np.ones((len(used), 1)))
-            assert seen.sum() == sum(p + 1 - int(span.first(jnp.int32(p))) for p in position), "all that they see"
+            first = np.broadcast_to(span.first(jnp.asarray(position)), position.shape)
+            seen = (key <= position[:, None]) & (key >= first[:, None])
+            assert seen.sum() == (position + 1 - first).sum(), "all that they see"
             assert seen[:, :run].any()
             assert seen.reshape(len(used), tile.num_tiles, tiling.tokens)[:, -1].any()
             whole = seen.all(axis=0).reshape(tile.num_tiles, tiling.tokens).all(axis=1)
