@@ -20,7 +20,7 @@ from pallas_kernels.grouped_matmul.cases import CASES, TINY, Case
 _BYTES = {"bfloat16": 2.0, "int4": 4.5 / 8, "fp8": 1 + 4 * formats.LINE / (formats.OUTPUTS * formats.INPUTS)}  # of a weight
 _NO_NAN = np.uint32(0xF7F7F7F7)  # of a float8_e4m3fn's codes only those with all bits of the magnitude set are NaN
 _CHECKED = 8  # experts, the first and last row of each
-_UNOWNED = 3  # rows that no expert has
+_UNOWNED = 8  # rows that no expert has
 
 
 def cases(sizes: Sizes) -> dict[str, tuple[Case, int]]:

@@ -23,17 +23,8 @@ def per_call(step: Step, carry: Any, shared: Any, inputs: Sequence[Any], expecte
 
     Raises `ValueError` where that is not above zero. XLA runs a loop of a known length without asking the device each round, so it is static.
     """
-    once = jax.jit(step)  # traced, and its kernels compiled, once for all inputs
     rounds = max(2, min(200, int(_LOOP_S / (expected_s * len(inputs)))))
-
-    @jax.jit
-    def loop(carry: Any, shared: Any, inputs: Sequence[Any]) -> Any:
-        def one_round(_: int, carry: Any) -> Any:
-            for own in inputs:
-                carry = once(carry, shared, own)
-            return carry
-
-        return jax.lax.fori_loop(0, rounds, one_round, carry)
+    loop = jax.jit(chain(step, rounds))
 
     def launch(times: int) -> None:
         out = carry
@@ -47,6 +38,21 @@ def per_call(step: Step, carry: Any, shared: Any, inputs: Sequence[Any], expecte
     repeats = max(2, min(repeats, int(_MEASURED_S / ((2 + more) * took))))
     differences = (_seconds(partial(launch, 1 + more)) - _seconds(partial(launch, 1)) for _ in range(repeats))
     return Times.of([difference / (more * rounds * len(inputs)) for difference in differences])
+
+
+def chain(step: Step, rounds: int) -> Callable[[Any, Any, Sequence[Any]], Any]:
+    """A function of the carry, what is shared, and each call's own inputs: so many rounds of calls."""
+    once = jax.jit(step)  # traced, and its kernels compiled, once for all inputs
+
+    def loop(carry: Any, shared: Any, inputs: Sequence[Any]) -> Any:
+        def one_round(_: int, carry: Any) -> Any:
+            for own in inputs:
+                carry = once(carry, shared, own)
+            return carry
+
+        return jax.lax.fori_loop(0, rounds, one_round, carry)
+
+    return loop
 
 
 def per_launch(launch: Callable[[], Any], launches: int, repeats: int) -> Times:
