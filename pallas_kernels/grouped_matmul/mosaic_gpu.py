@@ -9,6 +9,7 @@ come from registers, so that what is read from memory is packed.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +21,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Int
 
 from pallas_kernels.grouped_matmul.formats import LINE, OUTPUTS, WORDS, Fp8, Int4, Weights, fp8_tile, int4_tile, shape_of
-from pallas_kernels.grouped_matmul.mosaic_unpack import fp8_in_registers, int4_in_registers
-from pallas_kernels.grouped_matmul.work import Work, tile_for, work_for
+from pallas_kernels.grouped_matmul.mosaic_unpack import HALF, Halves, fp8_in_registers, int4_in_registers
+from pallas_kernels.grouped_matmul.work import Piece, Work, num_pieces, piece, tile_for, work_for
 from pallas_kernels.mosaic.warpgroup import ROWS, SHARED_MEMORY, Warpgroup, interleaved
 
 _BLOCKS = 132  # multiprocessors of an H100 or H200
@@ -59,7 +60,7 @@ def grouped_matmul(
     num_rows, (_, inputs, outputs) = len(x), shape_of(weights)
     tiling = tiling or tiling_for(num_rows, weights)
     x = jnp.pad(x, ((0, max(0, tiling.rows - num_rows)), (0, 0)))
-    body = _Body(Warpgroup(interpreted), tiling, _tiles_of(weights), inputs, outputs)
+    body = _Body(Warpgroup(interpreted), tiling, _tiles_of(weights), len(x), inputs, outputs)
     return body.call(x, weights, work_for(group_sizes, len(x), tiling.rows))[:num_rows]
 
 
@@ -118,8 +119,8 @@ class _OfInt4(_Packed):
         def one(i: Array, multiply: Any) -> None:
             stage = arrived(i)
             words, scale = tiles[0].at[stage, pl.ds(half * ROWS, ROWS)], tiles[1].at[stage, half]
-            multiply(int4_tile(words[...], scale[...]) if warpgroup.interpreted else int4_in_registers(words, scale), rows.at[stage])
-            plgpu.wgmma_wait(0)
+            weights = _halves(int4_tile(words[...], scale[...])) if warpgroup.interpreted else int4_in_registers(words, scale)
+            _multiply_halves(multiply, weights, rows.at[stage])
             done(i)
 
         return warpgroup.sum_of_products((ROWS, rows.shape[1]), num_steps, one)
@@ -130,19 +131,31 @@ class _OfFp8(_Packed):
 
     def sum(self, warpgroup: Warpgroup, half: Array, num_steps: Array, tiles: Any, rows: Any, arrived: Any, done: Any) -> Array:
         """As `_Plain.sum`. A tile's products are scaled rather than its weights: they are fewer, and nothing is rounded."""
+        shape = ROWS, rows.shape[1]
 
         def one(i: Array, total: Array) -> Array:
             stage = arrived(i)
             first, second = (tiles[0].at[stage, pl.ds(part * OUTPUTS + half * ROWS, ROWS)] for part in range(2))
             if warpgroup.interpreted:
-                weights = fp8_tile(jnp.concatenate([first[...], second[...]]))
+                weights = _halves(fp8_tile(jnp.concatenate([first[...], second[...]])))
             else:
                 weights = fp8_in_registers(first, second)
-            product, scale = warpgroup.times_transposed(weights, rows.at[stage]), tiles[1][stage, 0]
+            product = warpgroup.sum_of_products(shape, 1, lambda _, multiply: _multiply_halves(multiply, weights, rows.at[stage]))
+            scale = tiles[1][stage, 0]
             done(i)
             return total + product * scale
 
-        return lax.fori_loop(0, num_steps, one, warpgroup.full((ROWS, rows.shape[1]), 0.0))
+        return lax.fori_loop(0, num_steps, one, warpgroup.full(shape, 0.0))
+
+
+def _halves(weights: Array) -> Halves:
+    return lambda: weights[:, :HALF], lambda: weights[:, HALF:]
+
+
+def _multiply_halves(multiply: Any, weights: Halves, rows: Any) -> None:
+    for part, of_half in enumerate(weights):
+        multiply(of_half(), rows.at[:, pl.ds(part * HALF, HALF)])
+    plgpu.wgmma_wait(0)
 
 
 _Tiles = _Plain | _OfInt4 | _OfFp8
@@ -159,6 +172,7 @@ class _Body:
     warpgroup: Warpgroup
     tiling: Tiling
     tiles: _Tiles
+    num_rows: int
     inputs: int
     outputs: int
 
@@ -183,6 +197,7 @@ class _Body:
             num_threads=_MULTIPLIERS + 1,
             thread_name="warpgroup",
             scratch_types=scratch,
+            compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         )
         return kernel(x, weights if isinstance(weights, tuple) else (weights,), work)
 
@@ -191,21 +206,22 @@ class _Body:
         pl.when(warpgroup < _MULTIPLIERS)(lambda: self._multiply(warpgroup, work, out, **scratch))
         pl.when(warpgroup == _MULTIPLIERS)(lambda: self._fetch(x, weights, work, **scratch))
 
-    def _for_each_tile(self, work: Work, one: Any) -> Array:
+    def _for_each_tile(self, work: Work, one: Callable[[Piece, Array, Array, Array], None]) -> Array:
         """Calls one(piece, tile of outputs, number of steps, steps before it) for each tile of the result that is this block's; gives the
         number of all steps."""
         num_output_tiles = self.outputs // OUTPUTS
         together = max(n for n in range(1, _TOGETHER + 1) if num_output_tiles % n == 0)
-        num_pieces, block, blocks = work.ends[1], lax.axis_index("block"), self.tiling.blocks
-        num_tiles = lax.div(num_pieces * num_output_tiles - block + (blocks - 1), blocks)
+        block, blocks, (num_owned, num_all) = lax.axis_index("block"), self.tiling.blocks, num_pieces(work, self.num_rows, self.tiling.rows)
+        num_tiles = lax.div(num_all * num_output_tiles - block + (blocks - 1), blocks)
 
         def of_block(i: Array, steps: Array) -> Array:
             tile = block + i * blocks
-            group = lax.div(tile, num_pieces * together)
-            within = tile - group * (num_pieces * together)
-            piece = lax.div(within, together)
-            num_steps = jnp.where(piece < work.ends[0], self.inputs // self.tiles.step, 0)
-            one(piece, group * together + lax.rem(within, together), num_steps, steps)
+            group = lax.div(tile, num_all * together)
+            within = tile - group * (num_all * together)
+            place = lax.div(within, together)
+            num_steps = jnp.where(place < num_owned, self.inputs // self.tiles.step, 0)
+            of_piece = piece(work, place, self.num_rows, self.tiling.rows)
+            one(of_piece, group * together + lax.rem(within, together), num_steps, steps)
             return steps + num_steps
 
         return lax.fori_loop(0, num_tiles, of_block, jnp.int32(0))
@@ -217,14 +233,14 @@ class _Body:
         plgpu.set_max_registers(40, action="decrease")
         stages, step = self.tiling.stages, self.tiles.step
 
-        def fetch(piece: Array, output_tile: Array, num_steps: Array, steps: Array) -> None:
-            expert, rows = work.expert[piece], pl.ds(work.start[piece], self.tiling.rows)
+        def fetch(piece: Piece, output_tile: Array, num_steps: Array, steps: Array) -> None:
+            rows = pl.ds(piece.start, self.tiling.rows)
 
             def one(i: Array, _: None) -> None:
                 stage = lax.rem(steps + i, stages)
                 pl.when(steps + i >= stages)(lambda: plgpu.barrier_wait(consumed.at[stage]))
                 targets, arrival = [tile.at[stage] for tile in weight_tiles], arrivals.at[stage]
-                self.tiles.fetch(weights, targets, arrival, expert, output_tile, i)
+                self.tiles.fetch(weights, targets, arrival, piece.expert, output_tile, i)
                 plgpu.copy_gmem_to_smem(x.at[rows, pl.ds(i * step, step)], row_tiles.at[stage], arrival)
 
             lax.fori_loop(0, num_steps, one, None)
@@ -251,7 +267,7 @@ class _Body:
         plgpu.set_max_registers(232, action="increase")
         stages = self.tiling.stages
 
-        def multiply(piece: Array, output_tile: Array, num_steps: Array, steps: Array) -> None:
+        def multiply(piece: Piece, output_tile: Array, num_steps: Array, steps: Array) -> None:
             def arrived(i: Array) -> Array:
                 stage = lax.rem(steps + i, stages)
                 plgpu.barrier_wait(arrivals.at[stage])
@@ -266,21 +282,20 @@ class _Body:
             self.warpgroup.store_transposed(tile, total.astype(tile.dtype))
             plgpu.commit_smem()
             outputs = pl.ds(output_tile * OUTPUTS + half * ROWS, ROWS)
-            self._store(tile, out.at[:, outputs], work.start[piece] + work.skip[piece], work.skip[piece], work.size[piece])
+            self._store(tile, out.at[:, outputs], piece)
 
         self._for_each_tile(work, multiply)
         plgpu.wait_smem_to_gmem(0)
 
-    def _store(self, tile: Any, out: Any, first: Array, skip: Array, count: Array) -> None:
-        """Write so many rows. Copies are of sizes that are known before: powers of 2 add up to any."""
-        done = jnp.int32(0)
-        size = self.tiling.rows
+    def _store(self, tile: Any, out: Any, piece: Piece) -> None:
+        """Write the piece's rows. Copies are of sizes that are known before: powers of 2 add up to any."""
+        place, size = piece.skip, self.tiling.rows
         while size:
-            part = count & size
+            part = piece.size & size
 
             @pl.when(part != 0)
-            def _copy(size: int = size, done: Array = done) -> None:
-                plgpu.copy_smem_to_gmem(tile.at[pl.ds(skip + done, size)], out.at[pl.ds(first + done, size)])
+            def _copy(size: int = size, place: Array = place) -> None:
+                plgpu.copy_smem_to_gmem(tile.at[pl.ds(place, size)], out.at[pl.ds(piece.start + place, size)])
 
-            done += part
+            place += part
             size //= 2

@@ -7,7 +7,7 @@ What a warpgroup has of 64 rows in registers lies as `formats` packs for, so eve
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,60 +21,66 @@ from jaxtyping import Array, BFloat16
 from pallas_kernels.grouped_matmul.formats import INPUTS
 from pallas_kernels.mosaic.warpgroup import ROWS
 
+HALF = INPUTS // 2
+# Functions that give the weights of the first half of a tile's inputs and of the other: one is multiplied while the other is unpacked.
+Halves: TypeAlias = tuple[Callable[[], BFloat16[Array, "64 64"]], Callable[[], BFloat16[Array, "64 64"]]]
+
 # Thread q of the four of a row: words 4q to 4q + 3. Of the scales all four have the row's.
 _WORDS = plgpu.Layout.WGMMA_8BIT
 _SCALES = plgpu.Layout.TILED(Tiling(((256,), (64,), (32,), (4,))), warp_dims=(-4,), lane_dims=(-2, Replicated(4)), vector_dim=-1)
-_FIRST_FACTOR = plgpu.ShapeDtypeStruct((ROWS, INPUTS), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
+_FIRST_FACTOR = plgpu.ShapeDtypeStruct((ROWS, HALF), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
 
 # Bits of pairs of bfloat16. 128 has an exponent at which the lowest bit of what follows it counts 1.
 _NIBBLES, _128, _BIASED_128 = 0x000F000F, 0x43004300, 136.0
 _MAGNITUDES, _SIGNS, _UNIT = 0x07F007F0, -0x7FFF8000, 2.0**120
 
 
-def int4_in_registers(words: Any, scale: Any) -> BFloat16[Array, "64 128"]:
+def int4_in_registers(words: Any, scale: Any) -> Halves:
     """Weights of 64 rows of a tile, of their words [64, 16] and scales [256]."""
+    loaded = plgpu.load(words, (), layout=_WORDS), plgpu.load(scale, (), layout=_SCALES)
 
-    @plgpu.inline_mgpu(arg_types=(_WORDS, _SCALES), return_type=_FIRST_FACTOR)
-    def unpack(_: Any, words: Any, scale: Any) -> Any:
-        def pairs(half: int, place: int, word: Any) -> list[Any]:
-            of_row = scale.registers[0, 0, half, 0, 0]
-            factor = vector.broadcast(_pair_type(), vector.extract(of_row, [], [place]))
-            codes = [_as_pair(_masked_or(_right(word, 4 * i), _NIBBLES, _128)) for i in range(4)]
-            return [arith.mulf(arith.subf(code, _both(_BIASED_128)), factor) for code in codes]
+    def half(places: range) -> BFloat16[Array, "64 64"]:
+        @plgpu.inline_mgpu(arg_types=(_WORDS, _SCALES), return_type=_FIRST_FACTOR)
+        def unpack(_: Any, words: Any, scale: Any) -> Any:
+            def pairs(side: int, place: int, word: Any) -> list[Any]:
+                of_row = scale.registers[0, 0, side, 0, 0]
+                factor = vector.broadcast(_pair_type(), vector.extract(of_row, [], [place]))
+                codes = [_as_pair(_masked_or(_right(word, 4 * i), _NIBBLES, _128)) for i in range(4)]
+                return [arith.mulf(arith.subf(code, _both(_BIASED_128)), factor) for code in codes]
 
-        return _first_factor([words], pairs)
+            return _first_factor(words, places, pairs)
 
-    return unpack(plgpu.load(words, (), layout=_WORDS), plgpu.load(scale, (), layout=_SCALES))
+        return unpack(*loaded)
+
+    return lambda: half(range(2)), lambda: half(range(2, 4))
 
 
-def fp8_in_registers(first: Any, second: Any) -> BFloat16[Array, "64 128"]:
+def fp8_in_registers(first: Any, second: Any) -> Halves:
     """Weights of 64 rows of a tile, yet to be multiplied by its scale, of the words [64, 16] of their first 64 inputs and of the others."""
 
-    @plgpu.inline_mgpu(arg_types=(_WORDS, _WORDS), return_type=_FIRST_FACTOR)
-    def unpack(_: Any, first: Any, second: Any) -> Any:
-        def pairs(half: int, place: int, word: Any) -> list[Any]:
-            del half, place
+    @plgpu.inline_mgpu(arg_types=(_WORDS,), return_type=_FIRST_FACTOR)
+    def unpack(_: Any, words: Any) -> Any:
+        def pairs(side: int, place: int, word: Any) -> list[Any]:
+            del side, place
             low = _or(_and(_left(word, 4), _MAGNITUDES), _and(_left(word, 8), _SIGNS))
             high = _or(_and(_right(word, 4), _MAGNITUDES), _and(word, _SIGNS))
             return [arith.mulf(_as_pair(bits), _both(_UNIT)) for bits in (low, high)]
 
-        return _first_factor([first, second], pairs)
+        return _first_factor(words, range(4), pairs)
 
-    return unpack(plgpu.load(first, (), layout=_WORDS), plgpu.load(second, (), layout=_WORDS))
+    loaded = [plgpu.load(words, (), layout=_WORDS) for words in (first, second)]
+    return lambda: unpack(loaded[0]), lambda: unpack(loaded[1])
 
 
-def _first_factor(parts: list[Any], pairs: Callable[[int, int, Any], list[Any]]) -> Any:
-    """[64, 128] as a product's first factor: of each row's words in turn, what `pairs` makes of them (upper or lower 8 of 16 rows, the
-    word's place among the thread's four, the word)."""
+def _first_factor(words: Any, places: range, pairs: Callable[[int, int, Any], list[Any]]) -> Any:
+    """[64, 64] as a product's first factor: of a thread's words at some places in turn, what `pairs` makes of each (upper or lower 8 of 16
+    rows, place, word)."""
     layout = mgpu.WGMMA_LAYOUT
-    registers = np.empty(layout.registers_shape((ROWS, INPUTS)), dtype=object)
-    for half in range(2):
-        columns = []
-        for part in parts:
-            of_thread = part.registers[0, 0, 0, 0, half, 0, 0, 0, 0]
-            for place in range(4):
-                columns += pairs(half, place, vector.extract(of_thread, [], [place]))
-        registers[0, :, 0, 0, half, 0, 0, 0, 0] = columns
+    registers = np.empty(layout.registers_shape((ROWS, HALF)), dtype=object)
+    for side in range(2):
+        of_thread = words.registers[0, 0, 0, 0, side, 0, 0, 0, 0]
+        columns = [pair for place in places for pair in pairs(side, place, vector.extract(of_thread, [], [place]))]
+        registers[0, :, 0, 0, side, 0, 0, 0, 0] = columns
     return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
 

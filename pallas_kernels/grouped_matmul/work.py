@@ -10,44 +10,59 @@ from jaxtyping import Array, Int, Int32
 
 
 class Work(NamedTuple):
-    """Pieces of at most so many rows, all of one expert; the last ones are of rows that have no expert."""
+    """What pieces follow from: nothing that one reduction over experts does not give, so that a GPU makes it in two kernels. A program that
+    multiplies by several matrices of the same experts makes it once, as it is the same expression."""
 
-    ends: Int32[Array, " 2"]  # of the pieces with an expert, and of all, in the W that there is room for
-    expert: Int32[Array, " W"]
-    start: Int32[Array, " W"]  # first row of the tile that holds the piece; a tile ends before the rows do
-    skip: Int32[Array, " W"]  # rows of that tile that come before the piece
-    size: Int32[Array, " W"]  # rows of the piece
+    row_ends: Int32[Array, " E"]  # of each expert and all before it: rows
+    piece_ends: Int32[Array, " E"]  # and pieces
+    owner: Int32[Array, " W"]  # of each piece that there can be: its expert, E if it has none
+    first_row: Int32[Array, " W"]  # of its owner
+    first_piece: Int32[Array, " W"]
+    row_end: Int32[Array, " W"]
+
+
+class Piece(NamedTuple):
+    """Rows of one expert, or rows that have none, in a tile of all rows."""
+
+    expert: Int32[Array, ""]  # any if the rows have none
+    start: Int32[Array, ""]  # first row of the tile, which ends before all rows do
+    skip: Int32[Array, ""]  # rows of the tile before the piece's
+    size: Int32[Array, ""]  # rows of the piece
 
 
 def work_for(group_sizes: Int[Array, " E"], num_rows: int, tile: int) -> Work:
-    """The work of `num_rows` sorted rows, `tile` or more, in pieces of `tile`. Experts without rows have none.
-
-    Sums and searches are comparisons with all experts: one kernel each on a GPU, where a scan would be dozens. A program that multiplies by
-    several matrices of the same experts computes this once: it is the same expression.
-    """
+    """The work of `num_rows` sorted rows in pieces of at most `tile`. Experts without rows have none."""
     num_experts = group_sizes.shape[0]
     sizes = group_sizes.astype(jnp.int32)
-    sizes = jnp.concatenate([sizes, (num_rows - sizes.sum())[None]])
-    at_most = jnp.arange(num_experts + 1)[:, None] >= jnp.arange(num_experts + 1)
-    row_ends = jnp.where(at_most, sizes, 0).sum(1)
-    pieces = lax.div(sizes + (tile - 1), tile)
-    piece_ends = jnp.where(at_most, pieces, 0).sum(1)
-    room = min(num_rows, num_rows // tile + num_experts + 1)
-    piece = jnp.arange(room, dtype=jnp.int32)
-    owner = jnp.minimum((piece[:, None] >= piece_ends).sum(1), num_experts)  # past the last: read by no one
-    within = piece - (piece_ends - pieces)[owner]
-    first = (row_ends - sizes)[owner] + within * tile
-    start = jnp.clip(first, 0, num_rows - tile)
-    return Work(
-        piece_ends[-2:].astype(jnp.int32),
-        jnp.minimum(owner, num_experts - 1).astype(jnp.int32),
-        start.astype(jnp.int32),
-        (first - start).astype(jnp.int32),
-        jnp.minimum(tile, row_ends[owner] - first).astype(jnp.int32),
-    )
+    at_most = jnp.arange(num_experts)[:, None] >= jnp.arange(num_experts)
+    row_ends, piece_ends = (jnp.where(at_most, n, 0).sum(1, dtype=jnp.int32) for n in (sizes, _pieces(sizes, tile)))
+    most = min(num_rows, num_rows // tile + num_experts + 1)
+    is_done = jnp.arange(most, dtype=jnp.int32)[:, None] >= piece_ends  # each piece: the experts before its own
+    first_row, first_piece = (jnp.where(is_done, ends, 0).max(1) for ends in (row_ends, piece_ends))
+    row_end = jnp.where(is_done, num_rows, row_ends).min(1)
+    return Work(row_ends, piece_ends, is_done.sum(1, dtype=jnp.int32), first_row, first_piece, row_end)
+
+
+def num_pieces(work: Work, num_rows: int, tile: int) -> tuple[Int32[Array, ""], Int32[Array, ""]]:
+    """How many have an expert, and how many there are: those of rows that have none come last. `work` may be references, as to `piece`."""
+    last = work.row_ends.shape[0] - 1
+    owned = work.piece_ends[last]
+    return owned, owned + _pieces(num_rows - work.row_ends[last], tile)
+
+
+def piece(work: Work, i: Int32[Array, ""], num_rows: int, tile: int) -> Piece:
+    """The i-th, of `num_rows`, which are `tile` or more."""
+    first = work.first_row[i] + (i - work.first_piece[i]) * tile
+    start = jnp.minimum(first, num_rows - tile)
+    expert = jnp.minimum(work.owner[i], work.row_ends.shape[0] - 1)
+    return Piece(expert, start, first - start, jnp.minimum(work.row_end[i] - first, tile))
 
 
 def tile_for(num_rows: int, num_experts: int, smallest: int, largest: int) -> int:
     """Rows of a tile, a power of 2: experts have as many rows as their share and half as many again, so that most take one tile."""
     share = -(-3 * num_rows // (2 * num_experts))
     return max(smallest, min(largest, 1 << (share - 1).bit_length()))
+
+
+def _pieces(rows: Int32[Array, "..."], tile: int) -> Int32[Array, "..."]:
+    return lax.div(rows + (tile - 1), tile)

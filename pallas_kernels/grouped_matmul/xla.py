@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, BFloat16, Int
 
 from pallas_kernels.grouped_matmul.formats import Weights, dequantised, shape_of
-from pallas_kernels.grouped_matmul.work import tile_for, work_for
+from pallas_kernels.grouped_matmul.work import num_pieces, piece, tile_for, work_for
 
 _SMALLEST, _LARGEST = 8, 1024  # rows of a tile
 
@@ -25,12 +25,12 @@ def grouped_matmul(x: BFloat16[Array, "T D"], weights: Weights, group_sizes: Int
     work = work_for(group_sizes, num_rows, tile)
 
     def one(i: Array, out: Array) -> Array:
-        expert, start, skip = work.expert[i], work.start[i], work.skip[i]
+        expert, start, skip, size = piece(work, i, num_rows, tile)
         matrix = dequantised(jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, expert, 1), weights))[0]
         product = jnp.dot(lax.dynamic_slice_in_dim(x, start, tile), matrix.astype(x.dtype), preferred_element_type=jnp.float32)
         place = jnp.arange(tile)
-        is_ours = (place >= skip) & (place < skip + work.size[i])
+        is_ours = (place >= skip) & (place < skip + size)
         rows = jnp.where(is_ours[:, None], product.astype(x.dtype), lax.dynamic_slice_in_dim(out, start, tile))
         return lax.dynamic_update_slice_in_dim(out, rows, start, 0)
 
-    return lax.fori_loop(0, work.ends[0], one, jnp.zeros((num_rows, outputs), x.dtype))
+    return lax.fori_loop(0, num_pieces(work, num_rows, tile)[0], one, jnp.zeros((num_rows, outputs), x.dtype))

@@ -83,7 +83,7 @@ class Warpgroup:
         return pl.run_state(multiply)(plgpu.WGMMAAccumulatorRef.init(total))
 
     def sum_of_products(
-        self, shape: tuple[int, int], num_steps: Int[Array, ""], step: Callable[[Array, Callable[[Any, Any], None]], None]
+        self, shape: tuple[int, int], num_steps: Int[Array, ""] | int, step: Callable[[Array, Callable[[Any, Any], None]], None]
     ) -> Float[Array, "64 X"]:
         """Sum of a @ b.T over the products that step(i, multiply) makes by multiply(a, b): a[ROWS, K] in registers or shared memory, b[X, K] in
         shared memory. On a GPU `multiply` only starts a product: `plgpu.wgmma_wait` waits for it."""

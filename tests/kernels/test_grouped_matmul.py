@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from pallas_kernels.grouped_matmul import formats, mosaic_gpu
 from pallas_kernels.grouped_matmul.cases import CASES, TINY, Case
 from pallas_kernels.grouped_matmul.op import grouped_matmul, why_not
-from pallas_kernels.grouped_matmul.work import tile_for, work_for
+from pallas_kernels.grouped_matmul.work import num_pieces, piece, tile_for, work_for
 from tests.kernels.grouped_experts import compressed_tensors_words, experts
 
 # Of 21 rows: one expert has all, all have an expert and the last one's tile would end after the rows do, some have none, all have none.
@@ -101,20 +102,25 @@ def test_the_gpus_kernel_with_one_experts_rows_and_with_few_and_with_none(num_ro
 
 
 def test_work_is_each_row_once_and_nothing_for_experts_without_rows():
-    random, work_of = np.random.default_rng(5), jax.jit(work_for, static_argnums=(1, 2))
-    for tile in (1, 16):
-        for num_rows in (16, 61):
-            for _ in range(20):
-                sizes = random.multinomial(random.integers(0, num_rows + 1), random.dirichlet(np.full(7, 0.3)))
-                work = jax.tree.map(np.asarray, work_of(jnp.asarray(sizes), num_rows, tile))
-                of_experts, all_pieces = work.ends
-                assert of_experts == sum(-(-sizes // tile)) and all_pieces <= len(work.expert)
-                owners = []
-                for i in range(all_pieces):
-                    assert 0 <= work.start[i] <= num_rows - tile and 0 < work.size[i] <= tile - work.skip[i]
-                    assert work.start[i] + work.skip[i] == len(owners)
-                    owners += [work.expert[i] if i < of_experts else -1] * work.size[i]
-                assert owners == [*np.repeat(np.arange(7), sizes), *[-1] * (num_rows - sizes.sum())]
+    random = np.random.default_rng(5)
+
+    @functools.partial(jax.jit, static_argnums=(1, 2))
+    def pieces_of(sizes, num_rows, tile):
+        work = work_for(sizes, num_rows, tile)
+        return num_pieces(work, num_rows, tile), jax.vmap(lambda i: piece(work, i, num_rows, tile))(jnp.arange(len(work.owner)))
+
+    for num_rows, tile in ((16, 1), (16, 16), (61, 1), (61, 16)):
+        for _ in range(20):
+            sizes = random.multinomial(random.integers(0, num_rows + 1), random.dirichlet(np.full(7, 0.3)))
+            (num_owned, num_all), pieces = jax.tree.map(np.asarray, pieces_of(jnp.asarray(sizes), num_rows, tile))
+            assert num_owned == sum(-(-sizes // tile)) and num_all <= len(pieces.expert)
+            owners = []
+            for i in range(num_all):
+                expert, start, skip, size = (of_all[i] for of_all in pieces)
+                assert 0 <= start <= num_rows - tile and 0 < size <= tile - skip and 0 <= expert < 7
+                assert start + skip == len(owners)
+                owners += [expert if i < num_owned else -1] * size
+            assert owners == [*np.repeat(np.arange(7), sizes), *[-1] * (num_rows - sizes.sum())]
 
 
 def test_tiles_hold_most_experts_rows():
@@ -170,21 +176,18 @@ def test_threads_of_a_gpu_load_the_codes_that_their_share_of_a_product_needs(bit
     else:
         codes[codes % 128 == 127] = 0  # NaN
         packed = formats.fp8_from_blocks(jnp.asarray(codes.astype(np.uint8).view(jnp.float8_e4m3fn)), jnp.ones((1, 1, 1), jnp.float32))
-    for half in range(2):
-        parts = [np.asarray(packed.words)[0, 0, 0, first + 64 * half :][:64] for first in ((0,) if bits == 4 else (0, 128))]
-        loaded = [by_thread(part, mgpu.WGMMA_LAYOUT_8BIT) for part in parts]  # of the upper 8 of a warp's 16 rows, then of the lower
-        pairs = [
-            np.stack([(word >> shift) & (2**bits - 1) for shift in (bits * i, bits * i + 16)], -1)
-            for upper in range(2)
-            for part in loaded
-            for word in np.moveaxis(part[:, :, upper].view(np.uint32), -1, 0)
+    words = np.asarray(packed.words)[0, 0, 0]
+    for first, half in itertools.product((0, 64), range(2)):  # of the rows, and of the inputs
+        mine = words[(0 if bits == 4 else 128 * half) + first :][:64]
+        loaded = by_thread(mine.view(np.uint32), mgpu.WGMMA_LAYOUT_8BIT)
+        found = [
+            np.stack([(loaded[:, :, side, place] >> shift) & (2**bits - 1) for shift in (bits * i, bits * i + 16)], -1)
+            for place in (range(2 * half, 2 * half + 2) if bits == 4 else range(4))
             for i in range(16 // bits)
+            for side in range(2)
         ]
-        found = np.stack(pairs, 2)
-        needed = by_thread(codes[0, 64 * half :][:64], mgpu.WGMMA_LAYOUT)
-        # by_thread has registers tile by tile of 8 inputs, upper and lower rows in turn
-        needed = needed.reshape(4, 32, 16, 2, 2).transpose(0, 1, 3, 2, 4).reshape(4, 32, 32, 2)
-        np.testing.assert_array_equal(found, needed)
+        needed = by_thread(codes[0, first : first + 64, 64 * half : 64 * half + 64], mgpu.WGMMA_LAYOUT)
+        np.testing.assert_array_equal(np.stack(found, 2), needed)
 
 
 def test_shapes_that_do_not_fit_are_refused_by_name():
