@@ -43,7 +43,7 @@ def test_requests_of_any_length_in_any_order():
 
 
 @pytest.mark.parametrize(
-    "options", [{"span": Span(window=50)}, {"span": Span(chunk=60)}, {"soft_cap": 1.0}, {"dtype": jnp.float16, "pool_is_finite": True}]
+    "options", [{"span": Span(window=50)}, {"span": Span(chunk=60)}, {"soft_cap": 0.7}, {"dtype": jnp.float16, "pool_is_finite": True}]
 )
 def test_spans_caps_and_types(options):
     """One head's 128 tokens, of which each warpgroup has half."""
