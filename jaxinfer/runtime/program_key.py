@@ -76,10 +76,10 @@ def surroundings() -> str:
 
 @functools.cache
 def sources() -> str:
-    """A digest of the project's sources, from which programs are traced."""
+    """A digest of the project's sources, from which programs are traced, and of the tilings that were tuned for its kernels."""
     digest = hashlib.sha256()
     for package in _PACKAGES:
-        for path in sorted((_ROOT / package).rglob("*.py")):
+        for path in sorted(p for kind in ("*.py", "tuned/*.json") for p in (_ROOT / package).rglob(kind)):
             digest.update(describe((path.relative_to(_ROOT).as_posix(), path.read_bytes())).encode())
     return digest.hexdigest()
 

@@ -115,15 +115,17 @@ def test_every_source_counts(monkeypatch, tmp_path):
     for package in program_key._PACKAGES:
         shutil.copytree(program_key._ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("*.pyc"))
     monkeypatch.setattr(program_key, "_ROOT", tmp_path)
+    tuned = "pallas_kernels/tuned/some-card.json"
+    (tmp_path / tuned).parent.mkdir(exist_ok=True)
     digests = [before]
     try:
-        for changed in ("jaxinfer/layers/norm.py", "pallas_kernels/dispatch.py", "sharding/rules.py", "checkpoints/source.py"):
+        for changed in ("jaxinfer/layers/norm.py", "pallas_kernels/dispatch.py", "sharding/rules.py", "checkpoints/source.py", tuned):
             sources.cache_clear()
             assert sources() == digests[-1], "of the contents, wherever they lie"
             path = tmp_path / changed
-            path.write_text(path.read_text() + "#")
+            path.write_text((path.read_text() if path.exists() else "") + "#")
             sources.cache_clear()
             digests.append(sources())
     finally:
         sources.cache_clear()
-    assert len(set(digests)) == 5
+    assert len(set(digests)) == 6
