@@ -28,7 +28,6 @@ from pallas_kernels.mosaic.warpgroup import ROWS, SHARED_MEMORY, Warpgroup, inte
 _BLOCKS = 132  # multiprocessors of an H100 or H200
 _MULTIPLIERS = OUTPUTS // ROWS  # warpgroups
 _SMALLEST = 8  # rows of a tile
-_TOGETHER = 16  # tiles of outputs that are taken up by turns with the rows: what all blocks read at a time is then soon read again
 
 
 @dataclass(frozen=True)
@@ -38,6 +37,7 @@ class Tiling:
     rows: int  # of a tile: a power of 2, 8 to 256; packed weights: to 128
     stages: int  # tiles of weights, and of rows, on their way or in use
     blocks: int = _BLOCKS
+    together: int = 16  # tiles of outputs, at most, that all rows are multiplied by before the next ones: weights are read from memory once
 
 
 def tiling_for(num_rows: int, weights: Weights) -> Tiling:
@@ -87,12 +87,10 @@ class _Plain:
         def one(i: Array, multiply: Any) -> None:
             stage = arrived(i)
             multiply(warpgroup.view_transposed(tiles[0].at[stage, half]), rows.at[stage])
-            plgpu.wgmma_wait(1)  # the product before this one
-            pl.when(i > 0)(lambda: done(i - 1))
+            plgpu.wgmma_wait(0)  # the other warpgroup's product is under way
+            done(i)
 
-        total = warpgroup.sum_of_products((ROWS, rows.shape[1]), num_steps, one)
-        pl.when(num_steps > 0)(lambda: done(num_steps - 1))
-        return total
+        return warpgroup.sum_of_products((ROWS, rows.shape[1]), num_steps, one)
 
 
 class _Packed:
@@ -210,7 +208,7 @@ class _Body:
         """Calls one(piece, tile of outputs, number of steps, steps before it) for each tile of the result that is this block's; gives the
         number of all steps."""
         num_output_tiles = self.outputs // OUTPUTS
-        together = max(n for n in range(1, _TOGETHER + 1) if num_output_tiles % n == 0)
+        together = max(n for n in range(1, self.tiling.together + 1) if num_output_tiles % n == 0)
         block, blocks, (num_owned, num_all) = lax.axis_index("block"), self.tiling.blocks, num_pieces(work, self.num_rows, self.tiling.rows)
         num_tiles = lax.div(num_all * num_output_tiles - block + (blocks - 1), blocks)
 

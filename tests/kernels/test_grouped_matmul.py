@@ -97,7 +97,7 @@ def test_the_gpus_kernel_with_one_experts_rows_and_with_few_and_with_none(num_ro
     random = np.random.default_rng(3)
     weights, matrices = experts(TINY[0], random)
     x = rows(TINY[0], random, num_rows)
-    out = mosaic_gpu.grouped_matmul(x, weights, jnp.array(sizes), tiling=mosaic_gpu.Tiling(16, 3, blocks), interpreted=True)
+    out = mosaic_gpu.grouped_matmul(x, weights, jnp.array(sizes), tiling=mosaic_gpu.Tiling(16, 3, blocks, together=1), interpreted=True)
     assert_close(out, plain(x, matrices, sizes))
 
 
