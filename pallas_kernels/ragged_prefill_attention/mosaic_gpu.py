@@ -47,9 +47,9 @@ class Tiling:
 class Work(NamedTuple):
     """What each tile of query tokens has to do, X of them; those left over have nothing."""
 
-    first: Int[Array, " X"]  # token of q
-    end: Int[Array, " X"]  # past the last token of q that it writes
-    num_queries: Int[Array, " X"]  # of a request, from the first on; the others come out as 0
+    first: Int[Array, " X"]  # piece of q
+    end: Int[Array, " X"]  # past the last piece of q that it writes
+    num_queries: Int[Array, " X"]  # tokens of a request, from the first on; the others come out as 0
     row: Int[Array, " X"]  # the request's
     position: Int[Array, " X"]  # of the first query in its context
     start: Int[Array, " X"]  # where in its context the tiles of keys begin, in runs that are copied at once
@@ -127,12 +127,12 @@ def work_of(
     # Requests and the gaps around them each end with a tile that may not be full.
     num_tiles = min(len(place), num_tokens // tiling.queries + 2 * len(query_start) + 1)
     is_before = jnp.cumsum(begins) <= jnp.arange(num_tiles + 1)[:, None]
-    bounds = is_before.sum(axis=1, dtype=jnp.int32) * piece
+    bounds = is_before.sum(axis=1, dtype=jnp.int32)
     first, end = bounds[:-1], bounds[1:]
 
-    row = owner[jnp.minimum(first, num_tokens - 1) // piece]
-    num_queries = jnp.where(row < 0, 0, jnp.clip((query_start + query_len)[row] - first, 0, end - first))
-    position = jnp.where(num_queries > 0, (kv_len - query_len - query_start)[row] + first, 0)
+    row = owner[jnp.minimum(first, len(place) - 1)]
+    num_queries = jnp.where(row < 0, 0, jnp.clip((query_start + query_len)[row] - first * piece, 0, (end - first) * piece))
+    position = jnp.where(num_queries > 0, (kv_len - query_len - query_start)[row] + first * piece, 0)
     last = position + num_queries - 1
     start = jnp.broadcast_to(span.first(position), row.shape) // run
     # Tiles of keys up to a position, from the first on.
@@ -207,9 +207,9 @@ class _Body:
         """Bring the tile of queries; past the last token any others will do."""
         for place in range(0, _TILE_ROWS, self.piece):
             head, offset = divmod(place, self.tiling.queries)
-            token = jnp.minimum(work.first + offset, q.shape[0] - self.piece)
+            piece = jnp.minimum(work.first + offset // self.piece, q.shape[0] // self.piece - 1)
             rows = queries_or_out.at[place // ROWS, pl.ds(place % ROWS, self.piece)]
-            plgpu.copy_gmem_to_smem(q.at[pl.ds(token, self.piece), first_head + head], rows, q_arrival)
+            plgpu.copy_gmem_to_smem(q.at[self._tokens(piece), first_head + head], rows, q_arrival)
 
     def _fetch(self, page_at: Any, pages: Any, work: Work, *, keys: Any, values: Any, arrivals: Any, consumed: Any, **_: Any) -> None:
         """Bring the tiles of keys and values, as many ahead as there are stages."""
@@ -301,13 +301,17 @@ class _Body:
         plgpu.commit_smem()
         for place in range(0, ROWS, self.piece):
             head, offset = _divmod(index * ROWS + place, self.tiling.queries)
-            token = work.first + offset
+            piece = work.first + lax.div(offset, self.piece)
 
-            @pl.when(token < work.end)
-            def _write(place: int = place, head: Array = head, token: Array = token) -> None:
-                plgpu.copy_smem_to_gmem(rows.at[pl.ds(place, self.piece)], out.at[pl.ds(token, self.piece), first_head + head])
+            @pl.when(piece < work.end)
+            def _write(place: int = place, head: Array = head, piece: Array = piece) -> None:
+                plgpu.copy_smem_to_gmem(rows.at[pl.ds(place, self.piece)], out.at[self._tokens(piece), first_head + head])
 
         plgpu.wait_smem_to_gmem(0)
+
+    def _tokens(self, piece: Array) -> Any:
+        """Of q or the output. That they begin at a multiple is seen only where it is written as a product."""
+        return pl.ds(piece * self.piece, self.piece)
 
     def _query(self, shape: tuple[int, int], index: Array) -> Array:
         """The query token of the tile that each row has."""

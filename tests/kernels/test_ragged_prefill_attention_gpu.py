@@ -94,6 +94,7 @@ def test_every_tile_has_the_work_of_its_queries(tiling, span):
         cached = random.integers(0, 300, 6)
         rows = [jnp.asarray(a, jnp.int32) for a in (starts, lengths, cached + lengths)]
         work = Work(*map(np.asarray, worked_out(*rows)))
+        work = work._replace(first=work.first * 32, end=work.end * 32)  # tokens, of pieces
         owner = np.full(num_tokens, -1)
         for row, (start, length) in enumerate(zip(starts, lengths, strict=True)):
             owner[start : start + length] = row
