@@ -29,7 +29,10 @@ _MARGIN_S = 10.0  # to end a process and write
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.tune and options.small:
+        parser.error("--tune is for the GPU's kernels, in the sizes of real models: it can't be --small")
     if options.predict:
         print(predictions.page(FULL))
         return

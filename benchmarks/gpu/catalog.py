@@ -48,7 +48,7 @@ def _torch_attention(sizes: Sizes, way: str) -> list[Measure]:
     ]
     return of_prompts + [
         Measure("paged_attention", way, case, _later("torch_attention", "of_a_step", sizes, case, *size, way), _ATTENTION_S, "torch")
-        for case, size in paged.cases(sizes).items()
+        for case, size in paged.plain_cases(sizes).items()
     ]
 
 

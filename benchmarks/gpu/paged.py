@@ -1,8 +1,10 @@
-"""paged_attention: one token a request over its pages, in Llama-3.1-8B's shape."""
+"""paged_attention: one token a request over its pages, in Llama-3.1-8B's shape, with float8 pages too, and over DeepSeek-V3's latents."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -10,75 +12,121 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.gpu.pools import random_pages
-from benchmarks.gpu.problem import Check, Problem, attention_shape, inputs_in_turns
+from benchmarks.gpu.floors import Work
+from benchmarks.gpu.pools import PageShape, random_pages
+from benchmarks.gpu.problem import Check, Problem, inputs_in_turns
 from benchmarks.gpu.sizes import Sizes
 from pallas_kernels.paged_attention import reference
 
-Case = tuple[int, int]  # batch, context
+_BLOCKS = 2 * 132  # that run at a time, two a multiprocessor
+_LATENTS = {"num_heads": 128, "head_size": 576, "value_size": 512}  # DeepSeek-V3's and Kimi K2.5's: one for all heads
+_SMALL_LATENTS = {"num_heads": 8, "head_size": 96, "value_size": 64}
 
 
-def cases(sizes: Sizes) -> dict[str, Case]:
+@dataclass(frozen=True)
+class Case:
+    batch: int
+    context: int
+    num_heads: int
+    shape: PageShape
+    value_size: int | None = None  # of latents: the columns that are values, too
+
+    @property
+    def has_scales(self) -> bool:
+        return jnp.dtype(self.shape.dtype).itemsize == 1
+
+    @property
+    def work(self) -> Work:
+        """Every cached number is read once, whichever it is for; queries and results are of 2 bytes, or of the pages' more."""
+        shape, tokens = self.shape, self.batch * self.context
+        itemsize = jnp.dtype(shape.dtype).itemsize
+        values = self.value_size or shape.head_size
+        cached = shape.num_sides * tokens * shape.num_kv_heads * shape.head_size * itemsize
+        rows = self.batch * self.num_heads * (shape.head_size + values) * max(itemsize, 2)
+        return Work(cached + rows, 2 * tokens * self.num_heads * (shape.head_size + values))
+
+
+def plain_cases(sizes: Sizes) -> dict[str, tuple[int, int]]:
+    """Batch and context of those that others than this project's kernels can do."""
     return {f"batch {batch}, context {context}": (batch, context) for batch, context in sizes.decode}
 
 
+def cases(sizes: Sizes) -> dict[str, Case]:
+    model = sizes.model
+    plain = PageShape(model.num_kv_heads, sizes.page_size, model.head_size, sizes.dtype)
+    float8 = PageShape(model.num_kv_heads, sizes.page_size, model.head_size, "float8_e4m3fn")
+    latents = _SMALL_LATENTS if sizes.is_small else _LATENTS
+    latent = PageShape(1, sizes.page_size, latents["head_size"], sizes.dtype, num_sides=1)
+    found = {name: Case(*size, model.num_heads, plain) for name, size in plain_cases(sizes).items()}
+    for name, (batch, context) in list(plain_cases(sizes).items())[-2:]:
+        found[f"float8, {name}"] = Case(batch, context, model.num_heads, float8)
+        found[f"latents, {name}"] = Case(batch, context, latents["num_heads"], latent, latents["value_size"])
+    return found
+
+
 def tilings(sizes: Sizes, case: Case) -> list[dict[str, int]]:
-    """Tiles of a page's tokens and more, and shares of a context of 128 tokens and more."""
-    _, context = case
-    if sizes.is_small:
-        return [{"tokens": 64, "stages": 2, "splits": 1}]
-    splits = [s for s in (1, 2, 4, 8, 16, 32) if context // s >= 128]
-    return [
-        {"tokens": tokens, "stages": stages, "splits": s}
-        for tokens, stages in ((64, 2), (64, 3), (64, 4), (64, 6), (128, 2), (128, 3))
-        for s in splits
-    ]
+    """Shares of a context of 128 tokens and more, as long as there are not four times the blocks that run at a time."""
+    blocks = case.batch * case.shape.num_kv_heads * max(1, case.num_heads // case.shape.num_kv_heads // 64)
+    splits = [s for s in (1, 2, 4, 8, 16, 32) if s == 1 or (case.context // s >= 128 and blocks * s <= 4 * _BLOCKS)]
+    tiles = ((64, 2),) if case.value_size else ((64, 2), (64, 3), (64, 4), (64, 6), (128, 2), (128, 3))
+    return [{"tokens": tokens, "stages": stages, "splits": s} for tokens, stages in tiles for s in splits]
 
 
 def problem(sizes: Sizes, case: Case, seed: int) -> Problem:
-    batch, context = case
-    work = sizes.decode_attention(batch, context)
-    num_inputs = inputs_in_turns(work, sizes)
-    random = np.random.default_rng([seed, batch, context])
-    kv, table = random_pages(random, np.full(batch, context), num_inputs, sizes, fill=0.0)
-    lengths = jnp.full(batch, context, jnp.int32)
+    num_inputs = inputs_in_turns(case.work, sizes)
+    random = np.random.default_rng([seed, case.batch, case.context])
+    kv, table = random_pages(random, np.full(case.batch, case.context), num_inputs, case.shape, fill=0.0)
+    lengths, scales = jnp.full(case.batch, case.context, jnp.int32), _scales(random, num_inputs, case)
+    q = _queries(random, case, sizes)
+    # Results become queries; this scale keeps the scores of such small ones spread.
+    scale = 0.5 * math.sqrt(case.context / case.shape.head_size)
 
-    def step(function: Callable[..., Any], q: jax.Array, shared: tuple[jax.Array, ...], layer: jax.Array) -> jax.Array:
-        kv, table, lengths = shared
-        # Results become queries; this scale keeps the scores of such small ones spread.
-        scale = 0.5 * (context / sizes.model.head_size) ** 0.5
-        return function(q, kv, layer, table, lengths, scale=scale, pool_is_finite=True)
+    def step(function: Callable[..., Any], q: jax.Array, shared: tuple[Any, ...], layer: jax.Array) -> jax.Array:
+        kv, table, lengths, scales, columns = shared
+        out = function(q, kv, layer, table, lengths, scale=scale, pool_is_finite=True, **_options(case, scales))
+        return out if case.value_size is None else jnp.concatenate([out, columns], -1)
 
     # NaN where nothing may be read; or, where the pool is promised finite, what would be seen in a result.
-    checks = {name: _check(sizes, case, int(random.integers(2**31)), fill, name == "finite pool") for name, fill in FILLS.items()}
+    fills = {"poisoned pool": np.nan, "finite pool": 300.0 if case.has_scales else 3e4}
+    checks = {name: _check(sizes, case, int(random.integers(2**31)), fill, name == "finite pool") for name, fill in fills.items()}
     layers = [jnp.int32(layer) for layer in range(num_inputs)]
-    shape = attention_shape(sizes) | {"batch": batch, "context": context}
-    return Problem(work, _queries(random, batch, sizes), (kv, table, lengths), layers, step, checks, shape)
-
-
-FILLS = {"poisoned pool": np.nan, "finite pool": 3e4}
+    columns = None if case.value_size is None else q[..., case.value_size :]
+    about = asdict(case)
+    return Problem(case.work, q, (kv, table, lengths, scales, columns), layers, step, checks, about | about.pop("shape"))
 
 
 def _check(sizes: Sizes, case: Case, seed: int, fill: float, pool_is_finite: bool) -> Check:
     """Contexts of any length up to the case's, which one has; of several requests one has none."""
-    batch, context = case
     random = np.random.default_rng(seed)
-    contexts = random.permutation([context, *random.integers(1, context + 1, batch - 1)])
-    if batch > 2:
+    contexts = random.permutation([case.context, *random.integers(1, case.context + 1, case.batch - 1)])
+    if case.batch > 2:
         contexts[np.argmin(contexts)] = 0
-    kv, table = random_pages(random, contexts, 2, sizes, fill=fill)
-    q = _queries(random, batch, sizes)
-    rest = (jnp.int32(1), table, jnp.asarray(contexts, jnp.int32))
-    options: dict[str, Any] = {"scale": sizes.model.head_size**-0.5, "pool_is_finite": pool_is_finite}
+    kv, table = random_pages(random, contexts, 2, case.shape, fill=fill)
+    arguments = (_queries(random, case, sizes), kv, jnp.int32(1), table, jnp.asarray(contexts, jnp.int32), _scales(random, 2, case))
+
+    def run(function: Callable[..., Any], q: jax.Array, *rest: Any) -> jax.Array:
+        options = _options(case, rest[-1])
+        return function(q, *rest[:-1], scale=case.shape.head_size**-0.5, pool_is_finite=pool_is_finite, **options)
 
     def expected() -> np.ndarray:
-        # Its own sums are float32 whatever the pool's type is, so bfloat16 numbers are taken as they are.
-        wide = jax.jit(partial(reference.paged_attention, **options))(q.astype(jnp.float32), kv, *rest)
-        return np.asarray(wide)
+        # Its own sums are float32 whatever the pool's type is, so narrower numbers are taken as they are.
+        q, *rest = arguments
+        return np.asarray(jax.jit(partial(run, reference.paged_attention))(q.astype(jnp.float32), *rest))
 
-    return Check(lambda function, *arguments: function(*arguments, **options), (q, kv, *rest), expected)
+    return Check(run, arguments, expected)
 
 
-def _queries(random: np.random.Generator, batch: int, sizes: Sizes) -> jax.Array:
-    shape = (batch, sizes.model.num_heads, sizes.model.head_size)
+def _options(case: Case, scales: jax.Array | None) -> dict[str, Any]:
+    options: dict[str, Any] = {} if scales is None else {"kv_scales": scales}
+    return options if case.value_size is None else options | {"value_size": case.value_size}
+
+
+def _scales(random: np.random.Generator, num_layers: int, case: Case) -> jax.Array | None:
+    if not case.has_scales:
+        return None
+    return jnp.asarray(random.uniform(0.5, 1.5, (num_layers, case.shape.num_sides, case.shape.num_kv_heads)), jnp.float32)
+
+
+def _queries(random: np.random.Generator, case: Case, sizes: Sizes) -> jax.Array:
+    shape = (case.batch, case.num_heads, case.shape.head_size)
     return jnp.asarray(random.standard_normal(shape, np.float32), sizes.dtype)

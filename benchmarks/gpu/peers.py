@@ -32,7 +32,7 @@ def measures(sizes: Sizes, seed: int) -> list[Measure]:
                 partial(_measure, sizes, case, sizes.decode_attention(*about), (about[0], 1, about[1]), seed),
                 _LIMIT_S,
             )
-            for case, about in paged.cases(sizes).items()
+            for case, about in paged.plain_cases(sizes).items()
         ),
         *(
             Measure(

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.gpu.sizes import Sizes
-
 _SPARE = 2  # pages, and entries of a page table, that no request has
 
 
+@dataclass(frozen=True)
+class PageShape:
+    """Of a layer's part of a page."""
+
+    num_kv_heads: int
+    page_size: int
+    head_size: int
+    dtype: str
+    num_sides: int = 2  # keys and values; of latents one
+
+
 def random_pages(
-    random: np.random.Generator, contexts: np.ndarray, num_layers: int, sizes: Sizes, fill: float
+    random: np.random.Generator, contexts: np.ndarray, num_layers: int, shape: PageShape, fill: float
 ) -> tuple[jax.Array, jax.Array]:
     """A pool [L, 2, P, K, G, H] whose last layer holds so many tokens for each request in shuffled pages, and their page tables. With `fill` 0
     every place of every layer is random; otherwise all that no request may read holds `fill`: the rest of a last page, spare pages, page
     0, which entries past a context lead to, and the other layers."""
-    size = sizes.page_size
+    size = shape.page_size
     needed = -(-contexts // size)
     num_pages = int(needed.sum()) + 1 + _SPARE
     pages = random.permutation(np.arange(1, num_pages))
@@ -29,8 +39,7 @@ def random_pages(
         own, pages = pages[:count], pages[count:]
         table[row, :count] = own
         used[own] = np.minimum(size, length - np.arange(count) * size)
-    shape = (2, num_pages, sizes.model.num_kv_heads, size, sizes.model.head_size)
-    pool = jnp.zeros((num_layers, *shape), sizes.dtype)
+    pool = jnp.zeros((num_layers, shape.num_sides, num_pages, shape.num_kv_heads, size, shape.head_size), shape.dtype)
     for layer in range(num_layers):
         key = jax.random.key(int(random.integers(2**31)), impl="rbg")
         seen = used if layer == num_layers - 1 else np.zeros_like(used)
@@ -40,8 +49,8 @@ def random_pages(
 
 @partial(jax.jit, donate_argnums=0, static_argnames="is_filled")
 def _fill(pool: jax.Array, layer: int, key: jax.Array, used: jax.Array, fill: float, *, is_filled: bool) -> jax.Array:
-    numbers = jax.random.normal(key, pool.shape[1:], pool.dtype)
+    numbers = jax.random.normal(key, pool.shape[1:], jnp.bfloat16 if pool.dtype.itemsize == 1 else pool.dtype)
     if is_filled:
         is_used = jnp.arange(pool.shape[4]) < used[:, None]
-        numbers = jnp.where(is_used[:, None, :, None], numbers, fill).astype(pool.dtype)
-    return pool.at[layer].set(numbers)
+        numbers = jnp.where(is_used[:, None, :, None], numbers, fill)
+    return pool.at[layer].set(numbers.astype(pool.dtype))

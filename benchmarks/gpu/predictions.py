@@ -15,14 +15,14 @@ def works(sizes: Sizes) -> Iterator[tuple[str, str, Work]]:
     size = sizes.matrix_size
     yield "copy", f"{sizes.copied_bytes / 2**20:g} MiB", Work(2 * sizes.copied_bytes, 0)
     yield "matmul", f"{size} x {size} x {size}", floors.product(size, size, size, sizes.itemsize)
-    for case, about in paged.cases(sizes).items():
-        yield "paged_attention", case, sizes.decode_attention(*about)
+    for case, step in paged.cases(sizes).items():
+        yield "paged_attention", case, step.work
     for case, num_tokens in prefill.cases(sizes).items():
         yield "ragged_prefill_attention", case, sizes.prefill_attention(num_tokens)
     for case, (model, num_tokens) in grouped.cases(sizes).items():
         yield "grouped_matmul, there and back", case, grouped.work(model, grouped.groups(model, num_tokens, 0))
-    for case, about in paged.cases(sizes).items():
-        yield DECODE, case, sizes.decode_step(*about)
+    for case, batch_and_context in paged.plain_cases(sizes).items():
+        yield DECODE, case, sizes.decode_step(*batch_and_context)
     for case, num_tokens in prefill.cases(sizes).items():
         yield PREFILL, case, sizes.prefill_step(num_tokens)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -11,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.gpu.pools import random_pages
-from benchmarks.gpu.problem import Check, Problem, attention_shape, inputs_in_turns, only_if_finite
+from benchmarks.gpu.pools import PageShape, random_pages
+from benchmarks.gpu.problem import Check, Problem, inputs_in_turns, only_if_finite
 from benchmarks.gpu.sizes import Sizes
 from pallas_kernels.ragged_prefill_attention import reference
 
@@ -28,8 +29,6 @@ def cases(sizes: Sizes) -> dict[str, int]:
 
 def tilings(sizes: Sizes, case: int) -> list[dict[str, int]]:
     """Of the heads that share a KV head 1, 2 or 4 in a tile; tiles of as many tokens as shared memory has room for twice."""
-    if sizes.is_small:
-        return [{"heads": 1, "tokens": 64, "stages": 2}]
     return [
         {"heads": heads, "tokens": tokens, "stages": stages}
         for heads in (1, 2, 4)
@@ -41,7 +40,7 @@ def problem(sizes: Sizes, num_tokens: int, seed: int) -> Problem:
     work = sizes.prefill_attention(num_tokens)
     num_inputs = inputs_in_turns(work, sizes)
     random = np.random.default_rng([seed, num_tokens])
-    kv, table = random_pages(random, np.asarray([num_tokens]), num_inputs, sizes, fill=0.0)
+    kv, table = random_pages(random, np.asarray([num_tokens]), num_inputs, _pages(sizes), fill=0.0)
     row = tuple(jnp.asarray([value], jnp.int32) for value in (0, num_tokens, num_tokens))
 
     def step(function: Callable[..., Any], q: jax.Array, shared: Any, layer: jax.Array) -> jax.Array:
@@ -55,7 +54,7 @@ def problem(sizes: Sizes, num_tokens: int, seed: int) -> Problem:
         "one prompt": _one_prompt(sizes, num_tokens, int(random.integers(2**31))),
     }
     layers = [jnp.int32(layer) for layer in range(num_inputs)]
-    shape = attention_shape(sizes) | {"tokens": num_tokens}
+    shape = asdict(_pages(sizes)) | {"num_heads": sizes.model.num_heads, "tokens": num_tokens}
     return Problem(work, _queries(random, num_tokens, sizes), (kv, table, row), layers, step, checks, shape)
 
 
@@ -68,7 +67,7 @@ def _several_requests(sizes: Sizes, num_tokens: int, seed: int) -> Check:
     query_len = random.integers(1, np.diff([*starts, num_tokens]) + 1)
     kv_len = query_len + random.integers(0, _LONGEST_PREFIX, len(query_len))
     starts, query_len, kv_len = (np.append(values, 0) for values in (starts, query_len, kv_len))  # an unused row
-    kv, table = random_pages(random, kv_len, 2, sizes, fill=np.nan)
+    kv, table = random_pages(random, kv_len, 2, _pages(sizes), fill=np.nan)
     q = _queries(random, num_tokens, sizes)
     rest = (jnp.int32(1), table, *(jnp.asarray(values, jnp.int32) for values in (starts, query_len, kv_len)))
     options: dict[str, Any] = {"scale": sizes.model.head_size**-0.5, "query_tile": tile, "pool_is_finite": False}
@@ -79,7 +78,7 @@ def _several_requests(sizes: Sizes, num_tokens: int, seed: int) -> Check:
 def _one_prompt(sizes: Sizes, num_tokens: int, seed: int) -> Check:
     """A few tiles of its queries, as rows of their own: the reference gathers the context anew for each query."""
     random = np.random.default_rng(seed)
-    kv, table = random_pages(random, np.asarray([num_tokens]), 2, sizes, fill=np.nan)
+    kv, table = random_pages(random, np.asarray([num_tokens]), 2, _pages(sizes), fill=np.nan)
     q, tile = _queries(random, num_tokens, sizes), _tile(num_tokens)
     num_tiles = num_tokens // tile
     chosen = np.append(random.choice(num_tiles - 1, min(_NUM_SAMPLES, num_tiles) - 1, replace=False), num_tiles - 1)
@@ -102,6 +101,10 @@ def _one_prompt(sizes: Sizes, num_tokens: int, seed: int) -> Check:
 def _expected(q: jax.Array, *rest: jax.Array, **options: Any) -> np.ndarray:
     """Sums are float32 whatever the pool's type is, so bfloat16 numbers are taken as they are."""
     return np.asarray(jax.jit(partial(reference.ragged_prefill_attention, **options))(q.astype(jnp.float32), *rest))
+
+
+def _pages(sizes: Sizes) -> PageShape:
+    return PageShape(sizes.model.num_kv_heads, sizes.page_size, sizes.model.head_size, sizes.dtype)
 
 
 def _tile(num_tokens: int) -> int:

@@ -42,13 +42,6 @@ def inputs_in_turns(work: Work, sizes: Sizes) -> int:
     return max(1, min(_MOST_INPUTS, math.ceil(sizes.cache_bytes / work.num_bytes)))
 
 
-def attention_shape(sizes: Sizes) -> dict[str, Any]:
-    """What attention's tilings follow from, but for how many tokens there are."""
-    model = sizes.model
-    heads = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads, "head_size": model.head_size}
-    return {"dtype": sizes.dtype, **heads, "page_size": sizes.page_size}
-
-
 def only_if_finite(chosen: jax.Array, whole: jax.Array) -> jax.Array:
     """What is compared of a result, NaN where any of it is."""
     return jnp.where(jnp.isfinite(whole).all(), chosen, jnp.nan)

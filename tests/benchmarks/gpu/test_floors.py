@@ -5,9 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from benchmarks.gpu import floors, grouped, predictions
+from benchmarks.gpu import floors, grouped, paged, predictions
 from benchmarks.gpu.floors import DATASHEET, Rates, Work
-from benchmarks.gpu.sizes import FULL, LLAMA_8B
+from benchmarks.gpu.sizes import FULL, LLAMA_8B, SMALL
 from pallas_kernels.grouped_matmul.cases import CASES
 
 
@@ -24,6 +24,21 @@ def test_decode_attention_reads_all_keys_and_values_once():
     work = floors.decode_attention(batch=3, context=5, num_heads=8, num_kv_heads=2, head_size=4, itemsize=2)
     assert work.num_bytes == 3 * (2 * 5 * 2 * 4 + 2 * 8 * 4) * 2
     assert work.num_flops == sum(2 * 2 * 4 for _ in range(3 * 8 * 5))  # a score and a weighted value each
+
+
+def test_what_decode_attention_reads_is_what_its_inputs_have():
+    """float8 pages weigh half; of latents there is one side, read once for keys and values."""
+    found = {name: case for name, case in paged.cases(FULL).items() if "batch 128, context 4096" in name}
+    assert len(found) == 3
+    assert found["batch 128, context 4096"].work == FULL.decode_attention(128, 4096)
+    for name, case in paged.cases(SMALL).items():
+        problem = paged.problem(dataclasses.replace(SMALL, cache_bytes=1), case, seed=0)
+        kv, table = problem.shared[:2]
+        tokens = table.size * case.shape.page_size
+        cached = kv.nbytes * tokens / (kv.shape[2] * case.shape.page_size)
+        rows = problem.carry.nbytes / problem.carry.shape[-1] * (case.shape.head_size + (case.value_size or case.shape.head_size))
+        narrow = 2 / problem.carry.dtype.itemsize if case.has_scales else 1
+        assert case.work.num_bytes == pytest.approx(cached * case.context / (table.shape[1] * case.shape.page_size) + rows * narrow), name
 
 
 def test_prefill_attention_is_the_triangle():

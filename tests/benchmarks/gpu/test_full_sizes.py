@@ -16,6 +16,8 @@ pytestmark = pytest.mark.aot
 CASES = (
     ("paged_attention", "batch 1, context 512"),
     ("paged_attention", "batch 128, context 4096"),
+    ("paged_attention", "float8, batch 128, context 4096"),
+    ("paged_attention", "latents, batch 32, context 4096"),
     ("ragged_prefill_attention", "512 tokens"),
     ("ragged_prefill_attention", "8192 tokens"),
     ("grouped_matmul", "llama-4-scout, 64 tokens"),

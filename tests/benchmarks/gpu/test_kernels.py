@@ -29,8 +29,9 @@ def once(make):
     return made
 
 
+DECODE = paged.cases(SIZES)
 ATTENTION = {
-    "paged_attention": once(lambda: paged.problem(SIZES, (4, 24), seed=1)),
+    "paged_attention": once(lambda: paged.problem(SIZES, DECODE["batch 4, context 24"], seed=1)),
     "ragged_prefill_attention": once(lambda: prefill.problem(SIZES, 64, seed=1)),
 }
 
@@ -97,6 +98,29 @@ def test_a_wrong_kernel_is_not(name, wrong):
     assert row.times is None and "relative error" in row.failure, wrong.__name__
 
 
+@pytest.mark.parametrize("case", ["float8, batch 4, context 24", "latents, batch 4, context 24"])
+def test_other_pages(case):
+    make = once(lambda: paged.problem(SIZES, DECODE[case], seed=1))
+
+    def one_scale_for_all(function, *arguments, **options):
+        return function(
+            *arguments, **{name: value.at[:].set(value[0, 0, 0]) if name == "kv_scales" else value for name, value in options.items()}
+        )
+
+    def values_from_the_end(function, q, kv, *rest, **options):
+        size = options.get("value_size")
+        return (
+            function(q, kv, *rest, **options)
+            if size is None
+            else function(q, kv, *rest, **(options | {"value_size": kv.shape[-1]}))[..., -size:]
+        )
+
+    assert found("paged_attention", right, make).times is not None
+    wrong = (slightly_off, another_layer, one_scale_for_all if "float8" in case else values_from_the_end)
+    for change in wrong:
+        assert found("paged_attention", change, make).times is None, change.__name__
+
+
 def test_page_tables_are_told_apart():
     assert found("paged_attention", always_the_first_page).times is None
 
@@ -120,8 +144,11 @@ def test_grouped_products(case):
     def writes_rows_of_no_expert(function, x, weights, counts):
         return function(jnp.nan_to_num(x, nan=1.0), weights, counts.at[-1].add(len(x) - counts.sum()))
 
+    def nan_in_a_row_that_is_not_compared(function, *arguments):
+        return function(*arguments).at[3].set(jnp.nan)
+
     assert found("grouped_matmul", right, make).times is not None
-    for wrong in (slightly_off, one_number_missing, swapped_neighbours, writes_rows_of_no_expert):
+    for wrong in (nan_in_a_row_that_is_not_compared, slightly_off, one_number_missing, swapped_neighbours, writes_rows_of_no_expert):
         assert found("grouped_matmul", wrong, make).times is None, wrong.__name__
 
 
