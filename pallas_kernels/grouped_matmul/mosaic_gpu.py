@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,15 +37,22 @@ class Tiling:
     rows: int  # of a tile: a power of 2, 8 to 256; packed weights: to 128
     stages: int  # tiles of weights, and of rows, on their way or in use
     blocks: int = _BLOCKS
+    splits: int = 1  # shares of the inputs, each summed by itself
     together: int = 16  # tiles of outputs, at most, that all rows are multiplied by before the next ones: weights are read from memory once
 
 
 def tiling_for(num_rows: int, weights: Weights) -> Tiling:
     """A tiling that keeps an expert's rows together and fills a block's shared memory. It is derived, not yet tuned on a GPU."""
-    tiles = _tiles_of(weights)
-    rows = tile_for(num_rows, shape_of(weights)[0], _SMALLEST, 256 if isinstance(tiles, _Plain) else 128)  # accumulators are registers
+    tiles, (num_experts, inputs, outputs) = _tiles_of(weights), shape_of(weights)
+    rows = tile_for(num_rows, num_experts, _SMALLEST, 256 if isinstance(tiles, _Plain) else 128)  # accumulators are registers
+    most_tiles = min(num_rows, num_experts) * (outputs // OUTPUTS) if rows == _SMALLEST else _BLOCKS
+    splits = max(1, min(_BLOCKS // most_tiles, inputs // tiles.step // 8))  # where there are fewer tiles than multiprocessors
     stage = rows * tiles.step * 2 + sum(math.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in tiles.shapes)
-    return Tiling(rows, min(8, (SHARED_MEMORY - rows * OUTPUTS * 2 - 2048) // stage))
+    return Tiling(rows, min(8, (SHARED_MEMORY - rows * OUTPUTS * _out_dtype(splits).itemsize - 2048) // stage), splits=splits)
+
+
+def _out_dtype(splits: int) -> jnp.dtype:
+    return jnp.dtype(jnp.bfloat16 if splits == 1 else jnp.float32)
 
 
 def grouped_matmul(
@@ -61,7 +68,8 @@ def grouped_matmul(
     tiling = tiling or tiling_for(num_rows, weights)
     x = jnp.pad(x, ((0, max(0, tiling.rows - num_rows)), (0, 0)))
     body = _Body(Warpgroup(interpreted), tiling, _tiles_of(weights), len(x), inputs, outputs)
-    return body.call(x, weights, work_for(group_sizes, len(x), tiling.rows))[:num_rows]
+    out = body.call(x, weights, work_for(group_sizes, len(x), tiling.rows))[:, :num_rows]
+    return out[0] if tiling.splits == 1 else out.sum(0).astype(x.dtype)
 
 
 class _Plain:
@@ -163,6 +171,16 @@ def _tiles_of(weights: Weights) -> _Tiles:
     return _OfInt4() if isinstance(weights, Int4) else _OfFp8() if isinstance(weights, Fp8) else _Plain()
 
 
+class _Tile(NamedTuple):
+    """Of the result."""
+
+    piece: Piece
+    outputs: Array  # which tile of them
+    split: Array
+    first_step: Array
+    num_steps: Array
+
+
 @dataclass(frozen=True)
 class _Body:
     """The kernel, of everything that is known when it is compiled."""
@@ -183,13 +201,13 @@ class _Body:
         scratch = {
             "weight_tiles": shared,
             "row_tiles": plgpu.SMEM((tiling.stages, tiling.rows, tiles.step), bfloat16, transforms=interleaved(tiles.step, bfloat16)),
-            "out_tiles": plgpu.SMEM((_MULTIPLIERS, tiling.rows, ROWS), bfloat16),
+            "out_tiles": plgpu.SMEM((_MULTIPLIERS, tiling.rows, ROWS), _out_dtype(tiling.splits)),
             "arrivals": plgpu.Barrier(num_barriers=tiling.stages, num_arrivals=1 + tiles.num_copies),
             "consumed": plgpu.Barrier(num_barriers=tiling.stages, num_arrivals=_MULTIPLIERS),
         }
         kernel = self.warpgroup.kernel(
             self._kernel,
-            out_type=jax.ShapeDtypeStruct((len(x), self.outputs), x.dtype),
+            out_type=jax.ShapeDtypeStruct((tiling.splits, len(x), self.outputs), _out_dtype(tiling.splits)),
             grid=(tiling.blocks,),
             grid_names=("block",),
             num_threads=_MULTIPLIERS + 1,
@@ -204,23 +222,23 @@ class _Body:
         pl.when(warpgroup < _MULTIPLIERS)(lambda: self._multiply(warpgroup, work, out, **scratch))
         pl.when(warpgroup == _MULTIPLIERS)(lambda: self._fetch(x, weights, work, **scratch))
 
-    def _for_each_tile(self, work: Work, one: Callable[[Piece, Array, Array, Array], None]) -> Array:
-        """Calls one(piece, tile of outputs, number of steps, steps before it) for each tile of the result that is this block's; gives the
-        number of all steps."""
-        num_output_tiles = self.outputs // OUTPUTS
+    def _for_each_tile(self, work: Work, one: Callable[[_Tile, Array], None]) -> Array:
+        """Calls one(tile, steps of all tiles before it) for each tile of the result that is this block's; gives the number of all steps."""
+        num_output_tiles, num_steps, splits = self.outputs // OUTPUTS, self.inputs // self.tiles.step, self.tiling.splits
         together = max(n for n in range(1, self.tiling.together + 1) if num_output_tiles % n == 0)
         block, blocks, (num_owned, num_all) = lax.axis_index("block"), self.tiling.blocks, num_pieces(work, self.num_rows, self.tiling.rows)
-        num_tiles = lax.div(num_all * num_output_tiles - block + (blocks - 1), blocks)
+        num_tiles = lax.div(num_all * (num_output_tiles * splits) - block + (blocks - 1), blocks)
 
         def of_block(i: Array, steps: Array) -> Array:
-            tile = block + i * blocks
-            group = lax.div(tile, num_all * together)
-            within = tile - group * (num_all * together)
-            place = lax.div(within, together)
-            num_steps = jnp.where(place < num_owned, self.inputs // self.tiles.step, 0)
-            of_piece = piece(work, place, self.num_rows, self.tiling.rows)
-            one(of_piece, group * together + lax.rem(within, together), num_steps, steps)
-            return steps + num_steps
+            place = block + i * blocks
+            split, place = lax.rem(place, splits), lax.div(place, splits)
+            group = lax.div(place, num_all * together)
+            within = place - group * (num_all * together)
+            piece_id, output_tile = lax.div(within, together), group * together + lax.rem(within, together)
+            first, end = (lax.div(n * num_steps, splits) for n in (split, split + 1))
+            steps_here = jnp.where(piece_id < num_owned, end - first, 0)
+            one(_Tile(piece(work, piece_id, self.num_rows, self.tiling.rows), output_tile, split, first, steps_here), steps)
+            return steps + steps_here
 
         return lax.fori_loop(0, num_tiles, of_block, jnp.int32(0))
 
@@ -231,17 +249,17 @@ class _Body:
         plgpu.set_max_registers(40, action="decrease")
         stages, step = self.tiling.stages, self.tiles.step
 
-        def fetch(piece: Piece, output_tile: Array, num_steps: Array, steps: Array) -> None:
-            rows = pl.ds(piece.start, self.tiling.rows)
+        def fetch(tile: _Tile, steps: Array) -> None:
+            rows, expert = pl.ds(tile.piece.start, self.tiling.rows), tile.piece.expert
 
             def one(i: Array, _: None) -> None:
                 stage = lax.rem(steps + i, stages)
                 pl.when(steps + i >= stages)(lambda: plgpu.barrier_wait(consumed.at[stage]))
-                targets, arrival = [tile.at[stage] for tile in weight_tiles], arrivals.at[stage]
-                self.tiles.fetch(weights, targets, arrival, piece.expert, output_tile, i)
-                plgpu.copy_gmem_to_smem(x.at[rows, pl.ds(i * step, step)], row_tiles.at[stage], arrival)
+                targets, arrival, place = [t.at[stage] for t in weight_tiles], arrivals.at[stage], tile.first_step + i
+                self.tiles.fetch(weights, targets, arrival, expert, tile.outputs, place)
+                plgpu.copy_gmem_to_smem(x.at[rows, pl.ds(place * step, step)], row_tiles.at[stage], arrival)
 
-            lax.fori_loop(0, num_steps, one, None)
+            lax.fori_loop(0, tile.num_steps, one, None)
 
         steps = self._for_each_tile(work, fetch)
 
@@ -265,7 +283,7 @@ class _Body:
         plgpu.set_max_registers(232, action="increase")
         stages = self.tiling.stages
 
-        def multiply(piece: Piece, output_tile: Array, num_steps: Array, steps: Array) -> None:
+        def multiply(tile: _Tile, steps: Array) -> None:
             def arrived(i: Array) -> Array:
                 stage = lax.rem(steps + i, stages)
                 plgpu.barrier_wait(arrivals.at[stage])
@@ -274,13 +292,13 @@ class _Body:
             def done(i: Array) -> None:
                 plgpu.barrier_arrive(consumed.at[lax.rem(steps + i, stages)])
 
-            total = self.tiles.sum(self.warpgroup, half, num_steps, weight_tiles, row_tiles, arrived, done)
-            tile = out_tiles.at[half]
+            total = self.tiles.sum(self.warpgroup, half, tile.num_steps, weight_tiles, row_tiles, arrived, done)
+            out_tile = out_tiles.at[half]
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the result before this one
-            self.warpgroup.store_transposed(tile, total.astype(tile.dtype))
+            self.warpgroup.store_transposed(out_tile, total.astype(out_tile.dtype))
             plgpu.commit_smem()
-            outputs = pl.ds(output_tile * OUTPUTS + half * ROWS, ROWS)
-            self._store(tile, out.at[:, outputs], piece)
+            outputs = pl.ds(tile.outputs * OUTPUTS + half * ROWS, ROWS)
+            self._store(out_tile, out.at[tile.split, :, outputs], tile.piece)
 
         self._for_each_tile(work, multiply)
         plgpu.wait_smem_to_gmem(0)

@@ -91,13 +91,18 @@ def test_rows_and_experts_do_not_touch_each_other(case, function):
     np.testing.assert_array_equal(out[sum(sizes) :], 0)
 
 
-@pytest.mark.parametrize(("num_rows", "sizes", "blocks"), [(21, (0, 21, 0, 0, 0), 2), (3, (0, 2, 0, 1, 0), 1), (21, (0, 0, 0, 0, 0), 1)])
-def test_the_gpus_kernel_with_one_experts_rows_and_with_few_and_with_none(num_rows, sizes, blocks):
-    """Blocks that take turns, and a last tile that would end after the rows do; fewer rows than a tile has; no steps at all."""
+@pytest.mark.parametrize(
+    ("num_rows", "sizes", "blocks", "splits"), [(21, (0, 21, 0, 0, 0), 2, 1), (3, (0, 2, 0, 1, 0), 1, 3), (21, (0, 0, 0, 0, 0), 1, 1)]
+)
+def test_the_gpus_kernel_with_one_experts_rows_and_with_few_and_with_none(num_rows, sizes, blocks, splits):
+    """Blocks that take turns, and a last tile that would end after the rows do; fewer rows than a tile has, and inputs in uneven shares; no
+    steps at all."""
     random = np.random.default_rng(3)
     weights, matrices = experts(TINY[0], random)
     x = rows(TINY[0], random, num_rows)
-    out = mosaic_gpu.grouped_matmul(x, weights, jnp.array(sizes), tiling=mosaic_gpu.Tiling(16, 3, blocks, together=1), interpreted=True)
+    out = mosaic_gpu.grouped_matmul(
+        x, weights, jnp.array(sizes), tiling=mosaic_gpu.Tiling(16, 3, blocks, splits, together=1), interpreted=True
+    )
     assert_close(out, plain(x, matrices, sizes))
 
 
