@@ -1,4 +1,4 @@
-"""Packages that only reading a checkpoint or a text needs, and that a borrowed machine may lack: the engine's programs don't."""
+"""Packages that a borrowed machine may lack, and that programs for a GPU don't need: for reading checkpoints and texts, and for CPU kernels."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-# Third-party imports at the top of modules that the runners' imports lead to.
-NOT_NEEDED = ("tokenizers", "safetensors", "huggingface_hub", "gguf", "jinja2")
+# Third-party imports at the top of modules that those of runners and ops lead to.
+NOT_NEEDED = ("llvmlite", "tokenizers", "safetensors", "huggingface_hub", "gguf", "jinja2")
 
 
 class _Missing(type):

@@ -36,7 +36,7 @@ from jaxinfer.sampling.params import neutral_rows  # noqa: E402
 from sharding.mesh import make_mesh  # noqa: E402
 from sharding.rules import TENSOR_PARALLEL  # noqa: E402
 
-_MEMORY_SHARE = 0.95  # of what the allocator may have: the rest is for temporaries
+_TEMPORARIES = 10 * 2**30  # bytes; random numbers for a layer of the largest pool take 6
 _LAUNCHES_S = 0.3  # that a measurement should take
 _EXPECTED = DATASHEET["h100"]
 
@@ -62,7 +62,7 @@ def load(sizes: Sizes, seed: int) -> Loaded:
     spec = PageSpec(model.num_layers, model.num_kv_heads, model.head_size, sizes.page_size, sizes.itemsize)
     weights = random_weights(template, mesh, seed)
     stats = mesh.devices.flat[0].memory_stats() or {}
-    room = int(stats["bytes_limit"] * _MEMORY_SHARE - stats["bytes_in_use"] - 2 * 2**30) if "bytes_limit" in stats else 2**62
+    room = stats["bytes_limit"] - stats["bytes_in_use"] - _TEMPORARIES if "bytes_limit" in stats else 2**62
     num_tokens = min(most, room // spec.token_bytes)
     if num_tokens < min(sizes.prefill):
         raise ValueError(f"{room / 2**30:.1f} GiB are left beside the weights: too few for {min(sizes.prefill)} tokens")

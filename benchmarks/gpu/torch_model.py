@@ -27,7 +27,7 @@ def _model(sizes: Sizes) -> Any:
     return model.eval()
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def prefill_steps(sizes: Sizes) -> Iterator[Found]:
     """A whole prompt, logits of its last token only."""
     model = _model(sizes)
@@ -39,7 +39,7 @@ def prefill_steps(sizes: Sizes) -> Iterator[Found]:
         yield Found(f"{num_tokens} tokens", times, sizes.prefill_step(num_tokens), {"tokens_per_s": round(num_tokens / times.median)})
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def decode_steps(sizes: Sizes) -> Iterator[Found]:
     """Compiled anew for each size, so the shorter contexts first, and the ends of their batches before the middle."""
     model = _model(sizes)
