@@ -330,10 +330,10 @@ class _Body:
         return keys <= query if self.span == EVERYTHING else (keys <= query) & (keys >= self.span.first(query))
 
     def _clear(self, values: Any, work: Work, key: Array, index: Array, both: Any) -> None:
-        """Zeros for values that no query of the tile attends to, by both warpgroups together: a weight of 0 times NaN is NaN."""
-        first, end = self.span.first(work.position), work.position + work.num_queries
+        """Zeros for values after the tile's last query, by both warpgroups together: a weight of 0 times NaN is NaN."""
+        end = work.position + work.num_queries
 
-        @pl.when((key < first) | (key + self.tiling.tokens > end))
+        @pl.when(key + self.tiling.tokens > end)
         def _clear_values() -> None:
             for i, place in enumerate(range(0, self.tiling.tokens, ROWS)):
 
@@ -341,7 +341,7 @@ class _Body:
                 def _clear_rows(place: int = place) -> None:
                     rows = values.at[pl.ds(place, ROWS)]
                     position = self.warpgroup.iota(rows.shape, 0) + (key + place)
-                    cleared = jnp.where((position >= first) & (position < end), self.warpgroup.load(rows), 0)
+                    cleared = jnp.where(position < end, self.warpgroup.load(rows), 0)
                     plgpu.commit_smem()
                     rows[...] = cleared
 

@@ -49,7 +49,7 @@ def ragged_prefill_attention(
       scale: multiplies the scores, usually H ** -0.5.
       query_tile: tokens a tile; T is a multiple of it. A tile holds tokens of one request.
       pool_is_finite: a promise that the pool holds no NaN or infinity anywhere, which may spare masking what lies outside a context.
-      span: which of its context a token attends to; pages before the spans of all tokens of a tile are not read.
+      span: which of its context a token attends to; pages wholly before the spans of a tile's tokens may be anything, too, and most are not read.
       soft_cap: scores are bounded by it: soft_cap * tanh(scores / soft_cap) (Gemma 2, arXiv:2408.00118).
       backend: 'mosaic_gpu' (Hopper GPUs), 'llvm_cpu' (CPU devices), either for what `why_not` has nothing against; 'xla' or 'reference'.
 

@@ -91,16 +91,20 @@ def test_windows_and_chunks(span, backend):
 @pytest.mark.parametrize("rows", [((1000, 20), (900, 30)), ((800, 60),)])
 @pytest.mark.parametrize("span", [Span(window=50), Span(chunk=400)])
 def test_pages_before_a_span_are_not_read(rows, span):
-    """They may be another request's by now: promised finite, yet NaN, which would come out if it were read."""
+    """They may be another request's by now. Promised finite, yet NaN, they would come out if they were read; else nothing is promised."""
     case = replace(SPANNED, rows=rows)
     q, kv, table, *others = arguments(case, 13)
     expected = run(q, kv, table, *others, scale=0.3, query_tile=32, backend="reference", span=span)
     first = min(cached - 49 if span.window else cached // 400 * 400 for cached, _ in rows)
     before = table[: len(rows), : (first - 128) // 4]  # but for a run's length
-    kv = jnp.nan_to_num(kv).at[:, :, before].set(jnp.nan)
-    out = run(q, kv, table, *others, scale=0.3, query_tile=32, backend="xla", span=span, pool_is_finite=True)
+    finite = jnp.nan_to_num(kv).at[:, :, before].set(jnp.nan)
+    out = run(q, finite, table, *others, scale=0.3, query_tile=32, backend="xla", span=span, pool_is_finite=True)
     np.testing.assert_allclose(out, expected, atol=2e-5)
     assert np.any(expected)
+    spoilt = kv.at[:, :, table[: len(rows), : first // 4]].set(jnp.nan)
+    for backend in ("xla", "reference"):
+        out = run(q, spoilt, table, *others, scale=0.3, query_tile=32, backend=backend, span=span)
+        np.testing.assert_allclose(out, expected, atol=2e-5)
 
 
 @pytest.mark.parametrize("backend", ["reference", "xla"])
