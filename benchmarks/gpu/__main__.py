@@ -5,9 +5,11 @@ The most valuable comes first, what doesn't fit into --minutes is left out and s
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import platform
 import secrets
+import sys
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -22,7 +24,7 @@ from benchmarks.gpu.floors import DATASHEET
 from benchmarks.gpu.processes import jax_about, torch_about
 from benchmarks.gpu.report import Report
 from benchmarks.gpu.sizes import FULL
-from benchmarks.gpu.worker import Deadline, run_all
+from benchmarks.gpu.worker import Deadline, Row, run_all
 
 _RESULTS = Path(__file__).resolve().parent.parent / "results"
 _MARGIN_S = 10.0  # to end a process and write
@@ -42,6 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
     make = partial(catalog, is_small=options.small, seed=seed, is_tuning=options.tune)
     chosen = [m for m in make() if not options.only or any(fnmatch(m.key, pattern) for pattern in options.only)]
+    if not chosen:
+        parser.error(f"--only {' '.join(options.only)} is the name of nothing: there are such as {', '.join(m.key for m in make()[:4])}")
     report = Report({"small": options.small, "seed": seed, "minutes": options.minutes, "tune": options.tune, "only": options.only})
     report.add({"began": datetime.now(UTC).isoformat(timespec="seconds"), "python": platform.python_version()})
     abouts: dict[Any, Any] = {
@@ -52,13 +56,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     path: Path | None = None
     for said in run_all(make, chosen, abouts, deadline):
         report.add(said)
-        path = options.output or _RESULTS / f"{report.card}-{datetime.now(UTC).date().isoformat()}.json"
+        path = path or options.output or _unused(_RESULTS / f"{report.card}-{datetime.now(UTC).date().isoformat()}.json")
+        if isinstance(said, Row):
+            print(said, file=sys.stderr, flush=True)
         report.add({"minutes_taken": round((time.monotonic() - began) / 60, 2)})
         report.write(path)
     if options.tune:
         print(tune.write(report, options.tuned))
     print(report.table())
     print(f"\n{report.about.get('card', 'no card')}: {(time.monotonic() - began) / 60:.1f} minutes; all of it in {path}")
+
+
+def _unused(path: Path) -> Path:
+    """A second run of a day doesn't take the place of the first."""
+    return next(p for n in itertools.count(1) if not (p := path if n == 1 else path.with_stem(f"{path.stem}-{n}")).exists())
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -43,6 +43,10 @@ class Row:
     measure: Measure
     found: Found
 
+    def __str__(self) -> str:
+        what = self.found.failure or (f"{self.found.times.median:.3e} s" if self.found.times else "")
+        return f"{self.measure.key} {self.found.case if not self.measure.case else ''}: {what}"
+
 
 def run_all(
     catalog: Catalog, measures: Sequence[Measure], about_of: dict[Library, Callable[[], About]], deadline: Deadline

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from benchmarks.gpu.__main__ import main
+from benchmarks.gpu.__main__ import _unused, main
 from benchmarks.gpu.absent import NOT_NEEDED
 from benchmarks.gpu.catalog import catalog
 from benchmarks.gpu.kernels import implementation
@@ -47,6 +47,19 @@ def test_keys_are_one_of_a_kind_and_the_card_comes_first():
         assert keys[3].startswith("paged_attention/mosaic_gpu/")
 
 
+def test_to_list_what_there_is_takes_no_device():
+    """The process that starts the others, and torch's, would take the card's memory from them."""
+    listed = """
+from benchmarks.gpu import __main__
+from benchmarks.gpu.catalog import catalog
+from jax._src import xla_bridge
+assert [len(catalog(is_small=False, seed=0, is_tuning=is_tuning)) > 50 for is_tuning in (False, True)] == [True, True]
+print(xla_bridge.backends_are_initialized())
+"""
+    done = subprocess.run([sys.executable, "-c", listed], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "False", done.stderr
+
+
 @pytest.mark.parametrize("name", ["paged_attention", "ragged_prefill_attention", "grouped_matmul"])
 def test_tilings_to_try_are_tilings_of_the_kernels(name):
     of_kernel = [m for m in catalog(is_small=False, seed=0, is_tuning=True) if m.name == name]
@@ -76,6 +89,21 @@ except ModuleNotFoundError as error:
 """
     done = subprocess.run([sys.executable, "-c", hidden], capture_output=True, text=True, check=False)
     assert done.stdout.splitlines() == ["no file", "safetensors is not installed on this machine"], done.stderr
+
+
+def test_a_second_run_of_a_day_has_a_file_of_its_own(tmp_path):
+    first = _unused(tmp_path / "card-2026-11-20.json")
+    assert first.name == "card-2026-11-20.json"
+    first.touch()
+    second = _unused(first)
+    second.touch()
+    assert (second.name, _unused(first).name) == ("card-2026-11-20-2.json", "card-2026-11-20-3.json")
+
+
+def test_a_pattern_that_names_nothing_is_an_error(capsys):
+    with pytest.raises(SystemExit):
+        main(["--small", "--only", "pagd*"])
+    assert "pagd*" in capsys.readouterr().err
 
 
 def test_predictions_need_no_gpu(capsys):
