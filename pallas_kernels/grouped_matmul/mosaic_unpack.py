@@ -88,16 +88,20 @@ def _pair_type() -> ir.Type:
     return ir.VectorType.get((2,), ir.BF16Type.get())
 
 
+def _word_type() -> ir.Type:
+    return ir.IntegerType.get_signless(32)
+
+
 def _both(value: float) -> Any:
     return vector.broadcast(_pair_type(), mgpu.c(value, ir.BF16Type.get()))
 
 
 def _as_pair(bits: Any) -> Any:
-    return vector.bitcast(_pair_type(), vector.broadcast(ir.VectorType.get((1,), bits.type), bits))
+    return vector.bitcast(_pair_type(), vector.broadcast(ir.VectorType.get((1,), _word_type()), bits))
 
 
 def _number(value: int) -> Any:
-    return mgpu.c(value, ir.IntegerType.get_signless(32))
+    return mgpu.c(value, _word_type())
 
 
 def _and(bits: Any, mask: int) -> Any:
@@ -110,8 +114,7 @@ def _or(bits: Any, others: Any) -> Any:
 
 def _masked_or(bits: Any, mask: int, others: int) -> Any:
     """bits & mask | others in one instruction, which the compiler makes two of."""
-    i32 = ir.IntegerType.get_signless(32)
-    return llvm.inline_asm(i32, [bits, _number(mask), _number(others)], "lop3.b32 $0, $1, $2, $3, 0xEA;", "=r,r,n,r")
+    return llvm.inline_asm(_word_type(), [bits, _number(mask), _number(others)], "lop3.b32 $0, $1, $2, $3, 0xEA;", "=r,r,n,r")
 
 
 def _left(bits: Any, by: int) -> Any:

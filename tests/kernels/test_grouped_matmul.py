@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.mosaic import gpu as mgpu
 
 from pallas_kernels.grouped_matmul import formats, mosaic_gpu
 from pallas_kernels.grouped_matmul.cases import CASES, TINY, Case
@@ -133,6 +131,12 @@ def test_tiles_hold_most_experts_rows():
     assert [tile_for(rows, 16, 8, 256) for rows in (1, 64, 100, 4096)] == [8, 8, 16, 256]
 
 
+def test_few_tiles_are_split_so_that_every_multiprocessor_has_one():
+    scout = jax.ShapeDtypeStruct((16, 5120, 8192), jnp.bfloat16)
+    chosen = [mosaic_gpu.tiling_for(num_rows, scout) for num_rows in (1, 2, 64, 4096)]
+    assert [(tiling.rows, tiling.splits) for tiling in chosen] == [(8, 2), (8, 1), (8, 1), (256, 1)]
+
+
 @pytest.mark.parametrize("case", TINY, ids=lambda case: case.format)
 def test_packed_weights_are_the_checkpoints(case):
     """Every number: `experts` makes them without these functions."""
@@ -157,42 +161,6 @@ def test_packed_bytes_are_what_is_kept():
     num_weights = 5 * 256 * 256
     assert sum(a.nbytes for a in int4) == num_weights * 4.5 / 8
     assert sum(a.nbytes for a in fp8) == num_weights * (1 + 1 / 128)
-
-
-def by_thread(values: np.ndarray, layout: mgpu.TiledLayout) -> np.ndarray:
-    """Of an array in registers, what each thread of a warpgroup has: [warp, lane, registers in order, elements]."""
-    tiles = values
-    for tile in layout.tiling.tiles:
-        kept = tiles.ndim - len(tile)
-        cut = [part for size, of in zip(tiles.shape[kept:], tile, strict=True) for part in (size // of, of)]
-        tiles = tiles.reshape(*tiles.shape[:kept], *cut)
-        tiles = tiles.transpose(*range(kept), *range(kept, tiles.ndim, 2), *range(kept + 1, tiles.ndim, 2))
-    of_threads = [axis + tiles.ndim for axis in (*layout.warp_dims, *layout.lane_dims)]
-    others = [axis for axis in range(tiles.ndim - 1) if axis not in of_threads]
-    return tiles.transpose(*of_threads, *others, tiles.ndim - 1).reshape(4, 32, -1, tiles.shape[-1])
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_threads_of_a_gpu_load_the_codes_that_their_share_of_a_product_needs(bits):
-    """What a GPU's shifts and masks make of a thread's words, in the order in which the kernel puts it into registers."""
-    codes = np.random.default_rng(8).integers(0, 2**bits, (1, 128, 128))
-    if bits == 4:
-        packed = formats.int4_from_compressed_tensors(jnp.asarray(compressed_tensors_words(codes - 8)), jnp.ones((1, 128, 4), jnp.bfloat16))
-    else:
-        codes[codes % 128 == 127] = 0  # NaN
-        packed = formats.fp8_from_blocks(jnp.asarray(codes.astype(np.uint8).view(jnp.float8_e4m3fn)), jnp.ones((1, 1, 1), jnp.float32))
-    words = np.asarray(packed.words)[0, 0, 0]
-    for first, half in itertools.product((0, 64), range(2)):  # of the rows, and of the inputs
-        mine = words[(0 if bits == 4 else 128 * half) + first :][:64]
-        loaded = by_thread(mine.view(np.uint32), mgpu.WGMMA_LAYOUT_8BIT)
-        found = [
-            np.stack([(loaded[:, :, side, place] >> shift) & (2**bits - 1) for shift in (bits * i, bits * i + 16)], -1)
-            for place in (range(2 * half, 2 * half + 2) if bits == 4 else range(4))
-            for i in range(16 // bits)
-            for side in range(2)
-        ]
-        needed = by_thread(codes[0, first : first + 64, 64 * half : 64 * half + 64], mgpu.WGMMA_LAYOUT)
-        np.testing.assert_array_equal(np.stack(found, 2), needed)
 
 
 def test_shapes_that_do_not_fit_are_refused_by_name():
