@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,17 +17,17 @@ from benchmarks.gpu.measure import Found, Measure
 from benchmarks.gpu.problem import Check, Problem, inputs_in_turns, only_if_finite
 from benchmarks.gpu.sizes import Sizes
 
-WAY = "jax cudnn"
 _LIMIT_S = 60.0
 
 
 def measures(sizes: Sizes, seed: int) -> list[Measure]:
-    """None on a CPU, where `xla` stands for cuDNN in the small sizes."""
+    """In the small sizes XLA's stands for it: a CPU has no cuDNN."""
+    way = f"jax {_implementation(sizes)}"
     return [
         *(
             Measure(
                 "paged_attention",
-                WAY,
+                way,
                 case,
                 partial(_measure, sizes, case, sizes.decode_attention(*about), (about[0], 1, about[1]), seed),
                 _LIMIT_S,
@@ -37,7 +37,7 @@ def measures(sizes: Sizes, seed: int) -> list[Measure]:
         *(
             Measure(
                 "ragged_prefill_attention",
-                WAY,
+                way,
                 case,
                 partial(_measure, sizes, case, sizes.prefill_attention(about), (1, about, about), seed),
                 _LIMIT_S,
@@ -47,11 +47,14 @@ def measures(sizes: Sizes, seed: int) -> list[Measure]:
     ]
 
 
+def _implementation(sizes: Sizes) -> Literal["xla", "cudnn"]:
+    return "xla" if sizes.is_small else "cudnn"
+
+
 def _measure(sizes: Sizes, case: str, work: Work, shape: tuple[int, int, int], seed: int) -> Iterator[Found]:
     batch, queries, context = shape
-    implementation = "xla" if sizes.is_small else "cudnn"
     # The last query sees everything: of one query alone nothing is to be masked.
-    attend = partial(jax.nn.dot_product_attention, is_causal=queries > 1, implementation=implementation)
+    attend = partial(jax.nn.dot_product_attention, is_causal=queries > 1, implementation=_implementation(sizes))
     yield measured(attend, _problem(sizes, work, batch, queries, context, seed), sizes, case, {})
 
 
