@@ -95,10 +95,14 @@ def ragged_prefill_attention(
 ) -> Float[Array, "T N H"]:
     """See op.py. `interpreted`: by JAX's interpreter on a CPU. Raises `ValueError` for a scale or query_tile that the kernel can't have."""
     if scale <= 0 or query_tile % _COPIED_ROWS:
-        raise ValueError(f"scale {scale} must be positive, and query_tile {query_tile} a multiple of {_COPIED_ROWS}")
+        raise ValueError(
+            f"ragged_prefill_attention: for mosaic_gpu scale {scale} must be positive, and query_tile {query_tile} a multiple of {_COPIED_ROWS}"
+        )
     num_tokens, num_heads, head_size = q.shape
     num_kv_heads, page_size = kv_pages.shape[3:5]
-    tiling = tiling or tiling_for(num_heads // num_kv_heads, head_size)
+    group = num_heads // num_kv_heads
+    tiling = tiling or tiling_for(group, head_size)
+    assert group % tiling.heads == 0, "a tile's heads share a KV head"
     run, piece = math.gcd(page_size, tiling.tokens), math.gcd(query_tile, tiling.queries, ROWS)
     work = work_of(query_start, query_len, kv_len, num_tokens, tiling, piece, run, span)
     body = _Body(Warpgroup(interpreted), tiling, piece, run, page_size, scale, pool_is_finite, span, soft_cap)
@@ -276,7 +280,7 @@ class _Body:
             weights = jnp.exp2(scores * factor - lax.broadcast_in_dim(new_top, scores.shape, [0]))
             sum_ = sum_ * shrink + weights.sum(axis=1)
             total = total * lax.broadcast_in_dim(shrink, total.shape, [0])
-            # Nothing of the softmax may be left for the other's turn to begin with: a compiler would move it behind the barrier.
+            # The softmax comes before the other's turn, in what ptxas is given at least; it orders this as it does JAX's own kernel.
             total, sum_, top, weights = lax.optimization_barrier((total, sum_, new_top, weights.astype(rows.dtype)))
             plgpu.barrier_arrive(turn)
             plgpu.barrier_wait(arrivals[1].at[stage])
