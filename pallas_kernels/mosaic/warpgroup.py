@@ -52,8 +52,9 @@ class Warpgroup:
         return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
 
     def load(self, ref: Any) -> Array:
-        """[ROWS, X] of shared memory."""
-        return ref[...] if self.interpreted else plgpu.load(ref, (), layout=plgpu.Layout.WGMMA, optimized=False)
+        """[ROWS] or [ROWS, X] of shared memory."""
+        layout = plgpu.Layout.WGMMA if len(ref.shape) == 2 else plgpu.Layout.WGMMA.reduce(1)
+        return ref[...] if self.interpreted else plgpu.load(ref, (), layout=layout, optimized=False)
 
     def times_transposed(self, a: Any, b: Any, meanwhile: Callable[[], None] = lambda: None) -> Float[Array, "64 X"]:
         """a @ b.T in float32, of a[ROWS, H] and b[X, H] in shared memory; `meanwhile` runs while the product does."""

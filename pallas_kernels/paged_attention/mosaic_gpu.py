@@ -1,9 +1,10 @@
 """paged_attention on Hopper GPUs, in Pallas for Mosaic GPU.
 
 A block of threads has one KV head of one request, and a share of its context: one warpgroup has the copy engine bring tiles of keys and
-values from their pages, several ahead; another multiplies and keeps an online softmax (FlashAttention, arXiv:2205.14135). All query heads of
-the KV head are rows of one tile, so every page is read once. Shares of a context are put together afterwards (Flash-Decoding). Of
-latents (MLA, arXiv:2405.04434) the values are columns of the keys' tile, and two warpgroups sum up half of them each.
+values from their pages, several ahead; others take them by turns, multiply and keep an online softmax (FlashAttention, arXiv:2205.14135), and
+put together what they have. All query heads of the KV head are rows of one tile, so every page is read once. Shares of a context are put
+together afterwards (Flash-Decoding). Of latents (MLA, arXiv:2405.04434) the values are columns of the keys' tile, and two
+warpgroups sum up half of them each.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pallas_kernels.span import EVERYTHING, Span
 
 _LOG2_E = math.log2(math.e)
 _NOTHING = -1e30  # a score that counts for nothing; -inf less itself would be NaN
+_Sums = tuple[Array, Array, Array]  # of values, [ROWS, columns], and of the softmax its maximum and sum, [ROWS]
 _COLUMNS = 256  # of the result that a warpgroup has registers to sum up
 
 
@@ -99,20 +101,25 @@ class _Body:
         num_parts = self._num_parts(value_size)
         out_shape = (num_parts, ROWS, value_size // num_parts)
         out_tile = plgpu.SMEM(out_shape, out_dtype, transforms=interleaved(out_shape[-1], out_dtype))
-        wide = plgpu.SMEM((tiling.tokens, head_size), rows.dtype, transforms=interleaved(head_size, rows.dtype))
+        turns = tiling.warpgroups
+        totals = plgpu.SMEM((max(turns - 1, 1), ROWS, value_size), jnp.float32, transforms=interleaved(value_size, jnp.float32))
+        wide = plgpu.SMEM((turns, tiling.tokens, head_size), rows.dtype, transforms=interleaved(head_size, rows.dtype))
         arrivals = plgpu.Barrier(num_barriers=tiling.stages, num_arrivals=tiling.tokens // self.page_size)
         consumed = plgpu.Barrier(num_barriers=tiling.stages, num_arrivals=num_parts)
         num_sides = 1 if self.value_size else 2
         scratch = {
             "q_tile": plgpu.SMEM((ROWS, head_size), rows.dtype, transforms=interleaved(head_size, rows.dtype)),
             "weight_tile": plgpu.SMEM((ROWS,), jnp.float32),
-            "keys_or_out": self.warpgroup.union(tiles, out_tile),  # the result is written when no key is needed any more
+            "softmaxes": plgpu.SMEM((2, turns, ROWS), jnp.float32),  # maxima and sums
+            # What warpgroups have summed up is put together when no key is needed any more, and the result is written after that.
+            "keys_or_totals_or_out": self.warpgroup.union(tiles, totals, out_tile),
             "values": (tiles,) * (num_sides - 1),
             "wide": (wide,) * 2 if dtype.itemsize == 1 else (),
             "q_arrival": plgpu.Barrier(),
             "arrivals": (arrivals,) * num_sides,
             "consumed": (consumed,) * num_sides,
-            "done": plgpu.Barrier(num_arrivals=num_parts),
+            "done": plgpu.Barrier(num_arrivals=num_parts * turns),
+            "handed_over": plgpu.Barrier(num_arrivals=max(turns - 1, 1)),
         }
         kernel = self.warpgroup.kernel(
             self._kernel,
@@ -122,10 +129,10 @@ class _Body:
             ],
             grid=(tiling.splits, num_kv_heads * num_row_tiles(num_rows), batch),
             grid_names=("share", "tile", "request"),
-            num_threads=num_parts + 1,
+            num_threads=num_parts * turns + 1,
             thread_name="warpgroup",
             scratch_types=scratch,
-            compiler_params=plgpu.CompilerParams(approx_math=True),
+            compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         )
         return kernel(rows, kv_pages, scales, layer.reshape(1), page_table, kv_len)
 
@@ -137,26 +144,27 @@ class _Body:
         first_row = pl.multiple_of(lax.rem(tile, num_row_tiles(self.num_rows)) * ROWS, ROWS)
         rows = pl.ds(first_row, min(self.num_rows, ROWS))
         part = _Part.of_share(self.span, kv_len[request], share, self.tiling)
-        num_parts = self._num_parts(out.shape[-1])
+        num_parts, turns = self._num_parts(out.shape[-1]), self.tiling.warpgroups
 
-        for index in range(num_parts):
+        for index in range(num_parts * turns):
 
             @pl.when(lax.axis_index("warpgroup") == index)
             def _multiply(index: int = index) -> None:
                 goes_to = out.at[request, head, share, rows], weight.at[request, head, share, pl.ds(first_row, ROWS)]
-                _Multiplier(self, part, index, num_parts, scales[head]).run(q.at[request, head, rows], *goes_to, **scratch)
+                multiplier = _Multiplier(self, part, index // turns, num_parts, index % turns, scales[head])
+                multiplier.run(q.at[request, head, rows], *goes_to, **scratch)
 
-        @pl.when(lax.axis_index("warpgroup") == num_parts)
+        @pl.when(lax.axis_index("warpgroup") == num_parts * turns)
         def _fetch() -> None:
             pool = kv.at[layer[0]]
             self._fetch(part, lambda side, page: pool.at[side, page, head], lambda place: page_table[request, place], **scratch)
 
     def _fetch(
-        self, part: _Part, page_at: Any, page_id: Any, keys_or_out: Any, values: Any, arrivals: Any, consumed: Any, **_: Any
+        self, part: _Part, page_at: Any, page_id: Any, keys_or_totals_or_out: Any, values: Any, arrivals: Any, consumed: Any, **_: Any
     ) -> None:
         """Bring the tiles, as many ahead as there are stages."""
         plgpu.set_max_registers(40, action="decrease")
-        num_pages, stages, tiles = self.tiling.tokens // self.page_size, self.tiling.stages, (keys_or_out[0], *values)
+        num_pages, stages, tiles = self.tiling.tokens // self.page_size, self.tiling.stages, (keys_or_totals_or_out[0], *values)
 
         def fetch(i: Array, _: None) -> None:
             stage = lax.rem(i, stages)
@@ -201,12 +209,13 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Multiplier:
-    """A warpgroup that attends over the tiles as they come, for its part of the result's columns."""
+    """A warpgroup that attends over tiles as they come: over those of its turns, for its part of the result's columns."""
 
     body: _Body
     part: _Part
     index: int
     num_parts: int
+    turn: int
     scale: Array
 
     def run(
@@ -217,25 +226,58 @@ class _Multiplier:
         *,
         q_tile: Any,
         weight_tile: Any,
-        keys_or_out: Any,
+        softmaxes: Any,
+        keys_or_totals_or_out: Any,
         values: Any,
         wide: Any,
         q_arrival: Any,
         arrivals: Any,
         consumed: Any,
         done: Any,
+        handed_over: Any,
     ) -> None:
-        plgpu.set_max_registers(208, action="increase")
-        warpgroup, tokens, (keys, out_tile) = self.body.warpgroup, self.body.tiling.tokens, keys_or_out
-        size = out.shape[-1] // self.num_parts
+        plgpu.set_max_registers(232, action="increase")
+        keys, totals, out_tile = keys_or_totals_or_out
+        size, turns = out.shape[-1] // self.num_parts, self.body.tiling.warpgroups
         columns, rows = pl.ds(self.index * size, size), pl.ds(0, q.shape[0])
-        if self.index == 0:
+        if self.index == self.turn == 0:
             plgpu.copy_gmem_to_smem(q, q_tile.at[rows], q_arrival)
         plgpu.barrier_wait(q_arrival)
+        sums = self._attend(columns, size, q_tile, keys, values, [w.at[self.turn] for w in wide], arrivals, consumed)
+        if self.num_parts * turns > 1:  # the others may still read the keys that totals are written over
+            plgpu.barrier_arrive(done)
+            plgpu.barrier_wait(done)
+        if self.turn > 0:
+            totals[self.turn - 1], softmaxes[0, self.turn], softmaxes[1, self.turn] = sums
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(handed_over)
+            return
+        if turns > 1:
+            plgpu.barrier_wait(handed_over)
+            for other in range(1, turns):
+                sums = self._both(sums, (totals.at[other - 1], softmaxes.at[0, other], softmaxes.at[1, other]))
+            plgpu.commit_smem()  # all of the warpgroup has read what the result is written over
+        total, top, sum_ = sums
+        sum_ = jnp.maximum(sum_, 1e-30)
+        total /= lax.broadcast_in_dim(sum_, total.shape, [0])
+        out_tile[self.index] = total.astype(out_tile.dtype)
+        if self.index == 0:
+            weight_tile[...] = top + jnp.log2(sum_)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(out_tile.at[self.index, rows], out.at[:, columns])
+        if self.index == 0:
+            plgpu.copy_smem_to_gmem(weight_tile, weight)
+        plgpu.wait_smem_to_gmem(0)
 
-        def one(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def _attend(self, columns: Any, size: int, q_tile: Any, keys: Any, values: Any, wide: Any, arrivals: Any, consumed: Any) -> _Sums:
+        """Over the tiles of its turns."""
+        warpgroup, tiling = self.body.warpgroup, self.body.tiling
+        tokens, turns = tiling.tokens, tiling.warpgroups
+
+        def one(i: Array, carry: _Sums) -> _Sums:
             total, top, sum_ = carry
-            stage, position = lax.rem(i, self.body.tiling.stages), (self.part.start + i) * tokens
+            tile = i * turns + self.turn
+            stage, position = lax.rem(tile, tiling.stages), (self.part.start + tile) * tokens
             plgpu.barrier_wait(arrivals[0].at[stage])
             key_tile = self._widened(keys.at[stage], wide[0]) if wide else keys.at[stage]
             scores = self._capped(warpgroup.times_transposed(q_tile, key_tile))
@@ -259,20 +301,17 @@ class _Multiplier:
             return total, new_top, sum_
 
         nothing = warpgroup.full((ROWS, size), 0.0), warpgroup.full((ROWS,), _NOTHING), warpgroup.full((ROWS,), 0.0)
-        total, top, sum_ = lax.fori_loop(0, self.part.num_tiles, one, nothing)
-        sum_ = jnp.maximum(sum_, 1e-30)
-        total /= lax.broadcast_in_dim(sum_, total.shape, [0])
-        if self.num_parts > 1:  # the others may still read the keys that the result is written over
-            plgpu.barrier_arrive(done)
-            plgpu.barrier_wait(done)
-        out_tile[self.index] = total.astype(out_tile.dtype)
-        if self.index == 0:
-            weight_tile[...] = top + jnp.log2(sum_)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(out_tile.at[self.index, rows], out.at[:, columns])
-        if self.index == 0:
-            plgpu.copy_smem_to_gmem(weight_tile, weight)
-        plgpu.wait_smem_to_gmem(0)
+        return lax.fori_loop(0, lax.div(self.part.num_tiles + (turns - 1 - self.turn), turns), one, nothing)
+
+    def _both(self, sums: _Sums, others: tuple[Any, Any, Any]) -> _Sums:
+        """Its own and another warpgroup's, as if one had had all tiles."""
+        total, top, sum_ = sums
+        other_total, other_top, other_sum = (self.body.warpgroup.load(ref) for ref in others)
+        new_top = jnp.maximum(top, other_top)
+        shrink, other_shrink = jnp.exp2(top - new_top), jnp.exp2(other_top - new_top)
+        total = total * lax.broadcast_in_dim(shrink, total.shape, [0])
+        total += other_total * lax.broadcast_in_dim(other_shrink, total.shape, [0])
+        return total, new_top, sum_ * shrink + other_sum * other_shrink
 
     def _capped(self, scores: Array) -> Array:
         """Products as exponents of 2."""

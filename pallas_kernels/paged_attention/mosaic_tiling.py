@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from pallas_kernels.mosaic.tuned import tuned
 from pallas_kernels.mosaic.warpgroup import ROWS, SHARED_MEMORY
 
-_BLOCKS = 2 * 132  # that an H100 or H200 runs at a time, two a multiprocessor
+_BLOCKS = 132  # that an H100 or H200 runs at a time: a block's registers are most of a multiprocessor's
+_MOST_STAGES = 8
 _SHORTEST_SHARE = 256  # tokens that are worth a block
 _LARGEST_HEAD = 256  # columns that a warpgroup has registers to sum up
 _LARGEST_LATENT = 576
@@ -24,6 +25,11 @@ class Tiling:
     tokens: int  # of a tile: a multiple of the page size and of 64
     stages: int  # tiles of keys, and of values, on their way or in use
     splits: int  # shares of each context
+    warpgroups: int = 2  # that take a share's tiles by turns; each has stages / warpgroups of the stages. Of latents 1
+
+    def __post_init__(self) -> None:
+        if self.stages % self.warpgroups:
+            raise ValueError(f"{self.stages} stages can't be shared by {self.warpgroups} warpgroups")
 
 
 def tiling_for(
@@ -37,8 +43,8 @@ def tiling_for(
     *,
     is_latent: bool = False,
 ) -> Tiling:
-    """What was the quickest on this card; where nothing like it was measured, a tiling that fills the GPU and, where it can, leaves room
-    for two blocks a multiprocessor."""
+    """What was the quickest on this card; where nothing like it was measured, a tiling that fills the GPU
+    and its multiprocessors' shared memory."""
     heads = {"num_heads": num_kv_heads * group, "num_kv_heads": num_kv_heads, "head_size": head_size, "page_size": page_size}
     if not is_latent and (best := tuned("paged_attention", {"dtype": dtype.name, **heads, "batch": batch, "context": max_context})):
         return Tiling(**best)
@@ -46,10 +52,10 @@ def tiling_for(
     splits = max(1, min(_BLOCKS // blocks, -(-max_context // _SHORTEST_SHARE)))
     tokens = max(ROWS, page_size)
     size = dtype.itemsize
-    wide = 0 if size > 1 else 2 * tokens * head_size * 2
+    wide = 0 if size > 1 else 2 * 2 * tokens * head_size * 2
     fixed, stage = _RESERVED + ROWS * head_size * max(size, 2) + wide, (1 if is_latent else 2) * tokens * head_size * size
-    room = SHARED_MEMORY // 2 if fixed + 2 * stage <= SHARED_MEMORY // 2 else SHARED_MEMORY
-    return Tiling(tokens, max(2, min(4, (room - fixed) // stage)), splits)
+    stages = max(2, min(_MOST_STAGES, (SHARED_MEMORY - fixed) // stage))
+    return Tiling(tokens, stages // 2 * 2, splits, warpgroups=1 if is_latent else 2)
 
 
 def num_row_tiles(group: int) -> int:
