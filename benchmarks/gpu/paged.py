@@ -18,7 +18,7 @@ from benchmarks.gpu.problem import Check, Problem, inputs_in_turns
 from benchmarks.gpu.sizes import Sizes
 from pallas_kernels.paged_attention import reference
 
-_BLOCKS = 2 * 132  # that run at a time, two a multiprocessor
+_BLOCKS = 132  # that run at a time
 _LATENTS = {"num_heads": 128, "head_size": 576, "value_size": 512}  # DeepSeek-V3's and Kimi K2.5's: one for all heads
 _SMALL_LATENTS = {"num_heads": 8, "head_size": 96, "value_size": 64}
 
@@ -68,8 +68,9 @@ def tilings(sizes: Sizes, case: Case) -> list[dict[str, int]]:
     """Shares of a context of 128 tokens and more, as long as there are not four times the blocks that run at a time."""
     blocks = case.batch * case.shape.num_kv_heads * max(1, case.num_heads // case.shape.num_kv_heads // 64)
     splits = [s for s in (1, 2, 4, 8, 16, 32) if s == 1 or (case.context // s >= 128 and blocks * s <= 4 * _BLOCKS)]
-    tiles = ((64, 2),) if case.value_size else ((64, 2), (64, 3), (64, 4), (64, 6), (128, 2), (128, 3))
-    return [{"tokens": tokens, "stages": stages, "splits": s} for tokens, stages in tiles for s in splits]
+    # Tokens, stages and warpgroups.
+    tiles = ((64, 2, 1),) if case.value_size else ((64, 4, 1), (64, 6, 1), (64, 2, 2), (64, 4, 2), (64, 6, 2), (128, 2, 2))
+    return [{"tokens": t, "stages": stages, "splits": s, "warpgroups": w} for t, stages, w in tiles for s in splits]
 
 
 def problem(sizes: Sizes, case: Case, seed: int) -> Problem:

@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.mosaic.tuned import tuned
 from pallas_kernels.mosaic.warpgroup import ROWS, SHARED_MEMORY, Warpgroup, interleaved
 from pallas_kernels.span import EVERYTHING, Span
 
@@ -59,7 +60,7 @@ class Work(NamedTuple):
 
 
 def tiling_for(group: int, head_size: int) -> Tiling:
-    """A tiling with as large products as registers and shared memory have room for. It is derived, not yet tuned on a GPU."""
+    """A tiling with as large products as registers and shared memory have room for, where nothing like it was tuned on this card."""
     tokens = 2 * ROWS if head_size <= 128 else ROWS
     queries, stage = _TILE_ROWS * head_size * 2, 2 * tokens * head_size * 2
     return Tiling(math.gcd(group, 4), tokens, min(4, (SHARED_MEMORY - 2048 - queries) // stage))
@@ -101,7 +102,9 @@ def ragged_prefill_attention(
     num_tokens, num_heads, head_size = q.shape
     num_kv_heads, page_size = kv_pages.shape[3:5]
     group = num_heads // num_kv_heads
-    tiling = tiling or tiling_for(group, head_size)
+    shape = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_size": head_size, "page_size": page_size, "tokens": num_tokens}
+    best = tuned("ragged_prefill_attention", {"dtype": kv_pages.dtype.name, **shape})
+    tiling = tiling or (Tiling(**best) if best else tiling_for(group, head_size))
     assert group % tiling.heads == 0, "a tile's heads share a KV head"
     run, piece = math.gcd(page_size, tiling.tokens), math.gcd(query_tile, tiling.queries, ROWS)
     work = work_of(query_start, query_len, kv_len, num_tokens, tiling, piece, run, span)
