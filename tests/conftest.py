@@ -5,7 +5,7 @@ An engine costs seconds, so tests take theirs from `llms`, which keeps one for e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,6 @@ use_persistent_cache()
 TINY = {"kv_memory": "512KiB", "max_batch_size": 32, "decode_buckets": (1, 8, 32), "prefill_buckets": (32, 128), "prefill_chunk_size": 128}
 
 MakeLLM = Callable[..., LLM]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def what_a_file_compiled_is_let_go() -> Iterator[None]:
-    """Every compiled function takes some ten memory mappings, of which Linux gives a process 65,530: past them compilers crash."""
-    yield
-    jax.clear_caches()
 
 
 @pytest.fixture(scope="session")
