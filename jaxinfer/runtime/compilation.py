@@ -155,14 +155,11 @@ def _compile(lowered: jax.stages.Lowered, source: ProgramSource) -> jax.stages.C
 
 
 def _program_cache() -> ProgramCache | None:
-    """Below what JAX keeps; None where it keeps nothing."""
+    """Below what JAX keeps; None where it keeps nothing, or not in a folder of this machine."""
     folder = jax.config.values.get("jax_compilation_cache_dir")
-    if folder is None or not jax.config.values.get("jax_enable_compilation_cache"):
+    if folder is None or "://" in folder or not jax.config.values.get("jax_enable_compilation_cache"):
         return None
-    cache = ProgramCache(Path(folder) / "programs")
-    cache.folder.mkdir(parents=True, exist_ok=True)
-    cache.delete_unused()
-    return cache
+    return ProgramCache.at(Path(folder) / "programs")
 
 
 def use_persistent_cache() -> Path:

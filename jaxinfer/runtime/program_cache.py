@@ -7,6 +7,7 @@ there can't be serialized again, so that a program is kept here or there, not in
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -44,6 +45,20 @@ class ProgramCache:
 
     folder: Path
 
+    @classmethod
+    def at(cls, folder: Path) -> ProgramCache | None:
+        """The folder's, made if need be and without what no start has asked for in a month; None where there can be none."""
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            _LOG.warning("compiled programs can't be kept in %s: %s", folder, error)
+            return None
+        for path in folder.iterdir():
+            with contextlib.suppress(OSError):  # another process may have deleted it, or own it
+                if time.time() - path.stat().st_mtime > _MOST_UNUSED_SECONDS:
+                    path.unlink()
+        return cls(folder)
+
     def by_origin(self, origin: str, devices: Sequence[jax.Device]) -> jax.stages.Compiled | None:
         """The program of this origin on these devices; None if it isn't there."""
         found = self._read(f"{_key(origin)}.origin")
@@ -73,12 +88,6 @@ class ProgramCache:
         self._write(f"{known.text_key}.executable", executable)
         self._write(f"{_key(origin)}.origin", tuple(known))
 
-    def delete_unused(self) -> None:
-        """Programs that no start has asked for in a month."""
-        for path in self.folder.iterdir():
-            if time.time() - path.stat().st_mtime > _MOST_UNUSED_SECONDS:
-                path.unlink(missing_ok=True)
-
     def _load(self, known: _Origin, devices: Sequence[jax.Device]) -> jax.stages.Compiled | None:
         name = f"{known.text_key}.executable"
         executable = self._read(name)
@@ -94,7 +103,8 @@ class ProgramCache:
         path = self.folder / name
         try:
             packed = path.read_bytes()
-            os.utime(path)
+            with contextlib.suppress(OSError):  # it may be another's
+                os.utime(path)
             return pickle.loads(zlib.decompress(packed))
         except FileNotFoundError:
             return None
@@ -107,9 +117,10 @@ class ProgramCache:
         try:
             unfinished.write_bytes(zlib.compress(pickle.dumps(value), 1))
             unfinished.replace(self.folder / name)
-        except OSError as error:
+        except Exception as error:
             _LOG.warning("%s can't be written, the next start will compile it: %s", self.folder / name, error)
-            unfinished.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                unfinished.unlink(missing_ok=True)
 
     def _report(self, name: str, error: Exception) -> None:
         _LOG.warning("%s can't be read and is compiled anew: %s: %s", self.folder / name, type(error).__name__, error)

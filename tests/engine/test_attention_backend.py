@@ -17,6 +17,7 @@ CPU = SimpleNamespace(platform="cpu", device_kind="cpu")
 HOPPER = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0")
 AMPERE = SimpleNamespace(platform="gpu", device_kind="NVIDIA A100", compute_capability="8.0")
 BLACKWELL = SimpleNamespace(platform="gpu", device_kind="NVIDIA B200", compute_capability="10.0")
+UNKNOWN = SimpleNamespace(platform="gpu", device_kind="a GPU that says nothing of itself")
 TPU = SimpleNamespace(platform="tpu", device_kind="TPU v5")
 
 
@@ -37,6 +38,7 @@ def test_auto_takes_the_devices_kernels_where_they_can_run_and_says_why_not(role
         (AMPERE, BFLOAT16, 128, "xla", "compute capability 9.0, not 8.0"),
         (BLACKWELL, BFLOAT16, 128, "xla", "compute capability 9.0, not 10.0"),
         (TPU, BFLOAT16, 128, "xla", "the best for TPU v5"),
+        (UNKNOWN, BFLOAT16, 128, "xla", "compute capability 9.0, not None"),
     ):
         caplog.clear()
         assert choose(role, "auto", device, dtype, head_size) == backend

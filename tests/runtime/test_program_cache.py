@@ -138,6 +138,36 @@ def test_a_folder_that_cannot_be_written_costs_only_the_next_start(folder, done,
     assert not list(folder.iterdir())
 
 
+def test_a_folder_that_cannot_be_made_stops_no_start(folder, done, caplog):
+    folder.parent.mkdir(exist_ok=True)
+    folder.write_text("a file")
+    with caplog.at_level(logging.WARNING):
+        check(compile_programs(SOURCES))
+    assert "can't be kept" in caplog.text
+
+
+def test_what_others_delete_or_own_stops_no_start(folder, done, monkeypatch):
+    compile_programs(SOURCES)
+    (folder / "gone").symlink_to(folder / "nowhere")
+    monkeypatch.setattr(os, "utime", lambda path: (_ for _ in ()).throw(PermissionError(1, "not yours")))
+    del done[:]
+    check(compile_programs(SOURCES))
+    assert not done, "it is read all the same"
+
+
+def test_what_cannot_be_pickled_is_made_every_time(folder, done, caplog, monkeypatch):
+    monkeypatch.setattr("jaxinfer.runtime.program_cache.pickle.dumps", lambda value: 1 / 0)
+    with caplog.at_level(logging.WARNING):
+        check(compile_programs(SOURCES))
+    assert "can't be written" in caplog.text
+    assert not list(folder.iterdir())
+
+
+def test_a_cache_elsewhere_than_on_this_machine_is_jaxs_alone(folder, done):
+    jax.config.update("jax_compilation_cache_dir", "gs://bucket/cache")
+    assert compilation._program_cache() is None
+
+
 def test_what_has_no_known_origin_is_compiled_every_time(folder, done):
     source = ProgramSource("doubled", lambda x: x * 2, (IDS,), MESH)
     for _ in range(2):
