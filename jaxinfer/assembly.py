@@ -45,7 +45,6 @@ from jaxinfer.sampling.params import neutral_rows
 from jaxinfer.stats import EngineStats
 from jaxinfer.tokenizer import Tokenizer
 
-# Names of the programs that move pages, by pool: between the meshes, and to and from the tiers.
 _FETCHED_SHARE = 4  # of host memory for pages one part is for those on their way up
 
 

@@ -17,6 +17,7 @@ from jaxinfer.config import ConfigError, EngineConfig, ModelConfig, format_bytes
 from jaxinfer.kv_cache.spec import PageSpec
 from jaxinfer.layers.matrices import MatrixFormat
 from jaxinfer.models.config import ArchitectureConfig
+from jaxinfer.runtime.buckets import query_tile
 from jaxinfer.runtime.template import ModelTemplate, Template, make_template
 from pallas_kernels.dispatch import Backend
 from pallas_kernels.packed_matmul.op import why_not
@@ -32,11 +33,6 @@ Laid = TypeVar("Laid", bound=Template[Any])
 _CPU_KV_BYTES = 2**29
 _GPU_KV_SHARE = 0.85  # of what weights leave free; the rest is for temporaries
 
-# By role: why a backend's attention has no kernel for pages of a type, a group of query heads, a head size and a page size; None if it has.
-_WHY_NO_ATTENTION_KERNEL: dict[str, Callable[[Backend, jnp.dtype, int, int, int], str | None]] = {
-    "prefill": ragged_prefill_attention.why_not,
-    "decode": paged_attention.why_not,
-}
 _ATTENTION_KERNELS: dict[str, Backend] = {"cpu": "llvm_cpu", "gpu": "mosaic_gpu"}  # by platform
 _KERNELS_ARE_FOR = {"llvm_cpu": "CPUs", "mosaic_gpu": "NVIDIA GPUs"}
 _HOPPER = "9.0"  # compute capability; only it has the products (wgmma) that the kernels are made of
@@ -136,12 +132,19 @@ def choose_formats(config: ModelConfig, platform: str, *, keeps_types: bool = Fa
     return MatrixFormat(dtype, is_packed), jnp.dtype("float32" if platform == "cpu" else name)
 
 
-def choose_attention(role: str, name: str, device: jax.Device, dtype: jnp.dtype, group: int, spec: PageSpec) -> Backend:
+def choose_attention(
+    role: str, name: str, device: jax.Device, dtype: jnp.dtype, group: int, spec: PageSpec, prefill_buckets: Sequence[int]
+) -> Backend:
     """How a role's attention runs on such a device, over pages of this type, a KV head for `group` query heads.
 
     Raises `ConfigError` for a named backend that can't run here."""
     wanted = cast(Backend, _ATTENTION_KERNELS.get(device.platform, "xla") if name == "auto" else name)
-    against = _wrong_device(wanted, device) or _WHY_NO_ATTENTION_KERNEL[role](wanted, dtype, group, spec.head_size, spec.page_size)
+    pages = wanted, dtype, group, spec.head_size, spec.page_size
+    against = _wrong_device(wanted, device)
+    if against is None and role == "prefill":
+        against = ragged_prefill_attention.why_not(*pages, math.gcd(*map(query_tile, prefill_buckets)))
+    elif against is None:
+        against = paged_attention.why_not(*pages)
     if name != "auto" and against:
         raise ConfigError(f"attention_backend is {name}, but {against}: use auto or xla")
     backend: Backend = "xla" if against else wanted
@@ -182,7 +185,15 @@ def _plan_role(role: str, mesh: jax.sharding.Mesh, template: ModelTemplate, spec
     except ValueError as error:
         raise ConfigError(str(error)) from error
     group = template.config.num_heads // spec.num_kv_heads
-    attention = choose_attention(role, config.devices.attention_backend, mesh.devices.flat[0], template.activation_dtype, group, spec)
+    attention = choose_attention(
+        role,
+        config.devices.attention_backend,
+        mesh.devices.flat[0],
+        template.activation_dtype,
+        group,
+        spec,
+        config.schedule.prefill_buckets,
+    )
     return RolePlan(role, mesh, rules, weights, num_pages, attention)
 
 

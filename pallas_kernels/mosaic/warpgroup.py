@@ -18,7 +18,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-THREADS = 128  # of a warpgroup
 ROWS = 64  # that one product of a warpgroup has, at least
 SHARED_MEMORY = 232_448  # bytes that a block can have on compute capability 9.0
 _SWIZZLED_ROWS = 8  # of a tile of shared memory whose rows are interleaved

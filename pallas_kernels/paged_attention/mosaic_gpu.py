@@ -9,7 +9,6 @@ warpgroups sum up half of them each.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +19,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.mosaic.attention import LOG2_E, NOTHING, drain, wait_if
 from pallas_kernels.mosaic.warpgroup import ROWS, Warpgroup, interleaved
 from pallas_kernels.paged_attention.mosaic_tiling import ROW_TILE, Tiling, num_row_tiles, tiling_for
 from pallas_kernels.span import EVERYTHING, Span
 
-_LOG2_E = math.log2(math.e)
-_NOTHING = -1e30  # a score that counts for nothing; -inf less itself would be NaN
 _Sums = tuple[Array, Array, Array]  # of values, [ROWS, columns], and of the softmax its maximum and sum, [ROWS]
 _COLUMNS = 256  # of the result that a warpgroup has registers to sum up
 
@@ -171,17 +169,13 @@ class _Body:
             first = (part.start + i) * num_pages
             pages = [page_id(jnp.minimum(first + j, self.table_width - 1)) for j in range(num_pages)]
             for side, (tile, arrival) in enumerate(zip(tiles, arrivals, strict=True)):
-                _wait_if(i >= stages, consumed[side].at[stage])
+                wait_if(i >= stages, consumed[side].at[stage])
                 for j, page in enumerate(pages):
                     place = tile.at[stage, pl.ds(j * self.page_size, self.page_size)]
                     plgpu.copy_gmem_to_smem(page_at(side, page), place, arrival.at[stage])
 
         lax.fori_loop(0, part.num_tiles, fetch, None)
-
-        @pl.loop(jnp.maximum(part.num_tiles - stages, 0), part.num_tiles)  # no barrier may be left in the middle of a phase
-        def _drain(i: Array) -> None:
-            for barrier in consumed:
-                plgpu.barrier_wait(barrier.at[lax.rem(i, stages)])
+        drain(consumed, part.num_tiles, stages)
 
     def _num_parts(self, value_size: int) -> int:
         """Warpgroups that share the columns of a result."""
@@ -283,7 +277,7 @@ class _Multiplier:
             scores = self._capped(warpgroup.times_transposed(q_tile, key_tile))
             if values:
                 plgpu.barrier_arrive(consumed[0].at[stage])
-            scores = jnp.where(self._is_seen(warpgroup.iota((ROWS, tokens), 1) + position), scores, _NOTHING)
+            scores = jnp.where(self._is_seen(warpgroup.iota((ROWS, tokens), 1) + position), scores, NOTHING)
             new_top = jnp.maximum(top, scores.max(axis=1))
             shrink = jnp.exp2(top - new_top)
             weights = jnp.exp2(scores - lax.broadcast_in_dim(new_top, scores.shape, [0]))
@@ -300,7 +294,7 @@ class _Multiplier:
             plgpu.barrier_arrive(consumed[-1].at[stage])
             return total, new_top, sum_
 
-        nothing = warpgroup.full((ROWS, size), 0.0), warpgroup.full((ROWS,), _NOTHING), warpgroup.full((ROWS,), 0.0)
+        nothing = warpgroup.full((ROWS, size), 0.0), warpgroup.full((ROWS,), NOTHING), warpgroup.full((ROWS,), 0.0)
         return lax.fori_loop(0, lax.div(self.part.num_tiles + (turns - 1 - self.turn), turns), one, nothing)
 
     def _both(self, sums: _Sums, others: tuple[Any, Any, Any]) -> _Sums:
@@ -316,8 +310,8 @@ class _Multiplier:
     def _capped(self, scores: Array) -> Array:
         """Products as exponents of 2."""
         if self.body.soft_cap is None:
-            return scores * (self.scale * _LOG2_E)
-        return jnp.tanh(scores * (self.scale / self.body.soft_cap)) * (self.body.soft_cap * _LOG2_E)
+            return scores * (self.scale * LOG2_E)
+        return jnp.tanh(scores * (self.scale / self.body.soft_cap)) * (self.body.soft_cap * LOG2_E)
 
     def _is_seen(self, position: Array) -> Array:
         """Where the query attends to."""
@@ -339,10 +333,6 @@ class _Multiplier:
         wide[...] = self.body.warpgroup.load(tile).astype(wide.dtype)
         plgpu.commit_smem()
         return wide
-
-
-def _wait_if(condition: Array, barrier: Any) -> None:
-    pl.when(condition)(lambda: plgpu.barrier_wait(barrier))
 
 
 def _ceil_div(a: Array, b: int) -> Array:

@@ -19,12 +19,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.mosaic.attention import LOG2_E, NOTHING, drain, wait_if
 from pallas_kernels.mosaic.tuned import tuned
 from pallas_kernels.mosaic.warpgroup import ROWS, SHARED_MEMORY, Warpgroup, interleaved
 from pallas_kernels.span import EVERYTHING, Span
 
-_LOG2_E = math.log2(math.e)
-_NOTHING = -1e30  # a score that counts for nothing; -inf less itself would be NaN
 _WARPGROUPS = 2  # that multiply; the one after them fetches
 _TILE_ROWS = _WARPGROUPS * ROWS
 _LARGEST_HEAD = 256
@@ -66,14 +65,16 @@ def tiling_for(group: int, head_size: int) -> Tiling:
     return Tiling(math.gcd(group, 4), tokens, min(4, (SHARED_MEMORY - 2048 - queries) // stage))
 
 
-def why_not(dtype: jnp.dtype, head_size: int, page_size: int) -> str | None:
-    """Why this kernel can't attend over such pages; None if it can."""
+def why_not(dtype: jnp.dtype, head_size: int, page_size: int, query_tile: int) -> str | None:
+    """Why this kernel can't attend over such pages in such tiles; None if it can."""
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"it has no kernel for {dtype.name} pages"
     if head_size % 16 or head_size > _LARGEST_HEAD:
         return f"it has no kernel for heads of {head_size}: they must be a multiple of 16, at most {_LARGEST_HEAD}"
     if page_size % _COPIED_ROWS:
         return f"it has no kernel for pages of {page_size} tokens: they must be a multiple of {_COPIED_ROWS}"
+    if query_tile % _COPIED_ROWS:
+        return f"it has no kernel for tiles of {query_tile} query tokens, as of prefill buckets that are no multiple of {_COPIED_ROWS}"
     return None
 
 
@@ -94,11 +95,9 @@ def ragged_prefill_attention(
     tiling: Tiling | None = None,
     interpreted: bool = False,
 ) -> Float[Array, "T N H"]:
-    """See op.py. `interpreted`: by JAX's interpreter on a CPU. Raises `ValueError` for a scale or query_tile that the kernel can't have."""
-    if scale <= 0 or query_tile % _COPIED_ROWS:
-        raise ValueError(
-            f"ragged_prefill_attention: for mosaic_gpu scale {scale} must be positive, and query_tile {query_tile} a multiple of {_COPIED_ROWS}"
-        )
+    """See op.py. `interpreted`: by JAX's interpreter on a CPU. Raises `ValueError` for a scale that the kernel can't have."""
+    if scale <= 0:
+        raise ValueError(f"ragged_prefill_attention: for mosaic_gpu scale {scale} must be positive")
     num_tokens, num_heads, head_size = q.shape
     num_kv_heads, page_size = kv_pages.shape[3:5]
     group = num_heads // num_kv_heads
@@ -230,7 +229,7 @@ class _Body:
             runs = [jnp.minimum(work.start + i * num_runs + j, last) for j in range(num_runs)]
             ids = [pages[lax.div(run, runs_a_page)] for run in runs]
             for side in range(2):
-                _wait_if(i >= stages, consumed[side].at[stage])
+                wait_if(i >= stages, consumed[side].at[stage])
                 for j, (run, page) in enumerate(zip(runs, ids, strict=True)):
                     source = page_at(side, page)
                     if runs_a_page > 1:
@@ -238,11 +237,7 @@ class _Body:
                     plgpu.copy_gmem_to_smem(source, tiles[side].at[stage, pl.ds(j * self.run, self.run)], arrivals[side].at[stage])
 
         lax.fori_loop(0, work.num_tiles, fetch, None)
-
-        @pl.loop(jnp.maximum(work.num_tiles - stages, 0), work.num_tiles)  # no barrier may be left in the middle of a phase
-        def _drain(i: Array) -> None:
-            for side in range(2):
-                plgpu.barrier_wait(consumed[side].at[lax.rem(i, stages)])
+        drain(consumed, work.num_tiles, stages)
 
     def _attend(
         self,
@@ -277,7 +272,7 @@ class _Body:
             plgpu.barrier_arrive(consumed[0].at[stage])
             key = work.start * self.run + i * tokens
             if not is_whole:
-                scores = jnp.where(self._is_seen(work.position, key, index), scores, _NOTHING)
+                scores = jnp.where(self._is_seen(work.position, key, index), scores, NOTHING)
             new_top = jnp.maximum(top, scores.max(axis=1) * factor)
             shrink = jnp.exp2(top - new_top)
             weights = jnp.exp2(scores * factor - lax.broadcast_in_dim(new_top, scores.shape, [0]))
@@ -295,7 +290,7 @@ class _Body:
             return total, top, sum_
 
         pl.when(index == 1)(take_turn)  # half a tile behind the other
-        carry = warpgroup.full((ROWS, head_size), 0.0), warpgroup.full((ROWS,), _NOTHING), warpgroup.full((ROWS,), 0.0)
+        carry = warpgroup.full((ROWS, head_size), 0.0), warpgroup.full((ROWS,), NOTHING), warpgroup.full((ROWS,), 0.0)
         if self.span != EVERYTHING:
             carry = lax.fori_loop(0, work.whole, lambda i, carry: one(i, carry, is_whole=False), carry)
         carry = lax.fori_loop(work.whole, work.edge, lambda i, carry: one(i, carry, is_whole=True), carry)
@@ -327,8 +322,8 @@ class _Body:
     def _capped(self, scores: Array) -> tuple[Array, float]:
         """Scores, and what makes them exponents of 2."""
         if self.soft_cap is None:
-            return scores, self.scale * _LOG2_E
-        return jnp.tanh(scores * (self.scale / self.soft_cap)), self.soft_cap * _LOG2_E
+            return scores, self.scale * LOG2_E
+        return jnp.tanh(scores * (self.scale / self.soft_cap)), self.soft_cap * LOG2_E
 
     def _is_seen(self, position: Array, key: Array, index: Array) -> Array:
         """Which keys of a tile each row attends to."""
@@ -355,10 +350,6 @@ class _Body:
             plgpu.commit_smem()
             plgpu.barrier_arrive(both)
             plgpu.barrier_wait(both)
-
-
-def _wait_if(condition: Array, barrier: Any) -> None:
-    pl.when(condition)(lambda: plgpu.barrier_wait(barrier))
 
 
 def _divmod(a: Array, b: int) -> tuple[Array, Array]:

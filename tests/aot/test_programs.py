@@ -61,7 +61,7 @@ def test_llama_3_1_8b(target, name):
     spec = PageSpec(config.num_layers, config.num_kv_heads, config.head_size, 16, BFLOAT16.itemsize)
     pool = PagePool(spec, NUM_PAGES, BFLOAT16, mesh, TENSOR_PARALLEL)
     role, _, size = name.partition("/")
-    attention = choose_attention(role, "auto", mesh.devices.flat[0], BFLOAT16, config.num_heads // config.num_kv_heads, spec)
+    attention = choose_attention(role, "auto", mesh.devices.flat[0], BFLOAT16, config.num_heads // config.num_kv_heads, spec, (int(size),))
     assert attention == "mosaic_gpu"
     runner = {"decode": DecodeRunner, "prefill": PrefillRunner}[role]
     programs = {p.name: p for p in runner(template, mesh, TENSOR_PARALLEL, pool, (int(size),), CONTEXT, attention).programs()}

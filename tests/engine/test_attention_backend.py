@@ -21,8 +21,8 @@ UNKNOWN = SimpleNamespace(platform="gpu", device_kind="a GPU that says nothing o
 TPU = SimpleNamespace(platform="tpu", device_kind="TPU v5")
 
 
-def choose(role, name, device, dtype, head_size, page_size=16, group=4):
-    return choose_attention(role, name, device, dtype, group, PageSpec(2, 2, head_size, page_size, dtype.itemsize))
+def choose(role, name, device, dtype, head_size, page_size=16, group=4, buckets=(32, 512)):
+    return choose_attention(role, name, device, dtype, group, PageSpec(2, 2, head_size, page_size, dtype.itemsize), buckets)
 
 
 @ROLES
@@ -63,6 +63,14 @@ def test_what_is_named_runs_or_is_refused(role):
             choose(role, name, device, dtype, 64)
     with pytest.raises(ConfigError, match="attention_backend is 'cuda': it must be one of auto, mosaic_gpu, llvm_cpu, xla, reference"):
         EngineConfig.of(attention_backend="cuda")
+
+
+def test_prefill_buckets_of_tiles_that_no_kernel_has_are_xlas(caplog):
+    caplog.set_level(logging.INFO, "jaxinfer.plan")
+    assert choose("prefill", "auto", HOPPER, BFLOAT16, 64, buckets=(32, 20)) == "xla"
+    assert "tiles of 4 query tokens" in caplog.text
+    assert choose("decode", "auto", HOPPER, BFLOAT16, 64, buckets=(32, 20)) == "mosaic_gpu"
+    assert choose("prefill", "auto", HOPPER, BFLOAT16, 64, buckets=(32, 24)) == "mosaic_gpu"
 
 
 def test_an_engine_has_what_was_chosen(llm, llms):
