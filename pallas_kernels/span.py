@@ -1,12 +1,8 @@
-"""Which cached tokens a query attends to, besides coming after them."""
+"""Which cached tokens a query attends to, besides coming after them. Imports no JAX; `seen.py` has the same for arrays."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Int
 
 
 @dataclass(frozen=True)
@@ -24,13 +20,16 @@ class Span:
             if size is not None and size < 1:
                 raise ValueError(f"{name} is {size}: it must be at least 1")
 
-    def first(self, position: Int[Array, "*shape"]) -> Int[Array, "*shape"] | int:
+    @property
+    def size(self) -> int | None:
+        """The most tokens that a query attends to; None where there is no end to them."""
+        return self.window if self.window is not None else self.chunk
+
+    def first(self, position: int) -> int:
         """The first position that a query at this one attends to, 0 for all of the context; those between the two are attended to as well."""
         if self.window is not None:
-            return jnp.maximum(position - (self.window - 1), 0)
-        if self.chunk is not None:
-            return jax.lax.div(position, jnp.int32(self.chunk)) * self.chunk
-        return 0
+            return max(position - (self.window - 1), 0)
+        return position // self.chunk * self.chunk if self.chunk is not None else 0
 
 
 EVERYTHING = Span()

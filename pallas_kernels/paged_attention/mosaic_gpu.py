@@ -22,6 +22,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.mosaic.attention import LOG2_E, NOTHING, drain, wait_if
 from pallas_kernels.mosaic.warpgroup import ROWS, Warpgroup, interleaved
 from pallas_kernels.paged_attention.mosaic_tiling import ROW_TILE, Tiling, num_row_tiles, tiling_for
+from pallas_kernels.seen import first_seen
 from pallas_kernels.span import EVERYTHING, Span
 
 _Sums = tuple[Array, Array, Array]  # of values, [ROWS, columns], and of the softmax its maximum and sum, [ROWS]
@@ -193,7 +194,7 @@ class _Part:
 
     @classmethod
     def of_share(cls, span: Span, context: Array, share: Array, tiling: Tiling) -> _Part:
-        first = span.first(jnp.maximum(context - 1, 0))
+        first = first_seen(span, jnp.maximum(context - 1, 0))
         first_tile = 0 if span == EVERYTHING else lax.div(first, tiling.tokens)
         num_tiles = _ceil_div(context, tiling.tokens) - first_tile
         of_share = _ceil_div(num_tiles, tiling.splits)

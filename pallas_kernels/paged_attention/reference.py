@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.seen import first_seen
 from pallas_kernels.span import EVERYTHING, Span
 
 
@@ -34,7 +35,7 @@ def paged_attention(
 
     grouped = q.reshape(batch, num_kv_heads, num_heads // num_kv_heads, head_size).astype(jnp.float32)
     position, ends = jnp.arange(page_table.shape[1] * page_size), kv_len[:, None]
-    valid = (position < ends) & (position >= span.first(ends - 1))
+    valid = (position < ends) & (position >= first_seen(span, ends - 1))
     scores = jnp.einsum("bknh,bksh->bkns", grouped, gathered(0), precision="highest") * scale
     if soft_cap is not None:
         scores = jnp.tanh(scores / soft_cap) * soft_cap

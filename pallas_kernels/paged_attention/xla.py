@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.seen import first_seen
 from pallas_kernels.span import EVERYTHING, Span
 
 # Context tokens gathered at once over all rows: small enough to stay in a core's cache, large enough to hide the loop. A row gathers up to
@@ -60,7 +61,7 @@ def paged_attention(
         position = i * run_tokens + jnp.arange(run_tokens)
         valid = position < kv_len[:, None]
         if span != EVERYTHING:
-            valid &= position >= span.first(kv_len[:, None] - 1)
+            valid &= position >= first_seen(span, kv_len[:, None] - 1)
         # Multiply and reduce rather than a batched matmul of a few rows: XLA on CPU runs B*K tiny matmuls one after another.
         scores = (grouped[:, :, :, None] * gathered(rows + first_key_row)[:, :, None]).sum(-1)
         if soft_cap is not None:
@@ -82,7 +83,7 @@ def paged_attention(
     )
     num_runs = (jnp.max(kv_len) + run_tokens - 1) // run_tokens
     # Runs that no row's span reaches are skipped; a padded row has no say.
-    first_runs = span.first(kv_len - 1) // run_tokens
+    first_runs = first_seen(span, kv_len - 1) // run_tokens
     first_run = 0 if span == EVERYTHING else jnp.min(jnp.where(kv_len > 0, first_runs, num_runs))
     _, total, out = jax.lax.fori_loop(first_run, num_runs, one_run, start)
     out = out / jnp.maximum(total, 1e-30)[..., None]

@@ -22,6 +22,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.mosaic.attention import LOG2_E, NOTHING, drain, wait_if
 from pallas_kernels.mosaic.tuned import tuned
 from pallas_kernels.mosaic.warpgroup import ROWS, SHARED_MEMORY, Warpgroup, interleaved
+from pallas_kernels.seen import first_seen
 from pallas_kernels.span import EVERYTHING, Span
 
 _WARPGROUPS = 2  # that multiply; the one after them fetches
@@ -140,10 +141,10 @@ def work_of(
     num_queries = jnp.where(row < 0, 0, jnp.clip((query_start + query_len)[row] - first * piece, 0, (end - first) * piece))
     position = jnp.where(num_queries > 0, (kv_len - query_len - query_start)[row] + first * piece, 0)
     last = position + num_queries - 1
-    start = jnp.broadcast_to(span.first(position), row.shape) // run
+    start = jnp.broadcast_to(first_seen(span, position), row.shape) // run
     # Tiles of keys up to a position, from the first on.
     num_key_tiles = jnp.where(num_queries > 0, -((start * run - 1 - last) // tiling.tokens), 0)
-    whole = jnp.clip(-((start * run - span.first(last)) // tiling.tokens), 0, num_key_tiles)
+    whole = jnp.clip(-((start * run - first_seen(span, last)) // tiling.tokens), 0, num_key_tiles)
     edge = jnp.clip((position + 1 - start * run) // tiling.tokens, whole, num_key_tiles)
     return Work(first, end, num_queries, jnp.maximum(row, 0), position, start, whole, edge, num_key_tiles)
 
@@ -329,7 +330,7 @@ class _Body:
         """Which keys of a tile each row attends to."""
         shape = (ROWS, self.tiling.tokens)
         query, keys = self._query(shape, index) + position, self.warpgroup.iota(shape, 1) + key
-        return keys <= query if self.span == EVERYTHING else (keys <= query) & (keys >= self.span.first(query))
+        return keys <= query if self.span == EVERYTHING else (keys <= query) & (keys >= first_seen(self.span, query))
 
     def _clear(self, values: Any, work: Work, key: Array, index: Array, both: Any) -> None:
         """Zeros for values after the tile's last query, by both warpgroups together: a weight of 0 times NaN is NaN."""

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.seen import first_seen
 from pallas_kernels.span import EVERYTHING, Span
 
 
@@ -40,7 +41,7 @@ def ragged_prefill_attention(
 
     grouped = q.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_size).astype(jnp.float32)
     context, query = jnp.arange(page_table.shape[1] * page_size), position[:, None]
-    valid = (context <= query) & (context >= span.first(query))
+    valid = (context <= query) & (context >= first_seen(span, query))
     scores = jnp.einsum("tknh,tksh->tkns", grouped, gathered(kv_pages[layer, 0]), precision="highest") * scale
     if soft_cap is not None:
         scores = jnp.tanh(scores / soft_cap) * soft_cap

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.seen import first_seen
 from pallas_kernels.span import EVERYTHING, Span
 
 RUN_TOKENS = 128  # context tokens gathered at once
@@ -79,7 +80,7 @@ def _attend(
     grouped = grouped.transpose(0, 2, 3, 1, 4).reshape(num_tiles, num_kv_heads, group * query_tile, head_size)
     limit = jnp.tile(position, (1, group))  # [tiles, group * tile]
     # The first token that any query of a tile attends to; a tile of no query has no say in where the loop begins.
-    tile_first = jnp.where(in_use, span.first(position), page_table.shape[1] * page_size).min(axis=1)
+    tile_first = jnp.where(in_use, first_seen(span, position), page_table.shape[1] * page_size).min(axis=1)
     pool = kv_pages.reshape(num_layers * 2 * num_pages * num_kv_heads, page_size * head_size)
     first_key_row = layer * 2 * num_pages * num_kv_heads
     first_value_row = first_key_row + num_pages * num_kv_heads
@@ -98,7 +99,7 @@ def _attend(
             scores = jnp.tanh(scores / soft_cap) * soft_cap
         valid = context <= limit[:, :, None]
         if span != EVERYTHING:
-            valid &= context >= span.first(limit[:, :, None])
+            valid &= context >= first_seen(span, limit[:, :, None])
         scores = jnp.where(valid[:, None], scores, _MASKED)
         new_top = jnp.maximum(top, scores.max(-1))
         # 0 where masked, once a query has seen a token; whatever comes before that is shrunk to 0 when it does.

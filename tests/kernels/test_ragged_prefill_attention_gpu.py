@@ -11,6 +11,7 @@ import pytest
 from pallas_kernels.ragged_prefill_attention.mosaic_gpu import Tiling, Work, ragged_prefill_attention, tiling_for, work_of
 from pallas_kernels.ragged_prefill_attention.op import ragged_prefill_attention as op
 from pallas_kernels.ragged_prefill_attention.op import why_not
+from pallas_kernels.seen import first_seen
 from pallas_kernels.span import EVERYTHING, Span
 from tests.kernels.poisoned_pool import LAYER, poisoned_pool
 
@@ -58,7 +59,7 @@ def test_pages_before_a_span_are_not_read(span):
     """Promised finite, yet NaN: a weight of 0 would bring it out."""
     q, kv, layer, table, *rows = arguments((0,), (300,), (20,), 32, num_heads=4, unused=0)
     clean = jnp.nan_to_num(kv)
-    spoilt = clean.at[:, :, table[0, : int(span.first(jnp.int32(300))) // 32]].set(jnp.nan)
+    spoilt = clean.at[:, :, table[0, : int(first_seen(span, jnp.int32(300))) // 32]].set(jnp.nan)
     options = {"scale": 0.3, "query_tile": 32, "pool_is_finite": True, "span": span}
     found = ragged_prefill_attention(q, spoilt, layer, table, *rows, tiling=Tiling(4, 64, 2), interpreted=True, **options)
     expected = op(q, clean, layer, table, *rows, backend="reference", **options)
@@ -112,7 +113,7 @@ def test_every_tile_has_the_work_of_its_queries(tiling, span):
             position = cached[tile.row] + used - starts[tile.row]
             assert position[0] == tile.position
             key = tile.start * run + np.arange(tile.num_tiles * tiling.tokens)
-            first = np.broadcast_to(span.first(jnp.asarray(position)), position.shape)
+            first = np.broadcast_to(first_seen(span, jnp.asarray(position)), position.shape)
             seen = (key <= position[:, None]) & (key >= first[:, None])
             assert seen.sum() == (position + 1 - first).sum(), "all that they see"
             assert seen[:, :run].any()
