@@ -28,6 +28,28 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, slots=True)
+class LinearScaling:
+    """Every frequency divided by a factor (Gemma 3's global layers)."""
+
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class YarnScaling:
+    """YaRN's (arXiv:2309.00071): pairs that turn less than slow_turns times over the original context are divided by factor, those that
+    turn more than fast_turns times kept, the ones between interpolated; what is rotated grows with the factor's logarithm."""
+
+    factor: float
+    original_context: int  # tokens
+    fast_turns: float = 32.0  # beta_fast
+    slow_turns: float = 1.0  # beta_slow
+    mscale: float | None = None  # DeepSeek's: how much what is rotated grows ...
+    mscale_all_dim: float | None = None  # ... less this, by which the scores grow instead, those of all dimensions
+    attention_factor: float | None = None  # what is rotated is multiplied by, where a configuration says it outright
+    truncate: bool = True  # whether both bounds are moved out to whole pairs
+
+
+@dataclass(frozen=True, slots=True)
 class ArchitectureConfig:
     architecture: str  # such as 'LlamaForCausalLM'
     num_layers: int
