@@ -5,47 +5,139 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import cache
 from typing import Any
 
-from jinja2 import TemplateError, nodes
+from jinja2 import TemplateError, meta, nodes
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 
 from jaxinfer.request import RequestError
+
+_GIVEN = ("messages", "tools", "documents", "add_generation_prompt")
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one thing; templates read the first, GPT-OSS's the second
+_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # of a text to be continued; templates that strip it leave the mark without its space
+_REFUSED = "the model's chat template does not take these messages"
 
 
 class ChatTemplate:
     """Compiled on the first use, so that a model whose template is never used starts even if it is broken.
 
-    `source` is None where the model has none. `special_tokens` (bos_token, eos_token, ...) are the template's variables.
-    The environment is the one these templates are written for, that of transformers' `apply_chat_template`.
+    `source` is None where the model has none; of several named ones, 'tool_use' is for chats with tools and 'default' for the others.
+    `special_tokens` (bos_token, eos_token, ...) are the template's variables. The environment is the one these templates are written
+    for, that of transformers' `apply_chat_template`, and what is done to the messages before is what is done there.
     """
 
-    def __init__(self, source: str | None, special_tokens: Mapping[str, str]) -> None:
-        self._source = source
+    def __init__(self, source: str | Mapping[str, str] | None, special_tokens: Mapping[str, str]) -> None:
+        self._sources = {"default": source} if isinstance(source, str) else dict(source or {})
         self._special_tokens = dict(special_tokens)
-        self._render: Callable[..., str] | None = None
+        self._compiled = cache(self._compile)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
-        """The prompt text. Raises `RequestError` for a model without a template and for messages the template refuses."""
-        if self._source is None:
-            raise RequestError("this model has no chat template: send a prompt to /v1/completions (or LLM.generate) instead", "messages")
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt text. `tools` are JSON schemas as OpenAI's API has them; `variables` are the template's own (enable_thinking, ...).
+        With `continue_final_message` the prompt ends where the last message's text does.
+
+        Raises `RequestError` for a model without a template and for what the template refuses.
+        """
+        if not messages:
+            raise RequestError("messages is empty: give at least one message", "messages")
+        if continue_final_message and add_generation_prompt:
+            raise RequestError("continue_final_message and add_generation_prompt exclude each other: give one of them", "messages")
+        if reserved := [name for name in _GIVEN if name in (variables or {})]:
+            raise RequestError(f"{reserved[0]} can't be a variable of the template: it is given by that name", "chat_template_kwargs")
+        source = self._source_for(tools)
+        plain: list[dict[str, Any]] = _plain([{k: v for k, v in message.items() if v is not None} for message in messages])
+        chat = [_with_reasoning(message) for message in plain]
+        final = _mark_final(chat, source) if continue_final_message else ""
+        given = {"tools": _plain(tools), "documents": _plain(documents), **self._special_tokens, **_plain(variables or {})}
         try:
-            if self._render is None:
-                self._render = _environment().from_string(self._source).render
-            variables = {"tools": None, "documents": None, **self._special_tokens}
-            return self._render(messages=list(messages), add_generation_prompt=add_generation_prompt, **variables)
-        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+            text = self._compiled(source)(messages=chat, add_generation_prompt=add_generation_prompt, **given)
+        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RuntimeError) as error:
             # The template's own refusals (roles out of order, say) come as TemplateError; the others from odd messages.
-            raise RequestError(f"the model's chat template does not take these messages: {error}", "messages") from error
+            raise RequestError(f"{_REFUSED}: {error}", "messages") from error
+        return _cut_at_mark(text, final) if continue_final_message else text
+
+    @property
+    def reads_tools(self) -> bool:
+        """Whether there is anything in it that `tools` could change; also if there is no template, or a broken one."""
+        try:
+            return "tool_use" in self._sources or "tools" in meta.find_undeclared_variables(_environment().parse(self._source_for(None)))
+        except (TemplateError, RequestError):
+            return True
+
+    def _source_for(self, tools: Sequence[Mapping[str, Any]] | None) -> str:
+        if not self._sources:
+            raise RequestError("this model has no chat template: send a prompt to /v1/completions (or LLM.generate) instead", "messages")
+        if tools is not None and "tool_use" in self._sources:
+            return self._sources["tool_use"]
+        if "default" not in self._sources:
+            raise RequestError(f"this model's chat templates are {', '.join(self._sources)}: none is the default", "messages")
+        return self._sources["default"]
+
+    def _compile(self, source: str) -> Callable[..., str]:
+        return _environment().from_string(source).render
+
+
+def _plain(value: Any) -> Any:
+    """Rebuilt of JSON's types: a template is untrusted, and other objects have methods."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return (list if isinstance(value, list) else tuple)(map(_plain, value))
+    if isinstance(value, str):  # an enumeration's member, say
+        return str.__str__(value)
+    for number in (int, float):
+        if isinstance(value, number):
+            return number(value)
+    return f"<{type(value).__name__}>"
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
+    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def _mark_final(chat: list[dict[str, Any]], source: str) -> str:
+    """Marks the end of the last message's text, which it returns."""
+    content = chat[-1].get("content")
+    if content is None or "content" not in source:
+        raise RequestError("continue_final_message is set, but the last message has no content, or the template reads none", "messages")
+    if isinstance(content, str):
+        chat[-1]["content"] = content + _MARK
+        return content
+    part = next((part for part in reversed(content) if "text" in part), None)
+    if part is None:
+        raise RequestError("continue_final_message is set, but there is no text in the last message", "messages")
+    text: str = part["text"]
+    part["text"] = text + _MARK
+    return text
+
+
+def _cut_at_mark(text: str, final: str) -> str:
+    at = text.rfind(_MARK.strip())
+    if at < 0 or final.strip() not in text:
+        raise RequestError("continue_final_message is set, but the model's chat template leaves the last message out", "messages")
+    return text[:at] if text[at : at + len(_MARK)] == _MARK else text[:at].rstrip()
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = _strftime_now
+    environment.globals |= {"raise_exception": _refuse, "strftime_now": _strftime_now, "dict": _Dict(), "namespace": _Namespace}
     return environment
 
 
@@ -59,14 +151,47 @@ def _refuse(message: str) -> None:
 
 
 def _strftime_now(format: str) -> str:
-    return datetime.now().astimezone().strftime(format)
+    return datetime.now().astimezone().replace(tzinfo=None).strftime(format)  # local time that does not tell its zone
+
+
+class _Dict:
+    """Jinja's `dict` is Python's own, with its attributes."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+class _Namespace(Namespace):
+    """Without names that begin with an underscore."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # `self` may be a variable's name
+        values = dict(*args[1:], **kwargs)
+        for name in values:
+            _check_name(name)
+        Namespace.__init__(args[0], values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a namespace can't keep {name!r}: no name may begin with an underscore")
 
 
 class _Generation(Extension):
-    """{% generation %} ... {% endgeneration %} marks what the assistant said, for training: here its body as it is."""
+    """{% generation %} ... {% endgeneration %} marks what the assistant said, for training: here its body as it is, in a scope of its own."""
 
     tags = {"generation"}
 
     def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
+
+    def _body(self, caller: Callable[[], str]) -> str:
+        return caller()

@@ -107,9 +107,11 @@ def test_an_end_of_turn_ends_a_reply_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ({"model": "llama"}, "tokenizer.ggml.model is 'llama': of GGUF files 'gpt2' is supported; use the model's folder"),
-        ({"pre": "viking"}, "tokenizer.ggml.pre is 'viking': supported are gpt-2, smollm, llama-bpe, qwen2"),
-        ({"tokens": None}, "tokens or .merges is missing"),
+        ({"model": "t5"}, "tokenizer.ggml.model is 't5': of GGUF files 'gpt2' and 'llama' are supported; use the model's folder"),
+        ({"pre": "viking"}, "tokenizer.ggml.pre is 'viking': supported are gpt-2, smollm, llama-bpe, llama4, gpt-4o, qwen2, tekken"),
+        ({"tokens": None}, "tokens is missing"),
+        ({"merges": None}, "merges is missing"),
+        ({"model": "llama"}, "has 40 tokens, 0 scores and 40 token types"),
         ({"tokens": ["a", "a"]}, "names a token twice"),
         ({"merges": ["q z"]}, "vocabulary and merges in its metadata don't fit"),
         ({"eos_token_id": 999}, "eos_token_id is 999, but the vocabulary has 40 tokens"),

@@ -1,0 +1,5 @@
+"""Text to token ids and back, from a checkpoint's files. Imports no JAX."""
+
+from jaxinfer.tokenizer.tokenizer import Tokenizer
+
+__all__ = ["Tokenizer"]

@@ -1,0 +1,82 @@
+"""Byte-level BPE: bytes written as characters, and how each vocabulary's training text was cut into words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import tokenizers
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
+
+
+def _bytes_of_characters() -> dict[str, int]:
+    """Byte-level BPE writes every byte as a printable character: its own where it has one, else the next above 255 (GPT-2)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+BYTES = _bytes_of_characters()
+CHARACTERS = {byte: character for character, byte in BYTES.items()}
+
+
+@dataclass(frozen=True)
+class Words:
+    """`patterns` cut one after the other, each what the one before left; none stands for GPT-2's, built into the library.
+
+    `ignore_merges`: a word that is a token is that token, whether or not merges lead to it.
+    """
+
+    patterns: tuple[str, ...] = ()
+    splits_digits: bool = False
+    ignore_merges: bool = False
+    adds_bos: bool = False  # unless the file says otherwise
+    normalizes: bool = False  # to Unicode's form NFC
+
+
+# The patterns are data of those models, as their tokenizer.json or their code has them.
+_CLASSIC = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+_CONTRACTED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+
+
+def _cased(upper: str, lower: str, ending: str, number: str, after_symbols: str) -> str:
+    """Words begin with a capital, so that camelCase is two (OpenAI's o200k and what followed it)."""
+    words = rf"[^\r\n\p{{L}}\p{{N}}]?[{upper}]*[{lower}]+{ending}|[^\r\n\p{{L}}\p{{N}}]?[{upper}]+[{lower}]*{ending}"
+    return rf"{words}|{number}| ?[^\s\p{{L}}\p{{N}}]+{after_symbols}|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+_O200K = _cased(_UPPER, _LOWER, _CONTRACTED, r"\p{N}{1,3}", r"[\r\n/]*")
+_TEKKEN = _cased(_UPPER, _LOWER, "", r"\p{N}", r"[\r\n/]*")
+_NO_HAN = "&&[^\\p{Han}]"
+_KIMI = r"[\p{Han}]+|" + _cased(_UPPER + _NO_HAN, _LOWER + _NO_HAN, _CONTRACTED, r"\p{N}{1,3}", r"[\r\n]*")
+_DEEPSEEK = (
+    r"\p{N}{1,3}",
+    r"[一-龥぀-ゟ゠-ヿ]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+    r"""| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+""",
+)
+
+# By GGUF's `tokenizer.ggml.pre`.
+WORDS: dict[str, Words] = {
+    "gpt-2": Words(),
+    "smollm": Words(splits_digits=True),
+    "llama-bpe": Words((_CLASSIC % r"\p{N}{1,3}",), ignore_merges=True, adds_bos=True),
+    "llama4": Words((_O200K,), ignore_merges=True),
+    "gpt-4o": Words((_O200K,), ignore_merges=True),
+    "qwen2": Words((_CLASSIC % r"\p{N}",), normalizes=True),
+    "tekken": Words((_TEKKEN,), ignore_merges=True, adds_bos=True),
+    "deepseek-v3": Words(_DEEPSEEK),
+    "kimi-k2": Words((_KIMI,), ignore_merges=True),
+}
+
+
+def byte_level(vocab: dict[str, int], merges: list[tuple[str, str]], words: Words) -> tokenizers.Tokenizer:
+    """The backend without its added tokens. Raises the library's plain Exception for merges that don't fit the vocabulary."""
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=words.ignore_merges))
+    cuts: list[pre_tokenizers.PreTokenizer] = [pre_tokenizers.Digits(individual_digits=True)] if words.splits_digits else []
+    cuts += [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in words.patterns]
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not words.patterns)])
+    if words.normalizes:
+        backend.normalizer = normalizers.NFC()
+    backend.decoder = decoders.ByteLevel()
+    return backend

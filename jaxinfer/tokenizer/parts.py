@@ -1,0 +1,23 @@
+"""What every form of a tokenizer on disk is read into."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import tokenizers
+from tokenizers import processors
+
+from jaxinfer.chat_template import ChatTemplate
+
+
+class Parts(NamedTuple):
+    backend: tokenizers.Tokenizer
+    bos: int | None
+    eos: list[int]  # all that end a reply
+    template: ChatTemplate
+
+
+def with_ends(before: list[tuple[str, int]], after: list[tuple[str, int]]) -> processors.TemplateProcessing:
+    """Puts the special tokens around a prompt."""
+    single = " ".join([*(token for token, _ in before), "$A", *(token for token, _ in after)])
+    return processors.TemplateProcessing(single=single, special_tokens=before + after)

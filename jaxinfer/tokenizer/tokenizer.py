@@ -1,0 +1,117 @@
+"""Tokenizer: text to token ids and back, and chats to prompts, from a GGUF's metadata or a folder's files."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders
+
+from checkpoints.gguf_source import GGUFSource
+from checkpoints.source import TensorSource
+from jaxinfer.chat_template import ChatTemplate
+from jaxinfer.request import RequestError
+from jaxinfer.tokenizer.byte_level import BYTES
+from jaxinfer.tokenizer.folder import read_folder
+from jaxinfer.tokenizer.gguf import read_gguf
+from jaxinfer.tokenizer.sentencepiece import SPACE
+
+
+class Tokenizer:
+    """`vocab_size` counts added tokens too. `eos_token_ids` are all that end a reply; `bos_token_id` is None where there is none.
+
+    `special_ids` are the tokens that `decode` leaves out unless asked. `is_byte_level`: every token is a run of bytes, and
+    decoding is joining them. `token_bytes(token_id)` are the bytes one token stands for: a special token's those of its name, an
+    unknown id's none. `token_text(token_id)` is their text if they are whole characters, else None.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, bos: int | None, eos: Sequence[int], template: ChatTemplate) -> None:
+        self._backend = backend
+        self._template = template
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        self.bos_token_id = bos
+        self.eos_token_ids = tuple(dict.fromkeys(eos))
+        self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
+        self.is_byte_level = isinstance(backend.decoder, decoders.ByteLevel)
+        self.token_bytes = functools.cache(self._token_bytes)  # asked for every token of every sequence
+        self.token_text = functools.cache(self._token_text)
+
+    @classmethod
+    def from_source(cls, source: TensorSource) -> Tokenizer:
+        """The tokenizer that comes with a checkpoint. Raises `CheckpointError` where it is missing, corrupt or of a kind not supported."""
+        return cls(*read_gguf(source.path, source.metadata)) if isinstance(source, GGUFSource) else cls.from_folder(source.path)
+
+    @classmethod
+    def from_folder(cls, path: Path) -> Tokenizer:
+        """The tokenizer in a model's folder; its weights need not be there. Raises `CheckpointError` as `from_source`."""
+        return cls(*read_folder(path))
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids; with the tokens that the model wants around a prompt (such as one for its beginning) unless told not to.
+
+        Raises `RequestError` for text that is not Unicode (half a surrogate pair, which JSON can spell).
+        """
+        try:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except (UnicodeEncodeError, TypeError) as error:
+            raise RequestError(
+                "the text holds half a surrogate pair (such as \\ud83d alone), which is no character: send the whole pair", "prompt"
+            ) from error
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The ids' text; bytes that are not UTF-8 become U+FFFD, ids outside the vocabulary nothing."""
+        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def save(self, path: Path) -> None:
+        """Write it as a tokenizer.json, which transformers reads."""
+        self._backend.save(str(path))
+
+    def _token_bytes(self, token_id: int) -> bytes:
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self.is_byte_level:
+            # A token with any other character was added by name.
+            return bytes(map(BYTES.__getitem__, token)) if all(map(BYTES.__contains__, token)) else token.encode()
+        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            return bytes([int(token[3:5], 16)])
+        return token.replace(SPACE, " ").encode()
+
+    def _token_text(self, token_id: int) -> str | None:
+        try:
+            return self.token_bytes(token_id).decode()
+        except UnicodeDecodeError:
+            return None
+
+    @property
+    def reads_tools(self) -> bool:
+        """Whether the model's chat template has any use for `render_chat`'s tools."""
+        return self._template.reads_tools
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt of a conversation, by the model's template; encode it with `add_special_tokens=False`: it has them already.
+
+        `tools`, `documents` and `continue_final_message` as `ChatTemplate.render` has them; `chat_template_kwargs` are further
+        variables that the template reads, such as enable_thinking. Raises `RequestError` for a model without a template and for
+        what the template refuses.
+        """
+        return self._template.render(
+            messages,
+            add_generation_prompt,
+            tools=tools,
+            documents=documents,
+            continue_final_message=continue_final_message,
+            variables=chat_template_kwargs,
+        )
