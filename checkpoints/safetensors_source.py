@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
-from checkpoints.source import ByteCounter, CheckpointError, Index, bounds
+from checkpoints.quantisation import declared
+from checkpoints.safetensors_file import FileTensor, SafetensorsFile
+from checkpoints.source import ByteCounter, CheckpointError, Index, Ranges, Stored, bounds
+from checkpoints.stored_tensors import StoredTensor, model_tensors, stored
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_TYPES = ("F64", "F32", "F16", "BF16")  # stored types that hold weights as they are
+_AGAIN = "fetch the checkpoint again"
 
 
 class SafetensorsSource:
@@ -23,75 +25,79 @@ class SafetensorsSource:
         self.path = path
         self._bytes = ByteCounter()
         self.config = read_json(path / "config.json")
-        if quantization := self.config.get("quantization_config"):
-            method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-            raise CheckpointError(
-                f"{path / 'config.json'}: quantization_config.quant_method is {method!r}: give an unquantised checkpoint or a GGUF file"
-            )
-        self._slices: dict[str, Any] = {}
-        index_path = path / _INDEX
-        if index_path.exists():
-            placed = read_json(index_path).get("weight_map")
-            if not isinstance(placed, dict) or not placed:
-                raise CheckpointError(f"{index_path}: has no 'weight_map'; fetch the checkpoint again")
-            for file_name in sorted(set(placed.values())):
-                self._open(path / file_name)
-            for name, file_name in placed.items():
-                if name not in self._slices:
-                    raise CheckpointError(
-                        f"{index_path}: tensor {name!r} is not in {file_name}, where it should be; fetch the checkpoint again"
-                    )
-        else:
-            files = sorted(path.glob("*.safetensors"))
-            if not files:
-                raise CheckpointError(
-                    f"{path}: no {_SINGLE} and no {_INDEX}: give a folder that holds the weights, or fetch the checkpoint again"
-                )
-            if len(files) > 1 and path / _SINGLE not in files:
-                raise CheckpointError(f"{path}: {len(files)} safetensors files but no {_INDEX}; fetch the checkpoint again")
-            self._open(path / _SINGLE if path / _SINGLE in files else files[0])
+        quantisation = declared(self.config, path / "config.json")
+        tensors: dict[str, FileTensor] = {}
+        placed = self._placed()
+        for file_name in sorted(set(placed.values())) or [self._only_file()]:
+            for name, tensor in SafetensorsFile(path / file_name).tensors.items():
+                if name in tensors:
+                    raise CheckpointError(f"{tensor.file.path}: tensor {name!r} is in {tensors[name].file.path.name} too; {_AGAIN}")
+                tensors[name] = tensor
+        for name, file_name in placed.items():
+            if name not in tensors or tensors[name].file.path != path / file_name:
+                raise CheckpointError(f"{path / _INDEX}: tensor {name!r} is not in {file_name}, where it should be; {_AGAIN}")
+        self._tensors = model_tensors(tensors, quantisation)
 
     @property
     def bytes_read(self) -> int:
         return self._bytes.total
 
     def names(self) -> list[str]:
-        return list(self._slices)
+        return list(self._tensors)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._slice(name).get_shape())
+        return self._tensor(name).shape
 
-    def read(self, name: str, index: Index | None = None) -> np.ndarray:
-        part = self._slice(name)
-        if part.get_dtype() not in _TYPES:
-            raise CheckpointError(f"{self.path}: tensor {name!r} has type {part.get_dtype()}: {', '.join(_TYPES)} are supported")
-        array = np.asarray(part[tuple(slice(*r) for r in bounds(index, self.shape(name)))])
+    def stored(self, name: str) -> Stored:
+        return stored(self._tensor(name))
+
+    def read(self, name: str, index: Index | None = None, part: str | None = None) -> np.ndarray:
+        tensor = self._tensor(name)
+        if part is None:
+            return tensor.values(name, self._read, bounds(index, tensor.shape))
+        if part not in tensor.parts:
+            raise CheckpointError(f"{self.path}: tensor {name!r} is stored as {', '.join(tensor.parts)}: it has no part {part!r}")
+        return self._read(tensor.parts[part], bounds(index, tensor.parts[part].shape))
+
+    def _read(self, tensor: FileTensor, ranges: Ranges) -> np.ndarray:
+        array = tensor.read(ranges)
         self._bytes.add(array.nbytes)
         return array
 
-    def _slice(self, name: str) -> Any:
+    def _tensor(self, name: str) -> StoredTensor:
         try:
-            return self._slices[name]
+            return self._tensors[name]
         except KeyError:
-            raise CheckpointError(f"{self.path}: tensor {name!r} is missing; fetch the checkpoint again") from None
+            raise CheckpointError(f"{self.path}: tensor {name!r} is missing; {_AGAIN}") from None
 
-    def _open(self, file: Path) -> None:
-        try:
-            opened = safe_open(file, framework="numpy")
-        except FileNotFoundError:
-            raise CheckpointError(f"{file}: missing, though the index names it; fetch the checkpoint again") from None
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{file}: truncated or corrupt safetensors file ({error}); fetch it again") from error
-        for name in opened.keys():  # noqa: SIM118 - not a mapping
-            if name in self._slices:
-                raise CheckpointError(f"{file}: tensor {name!r} is in another file of this checkpoint too; fetch the checkpoint again")
-            self._slices[name] = opened.get_slice(name)
+    def _placed(self) -> dict[str, str]:
+        """Each tensor's file by the index; empty where there is none."""
+        index = self.path / _INDEX
+        if not index.exists():
+            return {}
+        placed = read_json(index, is_once=True).get("weight_map")
+        if not isinstance(placed, dict) or not placed:
+            raise CheckpointError(f"{index}: has no 'weight_map'; {_AGAIN}")
+        for name, file_name in placed.items():
+            if not isinstance(file_name, str) or PurePath(file_name).name != file_name:
+                raise CheckpointError(f"{index}: tensor {name!r} is said to be in {file_name!r}, which is no file beside it; {_AGAIN}")
+        return placed
+
+    def _only_file(self) -> str:
+        files = sorted(file.name for file in self.path.glob("*.safetensors"))
+        if not files:
+            raise CheckpointError(
+                f"{self.path}: no {_SINGLE} and no {_INDEX}: give a folder that holds the weights, or fetch the checkpoint again"
+            )
+        if len(files) > 1 and _SINGLE not in files:
+            raise CheckpointError(f"{self.path}: {len(files)} safetensors files but no {_INDEX}; {_AGAIN}")
+        return _SINGLE if _SINGLE in files else files[0]
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """The object a JSON file holds; `CheckpointError` names the file where there is none."""
+def read_json(file: Path, is_once: bool = False) -> dict[str, Any]:
+    """The object a JSON file holds; `CheckpointError` names the file where there is none. With `is_once` no key may occur twice in it."""
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
+        value = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_once if is_once else None)
     except FileNotFoundError:
         raise CheckpointError(f"{file}: missing; give a folder with config.json, tokenizer.json and safetensors, or a .gguf file") from None
     except (OSError, ValueError) as error:
@@ -99,3 +105,13 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{file}: holds {type(value).__name__}, not a JSON object; fetch it again")
     return value
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Of the same key twice JSON readers silently take the last."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"{key!r} is listed twice")
+        found[key] = value
+    return found

@@ -109,7 +109,7 @@ def test_the_same_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
         {**{n: a for i, (n, a) in enumerate(ARRAYS.items()) if i % 2 == 0}, NAME: ARRAYS[NAME]},
         tmp_path / "model-00001-of-00002.safetensors",
     )
-    with pytest.raises(CheckpointError, match="is in another file of this checkpoint too"):
+    with pytest.raises(CheckpointError, match=r"is in model-00001-of-00002\.safetensors too"):
         SafetensorsSource(tmp_path)
 
 
@@ -149,5 +149,5 @@ def test_several_files_without_an_index_are_refused(tmp_path: Path) -> None:
 
 def test_a_quantised_checkpoint_is_refused_by_its_method(tmp_path: Path) -> None:
     tiny.write_safetensors(tmp_path, ARRAYS, config={"quantization_config": {"quant_method": "gptq"}})
-    with pytest.raises(CheckpointError, match=r"quantization_config\.quant_method is 'gptq': give an unquantised"):
+    with pytest.raises(CheckpointError, match=r"quantization_config\.quant_method is 'gptq': .*can be read; give the model"):
         SafetensorsSource(tmp_path)

@@ -1,0 +1,73 @@
+"""One safetensors file: its tensors' types, shapes and bytes, by a memory map.
+
+The `safetensors` package checks the header; its slices for NumPy have no 8-bit floats, so bytes are read here.
+Layout: https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from checkpoints.source import CheckpointError, Ranges
+
+_DTYPES = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+    **{f"{kind}{8 * size}": np.dtype(f"{kind.lower()}{size}") for kind in "IU" for size in (1, 2, 4, 8)},
+    "BOOL": np.dtype(bool),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FileTensor:
+    file: SafetensorsFile
+    type: str  # as safetensors calls it, such as BF16
+    shape: tuple[int, ...]
+    offset: int  # of the first byte, from the start of the file
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Raises `CheckpointError` for a type that NumPy has no like of."""
+        if self.type not in _DTYPES:
+            raise CheckpointError(f"{self.file.path}: holds tensors of type {self.type}, which can't be read: {', '.join(_DTYPES)} can")
+        return _DTYPES[self.type]
+
+    def read(self, ranges: Ranges) -> np.ndarray:
+        """A copy of what these (start, stop) of each dimension select."""
+        stored = self.file.data[self.offset : self.offset + prod(self.shape) * self.dtype.itemsize]
+        return np.array(stored.view(self.dtype).reshape(self.shape)[tuple(slice(*r) for r in ranges)])
+
+
+class SafetensorsFile:
+    """Raises `CheckpointError` for a file that is missing, truncated or corrupt."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            safe_open(path, framework="numpy")
+            with path.open("rb") as file:
+                self.data = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+        except FileNotFoundError:
+            raise CheckpointError(f"{path}: missing, though the index names it; fetch the checkpoint again") from None
+        except (SafetensorError, OSError, ValueError) as error:  # ValueError: an empty file can't be mapped
+            raise CheckpointError(f"{path}: truncated or corrupt safetensors file ({error}); fetch it again") from error
+        start = 8 + int.from_bytes(self.data[:8].tobytes(), "little")
+        header = json.loads(self.data[8:start].tobytes())
+        self.tensors = {
+            name: FileTensor(self, about["dtype"], tuple(about["shape"]), start + about["data_offsets"][0])
+            for name, about in header.items()
+            if name != "__metadata__"
+        }
