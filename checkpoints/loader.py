@@ -31,8 +31,8 @@ def load(
     its place: no more than a few are held in both forms. May be called again on the same source for another mesh. Raises
     `CheckpointError`, before anything is read, for tensors that are missing, of another shape, or left over.
     """
+    check(source, targets, weight_map)
     weights = {path: weight_map.find(path) for path in targets}
-    _check(source, targets, weights, weight_map)
     largest_first = sorted(targets, key=lambda path: -prod(targets[path].shape))  # so that no thread is left with one at the end
     pool = ThreadPoolExecutor(_NUM_THREADS, "load")
     try:
@@ -43,7 +43,9 @@ def load(
     return {path: loaded[path] for path in targets}
 
 
-def _check(source: TensorSource, targets: Mapping[str, jax.ShapeDtypeStruct], weights: Mapping[str, Weight], weight_map: WeightMap) -> None:
+def check(source: TensorSource, targets: Mapping[str, jax.ShapeDtypeStruct], weight_map: WeightMap) -> None:
+    """Raise the `CheckpointError` that `load` would before it reads, if any."""
+    weights = {path: weight_map.find(path) for path in targets}
     names, called_for = set(source.names()), {name for weight in weights.values() for name in weight.tensors}
     if missing := sorted(called_for - names):
         raise CheckpointError(
