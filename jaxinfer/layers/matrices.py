@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +16,25 @@ INT8 = jnp.dtype("int8")
 
 
 @dataclass(frozen=True)
+class ExpertFormat:
+    """How the matrices of a mixture's experts are kept, and multiplied: never as `pallas_kernels.packed_matmul` reads them, nor as 8-bit
+    integers with a scale an output."""
+
+    dtype: jnp.dtype | None = None  # None: that of all other matrices; bfloat16 beside integers
+    packing: Literal["int4", "fp8"] | None = None  # as `pallas_kernels.grouped_matmul.formats` has them; None: plain, of that type
+    backend: Literal["mosaic_gpu", "xla"] = "xla"  # of `grouped_matmul`
+
+    def __str__(self) -> str:
+        return f"{self.packing or self.dtype or 'alike'} by {self.backend}"
+
+
+@dataclass(frozen=True)
 class MatrixFormat:
     """How a model's matrices are kept. Integers have a scale an output."""
 
     dtype: jnp.dtype
     is_packed: bool = False  # as `pallas_kernels.packed_matmul` reads them, where their sizes allow it
+    experts: ExpertFormat = ExpertFormat()
 
     @property
     def is_int8(self) -> bool:
@@ -30,8 +45,14 @@ class MatrixFormat:
         """The type of vectors (norms, biases, scales): beside integers they stay float32."""
         return jnp.dtype("float32") if self.is_int8 else self.dtype
 
+    @property
+    def expert_dtype(self) -> jnp.dtype:
+        """The type of experts' matrices where they are plain."""
+        return self.experts.dtype or (jnp.dtype(jnp.bfloat16) if self.is_int8 else self.dtype)
+
     def __str__(self) -> str:
-        return f"{self.dtype}{' packed' if self.is_packed else ''}"
+        experts = "" if self.experts == ExpertFormat() else f", experts {self.experts}"
+        return f"{self.dtype}{' packed' if self.is_packed else ''}{experts}"
 
 
 @jax.tree_util.register_dataclass

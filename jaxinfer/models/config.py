@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 # What "LlamaForCausalLM" code serves: Mistral without a sliding window is the same model.
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
@@ -47,6 +47,21 @@ class YarnScaling:
     mscale_all_dim: float | None = None  # ... less this, by which the scores grow instead, those of all dimensions
     attention_factor: float | None = None  # what is rotated is multiplied by, where a configuration says it outright
     truncate: bool = True  # whether both bounds are moved out to whole pairs
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How a layer's tokens choose among its experts, and what each choice counts."""
+
+    num_experts: int
+    top_k: int  # experts of a token
+    scoring: Literal["softmax", "sigmoid"]  # of the router's logits
+    has_bias: bool = False  # added to scores for choosing only (DeepSeek-V3's e_score_correction_bias)
+    num_groups: int = 1  # experts in turn, as many in each; a token first chooses groups, by the sum of each one's best two
+    top_groups: int = 1  # of them, those that a token's experts may come from
+    normalises: bool = False  # a token's weights add up to 1, before they are scaled
+    scale: float = 1.0  # of all weights
+    scales_input: bool = False  # a weight multiplies what its expert takes, not what it gives (Llama 4)
 
 
 @dataclass(frozen=True, slots=True)

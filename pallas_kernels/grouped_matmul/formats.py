@@ -1,4 +1,4 @@
-"""How experts' matrices lie in memory: bfloat16 as they come, or packed in the order in which a GPU kernel reads them.
+"""How experts' matrices lie in memory: bfloat16 and float32 as they come, or packed in the order in which a GPU kernel reads them.
 
 A packed matrix is cut into tiles of 128 outputs and 128 inputs, each one run of bytes. Tensor cores take their first factor from registers:
 thread q of the four that share a row holds the inputs 8t + 2q and 8t + 2q + 1 for every t. So a row of 64 bytes is what four threads load by
@@ -36,7 +36,7 @@ class Fp8(NamedTuple):
     scale: Float[Array, "E FT DT 32"]  # of each tile, 32 times the same
 
 
-Weights: TypeAlias = BFloat16[Array, "E D F"] | Int4 | Fp8
+Weights: TypeAlias = Float[Array, "E D F"] | Int4 | Fp8  # bfloat16 or float32, or packed
 
 
 def int4_from_compressed_tensors(weight_packed: Int32[Array, "E F D/8"], weight_scale: BFloat16[Array, "E F D/32"]) -> Int4:
@@ -76,7 +76,7 @@ def shape_of(weights: Weights) -> tuple[int, int, int]:
 
 
 def dequantised(weights: Weights) -> Float[Array, "E D F"]:
-    """The matrices: bfloat16, or float32 where that is not enough to hold a product with a scale."""
+    """The matrices: bfloat16 where that is enough to hold them, else float32."""
     if isinstance(weights, Int4):
         tiles = int4_tile(weights.words, weights.scale)
     elif isinstance(weights, Fp8):

@@ -5,47 +5,55 @@ from __future__ import annotations
 from typing import Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, BFloat16, Int
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.grouped_matmul import mosaic_gpu, reference, xla
-from pallas_kernels.grouped_matmul.formats import INPUTS, OUTPUTS, Weights, shape_of
+from pallas_kernels.grouped_matmul.formats import INPUTS, OUTPUTS, Fp8, Int4, Weights, shape_of
 
+_TYPES = (jnp.bfloat16, jnp.float32)  # of rows
 _IMPLEMENTATIONS = {"mosaic_gpu": mosaic_gpu.grouped_matmul, "xla": xla.grouped_matmul, "reference": reference.grouped_matmul}
 
 
 def grouped_matmul(
-    x: BFloat16[Array, "T D"],
+    x: Float[Array, "T D"],
     weights: Weights,
     group_sizes: Int[Array, " E"],
     *,
     backend: Literal["mosaic_gpu", "xla", "reference"] = "xla",
-) -> BFloat16[Array, "T F"]:
+) -> Float[Array, "T F"]:
     """Rows times the matrices of their experts.
 
     Args:
-      x: T rows of D inputs, the first expert's first, then the second's, and so on.
-      weights: E matrices of D inputs and F outputs: bfloat16 [E, D, F], or packed (`formats.Int4`, `formats.Fp8`). Those of experts without
-        rows are not read.
+      x: T rows of D inputs, bfloat16 or float32, the first expert's first, then the second's, and so on.
+      weights: E matrices of D inputs and F outputs: bfloat16 or float32 [E, D, F], or packed (`formats.Int4`, `formats.Fp8`). Those of experts
+        without rows are not read.
       group_sizes: how many rows each expert has, 0 or more; at most T in all. Rows past the last expert's come out as 0, whatever they hold.
-      backend: 'mosaic_gpu' (Hopper GPUs, and matrices that `why_not` has nothing against), 'xla' or 'reference'.
+      backend: 'mosaic_gpu' (Hopper GPUs, and rows and matrices that `why_not` has nothing against), 'xla' or 'reference'.
 
-    Returns [T, F] in bfloat16, summed in float32 and rounded once. What a row comes out as depends on no other row. Raises `ValueError` for
+    Returns [T, F] in x's type, summed in float32 and rounded once. Where x or the weights are bfloat16, both are before they are multiplied:
+    that is how a CPU runs such weights at twice float32's speed. What a row comes out as depends on no other row. Raises `ValueError` for
     shapes or types that do not fit together, or that the backend can't run.
     """
     num_experts, inputs, outputs = shape_of(weights)
-    if x.ndim != 2 or x.dtype != jnp.bfloat16 or x.shape[1] != inputs or not len(x):
-        raise ValueError(f"grouped_matmul: x {x.dtype}{x.shape} must be one or more rows of {inputs} bfloat16, as the weights have inputs")
+    if x.ndim != 2 or x.dtype not in _TYPES or x.shape[1] != inputs or not len(x):
+        raise ValueError(
+            f"grouped_matmul: x {x.dtype}{x.shape} must be one or more rows of {inputs} bfloat16 or float32, as the weights have inputs"
+        )
     if group_sizes.shape != (num_experts,) or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise ValueError(
             f"grouped_matmul: group_sizes {group_sizes.dtype}{group_sizes.shape} must be integers, one for each of {num_experts} experts"
         )
-    if backend == "mosaic_gpu" and (reason := why_not(inputs, outputs)):
+    types = (x.dtype,) if isinstance(weights, Int4 | Fp8) else (x.dtype, weights.dtype)
+    if backend == "mosaic_gpu" and (reason := next(filter(None, (why_not(inputs, outputs, dtype) for dtype in types)), None)):
         raise ValueError(f"grouped_matmul: mosaic_gpu can't run: {reason}")
     return _IMPLEMENTATIONS[backend](x, weights, group_sizes)
 
 
-def why_not(inputs: int, outputs: int) -> str | None:
-    """Why 'mosaic_gpu' can't multiply by matrices of so many inputs and outputs on a Hopper GPU; None if it can."""
+def why_not(inputs: int, outputs: int, dtype: jnp.dtype) -> str | None:
+    """Why 'mosaic_gpu' can't multiply rows of this type by matrices of so many inputs and outputs, packed or of this type, on a Hopper GPU;
+    None if it can."""
+    if dtype != jnp.bfloat16:
+        return f"it multiplies bfloat16, not {dtype}"
     if inputs % INPUTS or outputs % OUTPUTS:
         return f"it has no kernel for {inputs} inputs and {outputs} outputs: both must be multiples of {OUTPUTS}"
     return None

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, BFloat16, Int
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.grouped_matmul.formats import Weights, dequantised
 
 
-def grouped_matmul(x: BFloat16[Array, "T D"], weights: Weights, group_sizes: Int[Array, " E"]) -> BFloat16[Array, "T F"]:
+def grouped_matmul(x: Float[Array, "T D"], weights: Weights, group_sizes: Int[Array, " E"]) -> Float[Array, "T F"]:
     """See op.py."""
-    matrices = dequantised(weights).astype(jnp.float32)
-    products = jnp.einsum("td,edf->etf", x.astype(jnp.float32), matrices, precision="highest")
+    matrices = dequantised(weights)
+    rows = x.astype(matrices.dtype).astype(jnp.float32)
+    products = jnp.einsum("td,edf->etf", rows, matrices.astype(jnp.float32), precision="highest")
     owner = jnp.repeat(jnp.arange(len(group_sizes) + 1), jnp.append(group_sizes, len(x)), total_repeat_length=len(x))
     out = jnp.zeros(products.shape[1:])
     for expert in range(len(group_sizes)):

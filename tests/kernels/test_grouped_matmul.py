@@ -63,6 +63,35 @@ def test_any_sizes_as_the_reference_has_them(case, num_rows):
         assert_close(out, run(x, weights, group_sizes, backend="reference"), rounded=True)
 
 
+@pytest.mark.parametrize("num_rows", [1, NUM_ROWS])
+@pytest.mark.parametrize("backend", ["xla", "reference"])
+@pytest.mark.parametrize("case", [None, *TINY], ids=lambda case: case.format if case else "float32")
+def test_float32_rows_come_out_in_float32(case, backend, num_rows):
+    """By float32 weights nothing is rounded; by those that are bfloat16 the rows are, and only they."""
+    random = np.random.default_rng(2)
+    weights, matrices = experts(case or TINY[0], random)
+    if case is None:
+        matrices = random.standard_normal(matrices.shape).astype(np.float32)
+        weights = jnp.asarray(matrices)
+    x = random.standard_normal((num_rows, matrices.shape[1])).astype(np.float32)
+    is_rounded = case is not None and case.format != "fp8"
+    for sizes in SIZES:
+        of_rows = tuple(np.array(sizes) * num_rows // NUM_ROWS)
+        out = run(jnp.asarray(x), weights, jnp.array(of_rows), backend=backend)
+        expected = plain(x.astype(jnp.bfloat16) if is_rounded else x, matrices, of_rows)
+        assert out.dtype == jnp.float32
+        np.testing.assert_allclose(out, expected, atol=1e-5 * max(np.abs(expected).max(), 1), rtol=1e-5)
+
+
+@pytest.mark.parametrize("num_rows", [1, 64, 1000])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_on_a_cpu_no_more_than_one_experts_matrix_is_copied(dtype, num_rows):
+    x, weights = jax.ShapeDtypeStruct((num_rows, 256), jnp.float32), jax.ShapeDtypeStruct((64, 256, 512), dtype)
+    compiled = run.lower(x, weights, jax.ShapeDtypeStruct((64,), jnp.int32), backend="xla").compile()
+    of_rows = num_rows * (256 + 512) * 4
+    assert compiled.memory_analysis().temp_size_in_bytes < 2 * 256 * 512 * 4 + 2 * of_rows + 100_000
+
+
 def nothing_of(weights: formats.Weights, expert: int) -> formats.Weights:
     """With an expert that makes everything NaN that it is multiplied by."""
     if isinstance(weights, formats.Int4 | formats.Fp8):
@@ -166,8 +195,8 @@ def test_packed_bytes_are_what_is_kept():
 def test_shapes_that_do_not_fit_are_refused_by_name():
     random = np.random.default_rng(9)
     x, weights, sizes = rows(TINY[0], random), experts(TINY[0], random).weights, jnp.array(SIZES[0])
-    for bad in (x[:, :128], x[0], x[:0], x.astype(jnp.float32)):
-        with pytest.raises(ValueError, match="must be one or more rows of 256 bfloat16"):
+    for bad in (x[:, :128], x[0], x[:0], x.astype(jnp.float16)):
+        with pytest.raises(ValueError, match="must be one or more rows of 256 bfloat16 or float32"):
             grouped_matmul(bad, weights, sizes)
     for bad in (sizes[:4], sizes.astype(jnp.float32)):
         with pytest.raises(ValueError, match="must be integers, one for each of 5 experts"):
@@ -181,8 +210,13 @@ def test_shapes_that_do_not_fit_are_refused_by_name():
 
 
 def test_what_mosaic_gpu_has_no_kernel_for_is_refused():
-    assert all(why_not(case.inputs, case.outputs) is None and why_not(case.outputs, case.inputs) is None for case in CASES)
+    shapes = [(case.inputs, case.outputs) for case in CASES]
+    assert all(why_not(i, o, jnp.dtype("bfloat16")) is None and why_not(o, i, jnp.dtype("bfloat16")) is None for i, o in shapes)
     x, weights = jnp.zeros((4, 64), jnp.bfloat16), jnp.zeros((2, 64, 96), jnp.bfloat16)
     with pytest.raises(ValueError, match="no kernel for 64 inputs and 96 outputs: both must be multiples of 128"):
         grouped_matmul(x, weights, jnp.array((1, 2)), backend="mosaic_gpu")
     assert grouped_matmul(x, weights, jnp.array((1, 2)), backend="xla").shape == (4, 96)
+    x, weights = jnp.zeros((4, 128), jnp.bfloat16), jnp.zeros((2, 128, 128), jnp.bfloat16)
+    for bad in ((x.astype(jnp.float32), weights), (x, weights.astype(jnp.float32))):
+        with pytest.raises(ValueError, match="it multiplies bfloat16, not float32"):
+            grouped_matmul(*bad, jnp.array((1, 2)), backend="mosaic_gpu")
