@@ -1,0 +1,80 @@
+"""latent_prefill_attention: ragged_prefill_attention over pages of latents, which are expanded to keys and values on the way (MLA, arXiv:2405.04434)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.dispatch import Backend
+from pallas_kernels.latent_prefill_attention import reference, xla
+
+_IMPLEMENTATIONS: dict[Backend, Callable[..., Array]] = {
+    "xla": xla.latent_prefill_attention,
+    "reference": reference.latent_prefill_attention,
+}
+
+
+def latent_prefill_attention(
+    q: Float[Array, "T N H"],
+    latent_pages: Float[Array, "L 1 P 1 G C"],
+    layer: Int[Array, ""],
+    page_table: Int[Array, "X W"],
+    query_start: Int[Array, " X"],
+    query_len: Int[Array, " X"],
+    kv_len: Int[Array, " X"],
+    up: Float[Array, "R N E"],
+    *,
+    scale: float,
+    query_tile: int,
+    pool_is_finite: bool = False,
+    backend: Backend = "xla",
+) -> Float[Array, "T N V"]:
+    """Causal attention of T packed query tokens, of at most X requests, over pages of latents that hold these tokens already.
+
+    A latent of C = R + rope columns stands for a key and a value of each head n: of its first R columns, times up[:, n], the first H - rope are
+    the key's, the other V the value's; its last rope columns, which all heads share, complete the key.
+
+    Args:
+      q: queries of N heads of size H, their last rope columns turned by their position as the latents' are.
+      latent_pages: the page pool of L layers, P pages of G tokens; what lies outside a request's context may be anything, NaN too.
+      layer: which of the L layers.
+      page_table: the pages of each request in order; entries past its context are ignored but must lie in [0, P).
+      query_start: where a request's tokens begin in q: a multiple of query_tile.
+      query_len: how many there are; 0 for an unused row.
+      kv_len: the request's context, these tokens included: its last query sees all of it.
+      up: what expands latents, of E = H - rope + V columns a head.
+      scale: multiplies the scores.
+      query_tile: tokens a tile; T is a multiple of it. A tile holds tokens of one request.
+      pool_is_finite: a promise that the pool holds no NaN or infinity anywhere, which may spare masking what lies outside a context.
+      backend: 'xla' or 'reference'; no other has a kernel, as `why_not` says.
+
+    Returns the attention output in q's type; rows of q that belong to no request come out as 0. Scores and sums are float32, keys and values
+    of q's type where the pages have it too, float32 otherwise. Raises `ValueError` for shapes that do not fit together, or for a backend that
+    has no kernel.
+    """
+    if q.ndim != 3 or latent_pages.ndim != 6 or latent_pages.shape[1] != 1 or latent_pages.shape[3] != 1:
+        raise ValueError(
+            f"latent_prefill_attention: q {q.shape} must be [T, N, H] and latent_pages {latent_pages.shape} [L, 1, P, 1, G, C]"
+        )
+    rope = latent_pages.shape[5] - up.shape[0]
+    if up.ndim != 3 or up.shape[1] != q.shape[1] or rope < 0 or not 0 <= q.shape[2] - rope < up.shape[2]:
+        raise ValueError(
+            f"latent_prefill_attention: up {up.shape} must be [R, N, E] with the {q.shape[1]} heads of q {q.shape}, the first R of the "
+            f"latents' {latent_pages.shape[5]} columns, and more than the columns of a head that are not shared"
+        )
+    if q.shape[0] % query_tile:
+        raise ValueError(f"latent_prefill_attention: {q.shape[0]} tokens are not a multiple of query_tile {query_tile}")
+    num_rows = page_table.shape[0]
+    if any(a.shape != (num_rows,) for a in (query_start, query_len, kv_len)):
+        raise ValueError(f"latent_prefill_attention: query_start, query_len and kv_len must each have page_table's {num_rows} rows")
+    if against := why_not(backend):
+        raise ValueError(f"latent_prefill_attention: {backend} can't run: {against}")
+    rows = (page_table, query_start, query_len, kv_len)
+    options = {"scale": scale, "query_tile": query_tile, "pool_is_finite": pool_is_finite}
+    return _IMPLEMENTATIONS[backend](q, latent_pages, layer, *rows, up, **options)
+
+
+def why_not(backend: Backend) -> str | None:
+    """Why a backend can't attend over latents while it expands them; None if it can."""
+    return None if backend in _IMPLEMENTATIONS else "it has no kernel that expands latents: prefill over them takes 'xla'"
