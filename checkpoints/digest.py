@@ -7,11 +7,13 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from checkpoints.gguf_parts import part_paths
+
 
 def weights_digest(path: Path) -> bytes:
-    """SHA-256 of a .gguf file, or of all the weight files of a folder. Reads every byte, several files at once: about a second for each
-    1.5 GB and core. Raises `OSError`."""
-    files = sorted(file for kind in ("*.safetensors", "*.gguf") for file in path.glob(kind)) if path.is_dir() else [path]
+    """SHA-256 of a .gguf file (of all the parts, where it is one), or of all the weight files of a folder. Reads every byte, several files
+    at once: about a second for each 1.5 GB and core. Raises `OSError`."""
+    files = sorted(file for kind in ("*.safetensors", "*.gguf") for file in path.glob(kind)) if path.is_dir() else part_paths(path)
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         return hashlib.sha256(b"".join(threads.map(_file_digest, files))).digest()
 

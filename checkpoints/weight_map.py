@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from checkpoints.source import CheckpointError
@@ -13,27 +13,45 @@ from checkpoints.source import CheckpointError
 _COMPUTED = ("*.rotary_emb.inv_freq", "*.attn.masked_bias", "*.attn.bias")
 
 
+_EXPERT = "{expert}"
+
+
 @dataclass(frozen=True, slots=True)
 class Weight:
     """The checkpoint tensors that fill a parameter, side by side along one of its axes, and whether their dimensions are reversed on the way.
 
     A tensor's shape (reversed where `transpose`), any of whose dimensions may be split, is that of its part: a tensor [N*H, D]
-    transposed fills [D, N*H] or [D, N, H]; two of [F, D] transposed and joined along axis -2 fill [D, 2, F].
+    transposed fills [D, N*H] or [D, N, H]; two of [F, D] transposed and joined along axis -2 fill [D, 2, F]; one of [E, D, 2*F] fills
+    [E, D, 2, F]. With "{expert}" in the names the parameter's first axis counts experts, each filled from the tensors of its number:
+    [E, D, 2, F] from two of [F, D] for every expert.
     """
 
     tensors: tuple[str, ...]
     transpose: bool = False
     axis: int = 0  # of the parameter, along which several tensors lie; each takes as much of it as its size calls for
+    part: str | None = None  # of what the tensors are stored as, such as "weight_packed", which fills the parameter as it lies
+
+    @property
+    def is_of_experts(self) -> bool:
+        return any(_EXPERT in name for name in self.tensors)
+
+    def of_expert(self, expert: int, num_dims: int) -> Weight:
+        """What fills one expert's part of a parameter of so many dimensions."""
+        tensors = tuple(name.replace(_EXPERT, str(expert)) for name in self.tensors)
+        return replace(self, tensors=tensors, axis=self.axis % num_dims - 1 if len(tensors) > 1 else 0)
 
 
 @dataclass(frozen=True)
 class WeightMap:
     """`weights`: parameter path -> Weight, with "{layer}" for the layer's number on both sides, such as
     "layers.{layer}.attention.out.kernel": Weight(("model.layers.{layer}.self_attn.o_proj.weight",), transpose=True).
-    `ignored`: shell patterns of tensors that may be in a checkpoint though no parameter takes them."""
+    `ignored`: shell patterns of tensors that may be in a checkpoint though no parameter takes them.
+    `renamed`: how tensors' names may begin in a checkpoint, and how they begin here instead, such as ("language_model.model.", "model.")
+    for the text model within a multimodal one; the first that fits counts. All names in `weights` and `ignored` are those from here."""
 
     weights: Mapping[str, Weight]
     ignored: tuple[str, ...] = ()
+    renamed: tuple[tuple[str, str], ...] = ()
 
     def find(self, path: str) -> Weight:
         """The checkpoint tensors of a parameter such as "layers.3.attention.out.kernel"; `CheckpointError` if the table has none."""
@@ -52,6 +70,26 @@ class WeightMap:
         assert all(len(weight.tensors) == 1 and not weight.transpose for weight in found), paths
         return replace(self, weights={**self.weights, name: Weight(tuple(weight.tensors[0] for weight in found))})
 
+    def names_in(self, checkpoint: Sequence[str]) -> dict[str, str]:
+        """The checkpoint's tensors by their names here. Raises `CheckpointError` for two that have the same."""
+        names: dict[str, str] = {}
+        for theirs in checkpoint:
+            if (ours := self._renamed(theirs)) in names:
+                raise CheckpointError(f"tensors {names[ours]!r} and {theirs!r} are both {ours!r} of this model: fetch the checkpoint again")
+            names[ours] = theirs
+        return names
+
+    def names_of_missing(self, ours: Iterable[str], checkpoint: Sequence[str]) -> list[str]:
+        """What tensors that are not in the checkpoint would be called there, going by the others."""
+        used = [(theirs, begin) for theirs, begin in self.renamed if any(name.startswith(theirs) for name in checkpoint)]
+        return [next((theirs + name.removeprefix(begin) for theirs, begin in used if name.startswith(begin)), name) for name in ours]
+
     def is_ignored(self, tensor: str) -> bool:
-        """Whether this tensor may be left over."""
+        """Whether this tensor, by its name here, may be left over."""
         return any(fnmatch.fnmatchcase(tensor, pattern) for pattern in (*_COMPUTED, *self.ignored))
+
+    def _renamed(self, tensor: str) -> str:
+        for theirs, ours in self.renamed:
+            if tensor.startswith(theirs):
+                return ours + tensor.removeprefix(theirs)
+        return tensor

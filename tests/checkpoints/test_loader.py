@@ -209,10 +209,10 @@ def test_a_parameter_without_an_entry_is_named(tmp_path: Path) -> None:
 def test_a_failure_in_one_tensor_leaves_nothing_loaded(source: SafetensorsSource, monkeypatch: pytest.MonkeyPatch) -> None:
     read = source.read
 
-    def failing(name: str, index=None):
+    def failing(name: str, *asked):
         if name == "model.norm.weight":
             raise CheckpointError("the disk is gone")
-        return read(name, index)
+        return read(name, *asked)
 
     monkeypatch.setattr(source, "read", failing)
     with pytest.raises(CheckpointError, match="the disk is gone"):
