@@ -119,7 +119,8 @@ def _mark_final(chat: list[dict[str, Any]], source: str) -> str:
     if isinstance(content, str):
         chat[-1]["content"] = content + _MARK
         return content
-    part = next((part for part in reversed(content) if "text" in part), None)
+    parts = content if isinstance(content, (list, tuple)) else ()
+    part = next((part for part in reversed(parts) if isinstance(part, dict) and isinstance(part.get("text"), str)), None)
     if part is None:
         raise RequestError("continue_final_message is set, but there is no text in the last message", "messages")
     text: str = part["text"]

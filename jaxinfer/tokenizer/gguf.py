@@ -38,14 +38,16 @@ def read_gguf(path: Path, metadata: Mapping[str, Any]) -> Parts:
             backend, adds_bos = _of_merges(path, about, tokens), WORDS[about["pre"]].adds_bos
         else:
             is_gemma = str(metadata.get("general.architecture")).startswith("gemma")
+            if is_gemma:  # runs of spaces are written as they are in text
+                tokens = [SPACE * len(token) if not token.strip(" ") else token for token in tokens]
             backend, adds_bos = _of_scores(path, about, tokens, kinds, is_gemma), True
     except CheckpointError:
         raise
     except Exception as error:  # the library raises plain Exception
         raise CheckpointError(f"{path}: the vocabulary and merges in its metadata don't fit ({error}); {_AGAIN}") from error
     vocab = backend.get_vocab(with_added_tokens=False)
-    added = [(token, t) for token, t in zip(tokens, kinds, strict=False) if t in (_CONTROL, _USER_DEFINED) and token in vocab]
-    backend.add_tokens([AddedToken(token, normalized=False, special=t == _CONTROL) for token, t in added])
+    whole = [(t, token) for t, token in zip(kinds, tokens, strict=False) if t in (_UNKNOWN, _CONTROL, _USER_DEFINED) and token in vocab]
+    backend.add_tokens([AddedToken(token, normalized=False, special=t != _USER_DEFINED) for t, token in whole])
     named = {name: i for name in _NAMES if (i := about.get(f"{name}_token_id")) is not None}
     for name, i in named.items():
         if not isinstance(i, int) or not 0 <= i < len(tokens):
@@ -73,9 +75,7 @@ def _of_scores(path: Path, about: Mapping[str, Any], tokens: list[str], kinds: S
     if len(scores) != len(tokens) or len(kinds) != len(tokens):
         message = f"has {len(tokens)} tokens, {len(scores)} scores and {len(kinds)} token types: there must be one of each a token"
         raise CheckpointError(f"{path}: tokenizer.ggml {message}; {_AGAIN}")
-    if is_gemma:
-        # Its tokens' order is that of its merges, which its scores are not; runs of spaces are written as they are in text.
-        tokens = [SPACE * len(token) if token.strip(" ") == "" else token for token in tokens]
+    if is_gemma:  # the order of its tokens is that of its merges; its scores' is not
         scores = [-float(i) for i in range(len(tokens))]
     unknown = about.get("unknown_token_id")
     merges = merges_of(tokens, scores, [kind in (_NORMAL, _USER_DEFINED) for kind in kinds])

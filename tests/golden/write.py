@@ -2,7 +2,8 @@
 
 logits.npz holds for every prompt NAME: NAME/prompt_ids, NAME/tokens (greedy), and for each token's step and for each of
 NAME/prefill_positions (scores after that prompt token) the scores at `vocab_ids`, the 8 best ids and scores, and the logsumexp
-over the whole vocabulary. tokenizer.json holds token ids of all texts and the rendered chats. embeddings.npz: see embeddings.py.
+over the whole vocabulary. tokenizer.json holds token ids of all texts and the rendered chats. embeddings.npz: see embeddings.py;
+families: see families/write.py.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 from checkpoints import hub
 from tests import tiny_encoder
 from tests.golden import embeddings
+from tests.golden.families import write as families
 from tests.parity import reference
 
 FOLDER = Path(__file__).parent
@@ -32,6 +34,7 @@ def main() -> None:
     write_tokenizer(inputs, tokenizer)
     write_logits(inputs, tokenizer, model)
     write_embeddings()
+    families.main()
 
 
 def write_tokenizer(inputs: dict, tokenizer: PreTrainedTokenizerFast) -> None:
