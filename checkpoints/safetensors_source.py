@@ -79,7 +79,7 @@ class SafetensorsSource:
         if not isinstance(placed, dict) or not placed:
             raise CheckpointError(f"{index}: has no 'weight_map'; {_AGAIN}")
         for name, file_name in placed.items():
-            if not isinstance(file_name, str) or PurePath(file_name).name != file_name:
+            if not isinstance(file_name, str) or not file_name or PurePath(file_name).name != file_name:
                 raise CheckpointError(f"{index}: tensor {name!r} is said to be in {file_name!r}, which is no file beside it; {_AGAIN}")
         return placed
 

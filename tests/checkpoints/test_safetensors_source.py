@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import ml_dtypes
@@ -96,6 +98,55 @@ def test_a_tensor_missing_from_its_shard_is_named(tmp_path: Path) -> None:
     placed["weight_map"]["model.extra.weight"] = "model-00001-of-00002.safetensors"
     index.write_text(json.dumps(placed))
     with pytest.raises(CheckpointError, match=r"'model\.extra\.weight' is not in model-00001-of-00002\.safetensors"):
+        SafetensorsSource(tmp_path)
+
+
+def _with_index(folder: Path, change: Callable[[dict[str, object]], object]) -> None:
+    index = folder / "model.safetensors.index.json"
+    listed = json.loads(index.read_text())
+    change(listed["weight_map"])
+    index.write_text(json.dumps(listed))
+
+
+def test_a_tensor_that_lies_in_another_shard_than_the_index_says_is_refused(tmp_path: Path) -> None:
+    tiny.write_safetensors(tmp_path, ARRAYS, num_files=2)
+    file = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"][NAME]
+    other = {1: "model-00002-of-00002.safetensors", 2: "model-00001-of-00002.safetensors"}[int(file[6:11])]
+    _with_index(tmp_path, lambda listed: listed.update({NAME: other}))
+    with pytest.raises(CheckpointError, match=re.escape(f"'{NAME}' is not in {other}, where it should be")):
+        SafetensorsSource(tmp_path)
+
+
+def test_a_shard_of_another_model_is_refused_by_what_it_lacks(tmp_path: Path) -> None:
+    tiny.write_safetensors(tmp_path, ARRAYS, num_files=2)
+    save_file({"some.other.weight": np.ones(3, np.float32)}, tmp_path / "model-00002-of-00002.safetensors")
+    with pytest.raises(CheckpointError, match=r"tensor '.*' is not in model-00002-of-00002\.safetensors, where it should be"):
+        SafetensorsSource(tmp_path)
+
+
+@pytest.mark.parametrize("length", [0, 5, 300, -1])
+def test_a_truncated_shard_is_named(tmp_path: Path, length: int) -> None:
+    tiny.write_safetensors(tmp_path, ARRAYS, num_files=3)
+    shard = tmp_path / "model-00003-of-00003.safetensors"
+    shard.write_bytes(shard.read_bytes()[:length])
+    with pytest.raises(CheckpointError, match=r"model-00003-of-00003\.safetensors: truncated or corrupt"):
+        SafetensorsSource(tmp_path)
+
+
+def test_a_tensor_that_the_index_lists_twice_is_named(tmp_path: Path) -> None:
+    tiny.write_safetensors(tmp_path, ARRAYS, num_files=2)
+    index = tmp_path / "model.safetensors.index.json"
+    twice = f'{{"weight_map": {{"{NAME}": "model-00001-of-00002.safetensors", '
+    index.write_text(index.read_text().replace('{"weight_map": {', twice))
+    with pytest.raises(CheckpointError, match=re.escape(f"index.json: can't be read as JSON ('{NAME}' is listed twice)")):
+        SafetensorsSource(tmp_path)
+
+
+@pytest.mark.parametrize("file", ["../model.safetensors", "/etc/passwd", "", 3, None])
+def test_an_index_that_leads_elsewhere_is_refused(tmp_path: Path, file: object) -> None:
+    tiny.write_safetensors(tmp_path, ARRAYS, num_files=2)
+    _with_index(tmp_path, lambda listed: listed.update({NAME: file}))
+    with pytest.raises(CheckpointError, match=re.escape(f"tensor '{NAME}' is said to be in {file!r}, which is no file beside it")):
         SafetensorsSource(tmp_path)
 
 
