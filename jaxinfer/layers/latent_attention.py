@@ -1,0 +1,124 @@
+"""Multi-head latent attention (arXiv:2405.04434): what is kept of a token is one vector for all heads, from which each makes its key and value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxinfer.kv_cache.pages import Pages
+from jaxinfer.layers.linear import Linear
+from jaxinfer.layers.matrices import MatrixFormat, weight
+from jaxinfer.layers.norm import RMSNorm
+from jaxinfer.layers.rope import CosSin, Scaling, rotate, score_factor
+
+_EPSILON = 1e-6  # of the norms inside attention, whatever the model's own
+
+
+@dataclass(frozen=True)
+class LatentSizes:
+    """Columns of what multi-head latent attention makes, by Hugging Face's names."""
+
+    query_rank: int | None  # q_lora_rank: of the latent that queries come from; None where they come from the hidden state
+    rank: int  # kv_lora_rank: of the latent that keys and values come from
+    nope_size: int  # qk_nope_head_dim: of a head's queries and keys, those without a position
+    rope_size: int  # qk_rope_head_dim: those that are rotated; the key's are the same for all heads
+    value_size: int  # v_head_dim
+
+    @property
+    def head_size(self) -> int:
+        """Of queries and keys."""
+        return self.nope_size + self.rope_size
+
+    @property
+    def latent_size(self) -> int:
+        """Of what is kept of a token: the latent, normalised, and the rotated part of its key."""
+        return self.rank + self.rope_size
+
+
+class AttendToLatents(Protocol):
+    """Attention proper over latents, as the program that runs the model does it: prefill expands what it reads to keys and values, decode
+    takes queries and outputs to the latents instead (`absorbed`). Takes the pages and returns them with the layer's latents written."""
+
+    def latents(
+        self, q: Float[Array, "T N H"], latents: Float[Array, "T C"], up: Float[Array, "R N E"], pages: Pages, scale: float
+    ) -> tuple[Float[Array, "T N V"], Pages]: ...
+
+
+class LatentAttention(nnx.Module):
+    def __init__(
+        self,
+        size: int,
+        num_heads: int,
+        sizes: LatentSizes,
+        form: MatrixFormat,
+        *,
+        scaling: Scaling = None,
+        interleaved: bool = True,
+        use_bias: bool = False,
+    ) -> None:
+        """`scaling`: the rotation's, which may scale all scores; `interleaved`: which columns are pairs, as for `rope.rotate`."""
+        self.sizes, self.interleaved = sizes, interleaved
+        self.scale = sizes.head_size**-0.5 * score_factor(scaling)
+        heads = {"heads": num_heads, "head_size": sizes.head_size}
+        # One product for the queries' latent, if any, and the keys' and values': few large arrays, each costs the host time a call.
+        self.down = Linear({"embed": size}, {"latent": (sizes.query_rank or 0) + sizes.latent_size}, form, use_bias=use_bias)
+        self.query_norm = None if sizes.query_rank is None else RMSNorm(sizes.query_rank, _EPSILON, form)
+        self.queries = Linear({"embed": size} if sizes.query_rank is None else {"latent": sizes.query_rank}, heads, form)
+        self.norm = RMSNorm(sizes.rank, _EPSILON, form)
+        # As checkpoints have it, and as decode multiplies it: a matrix a head. In no format but floats, for it is absorbed as well as multiplied.
+        up_shape = (num_heads, sizes.nope_size + sizes.value_size, sizes.rank)
+        self.up = weight(up_shape, ("heads", None, None), form.vector_dtype)
+        self.out = Linear({"heads": num_heads, "value_size": sizes.value_size}, {"embed": size}, form, use_bias=use_bias)
+
+    def project(self, x: Float[Array, "T D"], cos_sin: CosSin) -> tuple[Float[Array, "T N H"], Float[Array, "T C"]]:
+        """Queries and latents, both rotated."""
+        sizes, start = self.sizes, self.sizes.query_rank or 0
+        of_queries, latent, shared = jnp.split(self.down(x), (start, start + sizes.rank), axis=1)
+        q = self.queries(x if self.query_norm is None else self.query_norm(of_queries))
+        turned = rotate(q[..., sizes.nope_size :], cos_sin, interleaved=self.interleaved)
+        key = rotate(shared[:, None], cos_sin, interleaved=self.interleaved)[:, 0]
+        return jnp.concatenate([q[..., : sizes.nope_size], turned], axis=-1), jnp.concatenate([self.norm(latent), key], axis=-1)
+
+    def __call__(self, x: Float[Array, "T D"], cos_sin: CosSin, pages: Pages, attend: AttendToLatents) -> tuple[Float[Array, "T D"], Pages]:
+        """`cos_sin` is of the rope_size columns."""
+        q, latents = self.project(x, cos_sin)
+        attended, pages = attend.latents(q, latents, jnp.transpose(self.up[...], (2, 0, 1)), pages, self.scale)
+        return self.out(attended), pages
+
+
+def expanded(
+    latents: Float[Array, "T C"], up: Float[Array, "R N E"], head_size: int
+) -> tuple[Float[Array, "T N H"], Float[Array, "T N V"]]:
+    """Keys, of head_size columns, and values of every head, in the latents' type."""
+    rank, num_heads, _ = up.shape
+    nope_size = head_size - (latents.shape[1] - rank)
+    both = jnp.einsum("tr,rne->tne", latents[:, :rank].astype(up.dtype), up, preferred_element_type=latents.dtype)
+    shared = jnp.broadcast_to(latents[:, None, rank:], (len(latents), num_heads, latents.shape[1] - rank))
+    return jnp.concatenate([both[..., :nope_size], shared], axis=-1), both[..., nope_size:]
+
+
+def absorbed(
+    q: Float[Array, "T N H"],
+    up: Float[Array, "R N E"],
+    latent_size: int,
+    attend: Callable[[Float[Array, "T N C"]], Float[Array, "T N R"]],
+) -> Float[Array, "T N V"]:
+    """What q attends to in keys and values that are never made: `attend` is given queries for latents of latent_size columns, and returns
+    what they attend to of the latents' first R columns, for every head."""
+    nope_size = q.shape[2] - (latent_size - len(up))
+    by_head = jnp.transpose(up, (1, 2, 0))  # as it lies
+    to_latents = _by_head(q[..., :nope_size], by_head[:, :nope_size])
+    outputs = attend(jnp.concatenate([to_latents, q[..., nope_size:]], axis=-1))
+    return _by_head(outputs, jnp.swapaxes(by_head[:, nope_size:], 1, 2))
+
+
+def _by_head(x: Float[Array, "T N I"], matrices: Float[Array, "N I O"]) -> Float[Array, "T N O"]:
+    """In x's type; multiplied in the matrices', as `linear.product` does. Batched products want the batch first: on a CPU others are slow,
+    or don't exist for narrow operands."""
+    narrow = jnp.swapaxes(x, 0, 1).astype(matrices.dtype)
+    return jnp.swapaxes(jnp.einsum("nti,nio->nto", narrow, matrices, preferred_element_type=x.dtype), 0, 1)

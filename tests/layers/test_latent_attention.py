@@ -1,0 +1,226 @@
+"""Multi-head latent attention: written out in NumPy; expanded and absorbed; over pages, in chunks and step by step; split over devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxinfer.layers.latent_attention import LatentAttention, LatentSizes, absorbed, expanded
+from jaxinfer.layers.matrices import MatrixFormat
+from jaxinfer.layers.rope import CosSin, Scaling, angles, inverse_frequencies
+from jaxinfer.models.config import YarnScaling
+from pallas_kernels.latent_prefill_attention.op import latent_prefill_attention
+from pallas_kernels.paged_attention.op import paged_attention
+from sharding.mesh import TENSOR, make_mesh
+from sharding.partition import partition_spec
+from sharding.rules import TENSOR_PARALLEL
+
+SIZE, NUM_HEADS = 48, 4
+SIZES = LatentSizes(query_rank=20, rank=24, nope_size=12, rope_size=8, value_size=10)
+DIRECT = LatentSizes(query_rank=None, rank=24, nope_size=12, rope_size=8, value_size=10)
+FLOAT32 = MatrixFormat(jnp.dtype("float32"))
+
+
+def layer(sizes: LatentSizes, form: MatrixFormat = FLOAT32, *, seed: int = 0, **options: Any) -> LatentAttention:
+    """With random weights: norms and biases too."""
+    made = LatentAttention(SIZE, NUM_HEADS, sizes, form, **options)
+    graph, state = nnx.split(made)
+    random = np.random.default_rng(seed)
+    values = [random.standard_normal(w.shape, np.float32) / (1 if w.ndim == 1 else 5) for w in jax.tree.leaves(state)]
+    return nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), [jnp.asarray(v, form.vector_dtype) for v in values]))
+
+
+def turned_by(positions: Any, scaling: Scaling = None) -> CosSin:
+    return angles(jnp.asarray(positions), inverse_frequencies(SIZES.rope_size, 1e4, scaling))
+
+
+def tokens(count: int, seed: int = 1) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal((count, SIZE)), jnp.float32)
+
+
+def dense(q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> jax.Array:
+    """Every query over all tokens up to its own."""
+    scores = jnp.where(jnp.tri(len(q), dtype=bool), jnp.einsum("tnh,snh->nts", q, k) * scale, -jnp.inf)
+    return jnp.einsum("nts,snv->tnv", jax.nn.softmax(scores, axis=-1), v)
+
+
+class Expanded:
+    """Attends to nothing but the tokens it is given."""
+
+    def latents(self, q: jax.Array, latents: jax.Array, up: jax.Array, pages: Any, scale: float) -> tuple[jax.Array, Any]:
+        return dense(q, *expanded(latents, up, q.shape[2]), scale), pages
+
+
+@pytest.mark.parametrize("sizes", [SIZES, DIRECT], ids=["queries-from-a-latent", "queries-from-the-hidden-state"])
+@pytest.mark.parametrize("use_bias", [False, True])
+def test_the_layer_written_out(sizes: LatentSizes, use_bias: bool) -> None:
+    """One token and one head at a time, in float64, pairs as complex numbers."""
+    scaling = YarnScaling(40.0, 64, mscale=1.0, mscale_all_dim=1.0)
+    made, x = layer(sizes, use_bias=use_bias, scaling=scaling), tokens(6)
+    found, _ = made(x, turned_by(range(6), scaling), None, Expanded())
+
+    def norm(v: np.ndarray, scale: Any) -> np.ndarray:
+        return v / np.sqrt(np.mean(v * v) + 1e-6) * np.asarray(scale[...], np.float64)
+
+    def turn(v: np.ndarray, position: int) -> np.ndarray:
+        turned = (v[0::2] + 1j * v[1::2]) * np.exp(1j * position * inverse_frequencies(8, 1e4, scaling).astype(np.float64))
+        return np.stack([turned.real, turned.imag], axis=1).reshape(-1)
+
+    def of(parameter: Any) -> np.ndarray:
+        return np.asarray(parameter[...], np.float64)
+
+    start, hidden = sizes.query_rank or 0, np.asarray(x, np.float64)
+    up, q_matrix, out_matrix = of(made.up), of(made.queries.kernel), of(made.out.kernel)
+    expected = np.zeros((6, SIZE))
+    keys: list[list[np.ndarray]] = [[] for _ in range(NUM_HEADS)]
+    values: list[list[np.ndarray]] = [[] for _ in range(NUM_HEADS)]
+    scale = (12 + 8) ** -0.5 * (0.1 * np.log(40) + 1) ** 2
+    for t in range(6):
+        down = hidden[t] @ of(made.down.kernel) + (of(made.down.bias) if use_bias else 0)
+        latent, shared = norm(down[start : start + 24], made.norm.scale), turn(down[start + 24 :], t)
+        origin = norm(down[:start], made.query_norm.scale) if made.query_norm is not None else hidden[t]
+        for head in range(NUM_HEADS):
+            q = origin @ q_matrix[:, head]
+            q = np.concatenate([q[:12], turn(q[12:], t)])
+            keys[head].append(np.concatenate([up[head, :12] @ latent, shared]))
+            values[head].append(up[head, 12:] @ latent)
+            weights = np.exp(np.array(keys[head]) @ q * scale)
+            expected[t] += (weights / weights.sum() @ np.array(values[head])) @ out_matrix[head]
+    expected += of(made.out.bias) if use_bias else 0
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_absorbed_is_expanded(dtype: str) -> None:
+    """To rounding, in the type that weights have."""
+    random = np.random.default_rng(3)
+    q, latents, up = (jnp.asarray(random.standard_normal(s), jnp.float32) for s in ((7, 4, 20), (7, 32), (24, 4, 22)))
+    up = (up / 5).astype(dtype)
+
+    def over_latents(queries: jax.Array) -> jax.Array:
+        assert queries.shape == (7, 4, 32)
+        shared = jnp.broadcast_to(latents[:, None], (7, 4, 32))
+        return dense(queries, shared, shared[..., :24], 0.2)
+
+    found, expected = absorbed(q, up, 32, over_latents), dense(q, *expanded(latents, up, 20), 0.2)
+    assert (found.shape, found.dtype) == ((7, 4, 10), jnp.float32)
+    np.testing.assert_allclose(found, expected, atol=2e-5 if dtype == "float32" else 4e-2)
+    assert np.abs(expected).max() > 1
+
+
+PAGE_SIZE = 4
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """As the prefill program attends: latents written to their pages, then expanded from there."""
+
+    page_table: jax.Array
+    rows: tuple[jax.Array, jax.Array, jax.Array]  # query_start, query_len, kv_len
+    places: tuple[jax.Array, jax.Array]  # of each token: page and offset
+
+    def latents(self, q: jax.Array, latents: jax.Array, up: jax.Array, pages: jax.Array, scale: float) -> tuple[jax.Array, jax.Array]:
+        pages = pages.at[1, 0, self.places[0], 0, self.places[1]].set(latents)
+        out = latent_prefill_attention(q, pages, jnp.int32(1), self.page_table, *self.rows, up, scale=scale, query_tile=8)
+        return out, pages
+
+
+@dataclass(frozen=True)
+class Steps:
+    """As the decode program does: one token a row, over latents that are never expanded."""
+
+    page_table: jax.Array
+    kv_len: jax.Array
+
+    def latents(self, q: jax.Array, latents: jax.Array, up: jax.Array, pages: jax.Array, scale: float) -> tuple[jax.Array, jax.Array]:
+        page, offset = (self.kv_len - 1) // PAGE_SIZE, (self.kv_len - 1) % PAGE_SIZE
+        ids = jnp.take_along_axis(self.page_table, page[:, None], axis=1)[:, 0]
+        pages = pages.at[1, 0, ids, 0, offset].set(latents)
+        attend = partial(
+            paged_attention,
+            kv_pages=pages,
+            layer=jnp.int32(1),
+            page_table=self.page_table,
+            kv_len=self.kv_len,
+            scale=scale,
+            value_size=len(up),
+        )
+        return absorbed(q, up, latents.shape[1], attend), pages
+
+
+def test_chunks_and_then_steps_over_pages_are_the_whole_at_once() -> None:
+    """Two requests of unequal lengths, in chunks that end within pages, packed; then six steps of both."""
+    made, lengths, num_steps = layer(SIZES), (21, 9), 6
+    texts = [tokens(length + num_steps, seed) for seed, length in enumerate(lengths)]
+    table = jnp.asarray(np.random.default_rng(0).permutation(np.arange(1, 21))[:16].reshape(2, 8))
+    pages = jnp.full((3, 1, 21, 1, PAGE_SIZE, SIZES.latent_size), jnp.nan)
+    found: list[list[jax.Array]] = [[], []]
+    for chunks in (((0, 10), (0, 3)), ((10, 18), (3, 9)), ((18, 21), (9, 9))):
+        x, positions, ids = jnp.full((32, SIZE), jnp.nan), np.zeros(32, np.int32), np.zeros(32, np.int32)
+        for row, (begin, end) in enumerate(chunks):
+            here = slice(16 * row, 16 * row + end - begin)
+            x, positions[here] = x.at[here].set(texts[row][begin:end]), np.arange(begin, end)
+            ids[here] = table[row, positions[here] // PAGE_SIZE]
+        rows = (jnp.array([0, 16]), jnp.array([end - begin for begin, end in chunks]), jnp.array([end for _, end in chunks]))
+        attend = Chunks(table, rows, (jnp.asarray(ids), jnp.asarray(positions % PAGE_SIZE)))
+        out, pages = made(x, turned_by(positions), pages, attend)
+        for row, (begin, end) in enumerate(chunks):
+            found[row].append(out[16 * row : 16 * row + end - begin])
+    for step in range(num_steps):
+        kv_len = jnp.array(lengths) + step + 1
+        x = jnp.stack([text[length + step] for text, length in zip(texts, lengths, strict=True)])
+        out, pages = made(x, turned_by(kv_len - 1), pages, Steps(table, kv_len))
+        for row in range(2):
+            found[row].append(out[row : row + 1])
+    for row, text in enumerate(texts):
+        whole, _ = made(text, turned_by(range(len(text))), None, Expanded())
+        np.testing.assert_allclose(jnp.concatenate(found[row]), whole, atol=5e-5)
+        assert np.abs(whole).max() > 1
+
+
+def test_heads_split_over_devices_give_the_same() -> None:
+    made, x, mesh = layer(SIZES), tokens(9), make_mesh((0, 1))
+    expected, _ = made(x, turned_by(range(9)), None, Expanded())
+
+    class OverHeads:
+        def latents(self, q: jax.Array, latents: jax.Array, up: jax.Array, pages: Any, scale: float) -> tuple[jax.Array, Any]:
+            def local(q: jax.Array, latents: jax.Array, up: jax.Array) -> jax.Array:
+                assert q.shape[1] == up.shape[1] == NUM_HEADS // 2
+                return dense(q, *expanded(latents, up, q.shape[2]), scale)
+
+            heads = PartitionSpec(None, TENSOR)
+            return jax.shard_map(local, mesh=mesh, in_specs=(heads, PartitionSpec(), heads), out_specs=heads)(q, latents, up), pages
+
+    graph, state = nnx.split(made)
+
+    def is_parameter(leaf: Any) -> bool:
+        return isinstance(leaf, nnx.Variable)
+
+    shardings = jax.tree.map(
+        lambda w: NamedSharding(mesh, partition_spec(w.get_metadata("logical_axes"), TENSOR_PARALLEL)), state, is_leaf=is_parameter
+    )
+    placed = [
+        jax.device_put(w[...], s) for w, s in zip(jax.tree.leaves(state, is_leaf=is_parameter), jax.tree.leaves(shardings), strict=True)
+    ]
+    split = {w.sharding.spec for w in placed}
+    assert len(split) > 1
+
+    def run(weights: list[jax.Array], x: jax.Array) -> jax.Array:
+        model = nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), weights))
+        return model(x, turned_by(range(9)), None, OverHeads())[0]
+
+    with jax.set_mesh(mesh):
+        np.testing.assert_allclose(jax.jit(run)(placed, x), expected, atol=2e-5)
+
+
+def test_what_expands_stays_floats_beside_integers() -> None:
+    made = LatentAttention(SIZE, NUM_HEADS, SIZES, MatrixFormat(jnp.dtype("int8")))
+    assert (made.up[...].dtype, made.down.kernel.dtype) == (jnp.float32, jnp.int8)
