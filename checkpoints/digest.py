@@ -8,14 +8,23 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from checkpoints.gguf_parts import part_paths
+from checkpoints.orbax_source import weights_folder
 
 
 def weights_digest(path: Path) -> bytes:
     """SHA-256 of a .gguf file (of all the parts, where it is one), or of all the weight files of a folder. Reads every byte, several files
     at once: about a second for each 1.5 GB and core. Raises `OSError`."""
-    files = sorted(file for kind in ("*.safetensors", "*.gguf") for file in path.glob(kind)) if path.is_dir() else part_paths(path)
     with ThreadPoolExecutor(os.cpu_count()) as threads:
-        return hashlib.sha256(b"".join(threads.map(_file_digest, files))).digest()
+        return hashlib.sha256(b"".join(threads.map(_file_digest, weight_files(path)))).digest()
+
+
+def weight_files(path: Path) -> list[Path]:
+    """Those of a .gguf file or a folder, in order."""
+    if not path.is_dir():
+        return part_paths(path)
+    orbax = weights_folder(path)
+    found = [*path.glob("*.safetensors"), *path.glob("*.gguf")] if orbax is None else [file for file in orbax.rglob("*") if file.is_file()]
+    return sorted(found)
 
 
 def _file_digest(file: Path) -> bytes:

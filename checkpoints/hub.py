@@ -9,7 +9,9 @@ from pathlib import Path
 import huggingface_hub
 
 from checkpoints import embedded
+from checkpoints.gguf_parts import gguf_in
 from checkpoints.gguf_source import GGUFSource
+from checkpoints.orbax_source import OrbaxSource, weights_folder
 from checkpoints.safetensors_source import SafetensorsSource
 from checkpoints.source import CheckpointError, TensorSource
 
@@ -41,10 +43,9 @@ def resolve(model: str) -> Path:
 def open_source(path: Path) -> TensorSource:
     """Open what `resolve` returned. Raises `CheckpointError` for files that are missing, truncated, corrupt or unsupported."""
     if path.is_dir():
-        ggufs = sorted(path.glob("*.gguf"))
-        if len(ggufs) == 1 and not (path / "config.json").exists():
-            return GGUFSource(ggufs[0])
-        return SafetensorsSource(path)
+        if not (path / "config.json").exists() and (gguf := gguf_in(path)):
+            return GGUFSource(gguf)
+        return SafetensorsSource(path) if weights_folder(path) is None else OrbaxSource(path)
     return GGUFSource(path)
 
 

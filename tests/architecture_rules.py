@@ -19,12 +19,13 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "jaxinfer": ("pallas_kernels", "sharding", "checkpoints"),
     "server": ("jaxinfer",),
     "server.cli": ("jaxinfer", "checkpoints"),  # `jaxinfer convert` and the default model's fetch
+    "server.inspection": ("jaxinfer", "checkpoints"),  # `jaxinfer inspect`
 }
 
 # jaxinfer from top to bottom: a module imports from its own layer or lower ones.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("jaxinfer", "jaxinfer.llm"),
-    ("jaxinfer.engine", "jaxinfer.embedder", "jaxinfer.assembly", "jaxinfer.output", "jaxinfer.plain_forward"),
+    ("jaxinfer.engine", "jaxinfer.embedder", "jaxinfer.assembly", "jaxinfer.servable", "jaxinfer.output", "jaxinfer.plain_forward"),
     ("jaxinfer.prefill", "jaxinfer.decode", "jaxinfer.encode", "jaxinfer.kv_transfer", "jaxinfer.plan"),
     ("jaxinfer.runtime", "jaxinfer.speculative", "jaxinfer.sampling", "jaxinfer.structured_output"),
     ("jaxinfer.models",),
@@ -78,10 +79,14 @@ JAX_FREE = (
     "checkpoints/hub.py",
     "checkpoints/embedded.py",
     "checkpoints/sentence_files.py",
+    "checkpoints/orbax_source.py",
+    "checkpoints/outgoing.py",
+    "checkpoints/safetensors_writer.py",
+    "checkpoints/inventory.py",
     "server/*.py",  # the pattern's * also matches folders: all of server
 )
 JAX_FREE_LATER = ("jaxinfer/structured_output/grammar.py",)  # rooms planned, not yet built
-JAX_FREE_EXCEPT = ("server/local_backend.py",)  # it holds the engine, and names no array itself
+JAX_FREE_EXCEPT = ("server/local_backend.py", "server/inspection.py")  # they hold the engine or ask a model, and name no array themselves
 JAX = ("jax", "jaxlib", "flax", "orbax", "optax", "safetensors.flax")
 
 HIDDEN_IMPORTS_ALLOWED = ("server/cli.py", "server/cli/*.py", "jaxinfer/__init__.py")

@@ -1,0 +1,184 @@
+"""What a checkpoint holds: its tensors as they are stored, by part of the model and alike ones together, and what lies beside them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from checkpoints.digest import weight_files
+from checkpoints.gguf_file import GGUFFile
+from checkpoints.hub import open_source
+from checkpoints.orbax_source import weights_folder
+from checkpoints.safetensors_file import SafetensorsFile
+from checkpoints.safetensors_source import read_json
+from checkpoints.source import CheckpointError, TensorSource
+
+# The first that a tensor's name has something of, in this order; shown in that of PARTS.
+_PATTERNS = (
+    ("vision", r"vision|visual|multi_modal|mm_projector|^v\.|^mm\."),
+    ("norms", r"norm|(^|\.)ln_"),
+    ("experts", r"expert|moe|_exps\b|_shexp\b|router|mlp\.gate\.|gate_inp|exp_probs"),
+    ("attention", r"attn|attention"),
+    ("MLP", r"mlp|feed_forward|ffn|intermediate|output\.dense"),
+    ("embedding", r"embed|embd|wte|wpe"),
+    ("output head", r"lm_head|^output\."),
+)
+PARTS = ("embedding", "attention", "MLP", "experts", "norms", "output head", "vision", "other")
+_NUM_RUNS = 4  # of numbers, at most, in a name that is shown
+_TYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    name: str
+    shape: tuple[int, ...]
+    type: str  # such as bfloat16 or Q4_K
+    num_bytes: int  # as stored
+
+    @property
+    def part(self) -> str:
+        return next((part for part, pattern in _PATTERNS if re.search(pattern, self.name, re.IGNORECASE)), "other")
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Tensors of one shape and type whose names differ in numbers only."""
+
+    name: str  # such as model.layers.{0..29}.mlp.down_proj.weight
+    tensors: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    path: Path
+    format: str
+    files: tuple[Path, ...]  # of weights
+    source: TensorSource | None  # None: it can't be opened as a model's,
+    why_not: str | None  # for this reason, and `tensors` are as the files name them
+    architecture: str | None
+    context: int | None  # tokens
+    tokenizer: str | None  # where it is, such as tokenizer.json
+    has_chat_template: bool
+    tensors: tuple[Tensor, ...]
+
+    @property
+    def num_parameters(self) -> int:
+        """Integers that are no weights, such as an old encoder's position_ids, aside."""
+        return sum(prod(tensor.shape) for tensor in self.tensors if not re.fullmatch(r"U?I(NT)?(8|16|32|64)|BOOL", tensor.type))
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.num_bytes for tensor in self.tensors)
+
+
+def take_inventory(path: Path) -> Inventory:
+    """Of what `hub.resolve` returned. Raises `CheckpointError` for files that are missing or broken; what is whole but not supported is told
+    of in `why_not`."""
+    files = weight_files(path)
+    is_gguf = bool(files) and all(file.suffix == ".gguf" for file in files)
+    metadata = GGUFFile(files[0]).metadata if is_gguf else {}
+    source, why_not = None, None
+    try:
+        source = open_source(path)
+        config = source.config
+        tensors = tuple(_tensor(source, name) for name in source.names())
+    except CheckpointError as error:
+        source, why_not = None, str(error)
+        config = {} if is_gguf else read_json(path / "config.json")
+        tensors = tuple(_stored_tensors(files))
+        if not tensors:
+            raise
+    names = [metadata.get("general.architecture")] if source is None and is_gguf else config.get("architectures")
+    return Inventory(
+        path,
+        "GGUF" if is_gguf else "safetensors" if weights_folder(path) is None else "Orbax",
+        tuple(files),
+        source,
+        why_not,
+        ", ".join(map(str, names)) if isinstance(names, list) and names else None,
+        _context(config, metadata),
+        _tokenizer(path, metadata),
+        _has_chat_template(path, metadata),
+        tensors,
+    )
+
+
+def groups(tensors: Iterable[Tensor]) -> list[Group]:
+    """Alike tensors together, in the order of the first of each."""
+    found: dict[tuple[str, tuple[int, ...], str], list[Tensor]] = {}
+    for tensor in sorted(tensors, key=lambda tensor: (_numbers(tensor.name), tensor.name)):
+        found.setdefault((_pattern(tensor.name), tensor.shape, tensor.type), []).append(tensor)
+    return [Group(_name(alike), tuple(alike)) for alike in found.values()]
+
+
+def _pattern(name: str) -> str:
+    return re.sub(r"(?<![^.])\d+(?![^.])", "{}", name)
+
+
+def _numbers(name: str) -> list[int]:
+    return [int(number) for number in re.findall(r"(?<![^.])\d+(?![^.])", name)]
+
+
+def _name(alike: Sequence[Tensor]) -> str:
+    places = zip(*(_numbers(tensor.name) for tensor in alike), strict=True)
+    return _pattern(alike[0].name).format(*(_range(sorted(set(numbers))) for numbers in places))
+
+
+def _range(numbers: Sequence[int]) -> str:
+    """[0, 1, 2, 3] -> '{0..3}'; [1, 3, 5] -> '{1,3..5}'; [0, 1, 5] -> '{0..1,5}'; [4] -> '4'."""
+    if len(numbers) == 1:
+        return str(numbers[0])
+    steps = {after - before for before, after in pairwise(numbers)}
+    if len(steps) == 1 and steps != {1} and len(numbers) > 2:
+        return f"{{{numbers[0]},{numbers[1]}..{numbers[-1]}}}"
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    shown = [str(run[0]) if len(run) == 1 else f"{run[0]}..{run[-1]}" for run in runs]
+    return "{" + ",".join(shown if len(shown) <= _NUM_RUNS else [*shown[: _NUM_RUNS - 1], "..", shown[-1]]) + "}"
+
+
+def _tensor(source: TensorSource, name: str) -> Tensor:
+    stored = source.stored(name)
+    return Tensor(name, source.shape(name), _TYPES.get(stored.format, stored.format), stored.num_bytes)
+
+
+def _stored_tensors(files: Iterable[Path]) -> Iterable[Tensor]:
+    for file in files:
+        if file.suffix == ".gguf":
+            for name, info in GGUFFile(file).tensors.items():
+                yield Tensor(name, info.shape, _TYPES.get(info.type.name, info.type.name), info.num_bytes)
+        elif file.suffix == ".safetensors":
+            for name, held in SafetensorsFile(file).tensors.items():
+                yield Tensor(name, held.shape, _TYPES.get(held.type, held.type), prod(held.shape) * held.dtype.itemsize)
+
+
+def _context(config: Mapping[str, Any], metadata: Mapping[str, Any]) -> int | None:
+    text = config.get("text_config")
+    settings = {**config, **(text if isinstance(text, dict) else {})}
+    found = settings.get("max_position_embeddings", metadata.get(f"{metadata.get('general.architecture')}.context_length"))
+    return found if isinstance(found, int) else None
+
+
+def _tokenizer(path: Path, metadata: Mapping[str, Any]) -> str | None:
+    if metadata:
+        kind = metadata.get("tokenizer.ggml.model")
+        return None if kind is None else f"in the file's metadata ({kind})"
+    names = ("tokenizer.json", "tiktoken.model", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt")
+    return next((name for name in names if (path / name).is_file()), None)
+
+
+def _has_chat_template(path: Path, metadata: Mapping[str, Any]) -> bool:
+    if metadata or not path.is_dir():
+        return any(key.startswith("tokenizer.chat_template") for key in metadata)
+    settings = path / "tokenizer_config.json"
+    files = any(path.glob("chat_template.*")) or any(path.glob("additional_chat_templates/*.jinja"))
+    return files or bool(settings.is_file() and read_json(settings).get("chat_template"))
