@@ -32,9 +32,11 @@ def open_parts(path: Path) -> list[GGUFFile]:
     """The file, or in order all the parts that it is one of. Raises `CheckpointError` for one that is missing or of another model."""
     given = GGUFFile(path)
     count, paths = given.metadata.get("split.count", 1), part_paths(path)
-    if isinstance(count, int) and count <= 1:
+    if not isinstance(count, int):
+        raise CheckpointError(f"{path}: split.count is {count!r}, not a number; fetch or convert the file again")
+    if count <= 1:
         return [given]
-    if not isinstance(count, int) or count != len(paths):
+    if count != len(paths):
         raise CheckpointError(
             f"{path}: one of {count} parts by its metadata: each must be called NAME-00001-of-{count:05}.gguf and so on; give it the name "
             "that it had, or merge them (llama-gguf-split --merge)"
@@ -46,11 +48,9 @@ def open_parts(path: Path) -> list[GGUFFile]:
     files = [given if part == path else GGUFFile(part) for part in paths]
     of_name: dict[str, Path] = {}
     for number, file in enumerate(files):
-        place = (file.metadata.get("split.no"), file.metadata.get("split.count"))
-        if place != (number, count):
-            raise CheckpointError(
-                f"{file.path}: split.no and split.count are {place}, not {(number, count)}: not this part; fetch it again"
-            )
+        place = f"split.no is {file.metadata.get('split.no')} and split.count {file.metadata.get('split.count')}"
+        if place != (wanted := f"split.no is {number} and split.count {count}"):
+            raise CheckpointError(f"{file.path}: {place} where {wanted} should be: not this part; fetch it again")
         for name in file.tensors:
             if name in of_name:
                 raise CheckpointError(f"{file.path}: tensor {name!r} is in {of_name[name].name} too; fetch the parts again")
