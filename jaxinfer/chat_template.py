@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 from jinja2 import TemplateError, meta, nodes
@@ -69,7 +69,7 @@ class ChatTemplate:
             raise RequestError(f"{_REFUSED}: {error}", "messages") from error
         return _cut_at_mark(text, final) if continue_final_message else text
 
-    @property
+    @cached_property
     def reads_tools(self) -> bool:
         """Whether there is anything in it that `tools` could change; also if there is no template, or a broken one."""
         try:

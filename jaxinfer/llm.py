@@ -78,21 +78,22 @@ class LLM:
         return list(outputs.values())
 
     @overload
-    def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> RequestOutput: ...
+    def chat(self, messages: Sequence[Message], params: SamplingParams | None = None, **template: Any) -> RequestOutput: ...
 
     @overload
-    def chat(self, messages: Sequence[Sequence[Message]], params: SamplingParams | None = None) -> list[RequestOutput]: ...
+    def chat(self, messages: Sequence[Sequence[Message]], params: SamplingParams | None = None, **template: Any) -> list[RequestOutput]: ...
 
-    def chat(self, messages: Any, params: SamplingParams | None = None) -> RequestOutput | list[RequestOutput]:
+    def chat(self, messages: Any, params: SamplingParams | None = None, **template: Any) -> RequestOutput | list[RequestOutput]:
         """Answer a conversation of {"role", "content"} messages, or several conversations, by the model's chat template.
 
-        Raises `RequestError` where there is no message, or the template refuses one.
+        `template`: what `Tokenizer.render_chat` takes further, such as `tools`. Raises `RequestError` where there is no message,
+        or the template refuses one.
         """
         if not messages:
             raise RequestError("messages is empty: give at least one message", "messages")
         is_one = isinstance(messages[0], Mapping)
         conversations = [messages] if is_one else messages
-        texts = [self.tokenizer.render_chat(conversation) for conversation in conversations]
+        texts = [self.tokenizer.render_chat(conversation, **template) for conversation in conversations]
         # The template writes the special tokens itself.
         token_lists = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
         outputs = self.generate(token_lists, params or SamplingParams(max_tokens=None))

@@ -13,8 +13,8 @@ from server.batches.runner import BatchRunner
 from server.openai.body import check, parse, read_body
 from server.openai.errors import ApiError, quoted
 from server.openai.files import ExpiresAfter
-from server.openai.protocol import StrictModel, Text
 from server.openai.schema import documented_body, documented_errors, documented_query
+from server.openai.strict import StrictModel, Text
 
 Key = Annotated[Text, Field(max_length=64)]
 Value = Annotated[Text, Field(max_length=512)]

@@ -7,9 +7,11 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from jaxinfer.request import OutputDelta, RequestContext, RequestOutput, SamplingParams
+from jaxinfer.request import OutputDelta, RequestContext, RequestError, RequestOutput, SamplingParams
+from jaxinfer.tokenizer import Tokenizer
 from server.openai.caller import UNKNOWN, Caller, asked, tier_of
 from server.openai.logprobs import chat_logprobs
+from server.openai.messages import AssistantTurn, for_template
 from server.openai.protocol import ChatRequest
 from server.openai.responses import AssistantMessage, ChatChoice, ChatChunk, ChatChunkChoice, ChatCompletion, ChatDelta, Usage
 from server.openai.service import Service, finished_by, new_id
@@ -32,12 +34,27 @@ async def _prepare(service: Service, body: ChatRequest, caller: Caller) -> _Chat
     service.check_model(body.model)
     context = caller.context(body)
     params = body.sampling_params()
-    text = service.tokenizer.render_chat([message.for_template() for message in body.messages])
+    text = _render(service.tokenizer, body)
     prompt = await service.encode(text, add_special_tokens=False)  # the template has written them
     service.check_prompt("messages", prompt, params, "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens")
     id = new_id("chatcmpl")
     usage = service.usage.measure(asked(caller, context, id, ENDPOINT, body.model), [prompt], params.n)
     return _Chat(id, int(time.time()), prompt, params, context, usage)
+
+
+def _render(tokenizer: Tokenizer, body: ChatRequest) -> str:
+    tools = [tool.model_dump(exclude_none=True) for tool in body.tools] if body.tools else None
+    if tools is not None and not tokenizer.reads_tools:
+        raise RequestError("the model's chat template has no use for tools: leave them out", "tools", "unsupported_parameter")
+    variables = body.chat_template_kwargs
+    try:
+        return tokenizer.render_chat([for_template(message) for message in body.messages], tools=tools, chat_template_kwargs=variables)
+    except RequestError:
+        if not any(isinstance(message, AssistantTurn) and message.tool_calls for message in body.messages):
+            raise
+        # Most templates read the arguments of calls as objects; DeepSeek's joins them as text.
+        messages = [for_template(message, arguments_as_text=True) for message in body.messages]
+        return tokenizer.render_chat(messages, tools=tools, chat_template_kwargs=variables)
 
 
 async def respond(service: Service, body: ChatRequest, caller: Caller = UNKNOWN) -> ChatCompletion:

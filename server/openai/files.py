@@ -13,8 +13,8 @@ from server.batches.database import in_thread
 from server.batches.file_store import FileStore, StoredFile
 from server.openai.body import check, limited
 from server.openai.errors import ApiError, quoted
-from server.openai.protocol import StrictModel
 from server.openai.schema import documented_errors, documented_query
+from server.openai.strict import StrictModel
 
 DAY = 24 * 3600
 DEFAULT_SECONDS = 30 * DAY  # that an uploaded file is kept, as OpenAI has it

@@ -4,12 +4,14 @@ Ranges are documented here and enforced by `SamplingParams`, whose messages name
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import Field, Tag, model_validator
 
 from jaxinfer.request import MAX_LOGIT_BIAS, MAX_N, MAX_STOP_TOKENS, MAX_TOP_LOGPROBS, RequestError, SamplingParams
 from server.openai.errors import quoted
+from server.openai.messages import AnyMessage, Tool
+from server.openai.strict import NonEmpty, StrictModel, documented, one_of
 
 MAX_INT = 2**31 - 1
 
@@ -17,64 +19,16 @@ ServiceTier = Literal["auto", "default", "flex", "priority"]
 TIERS: dict[str, int] = {"auto": 0, "default": 0, "flex": 10, "priority": -10}  # the priority of each; lower goes first
 
 
-def _documented(**keywords: Any) -> Any:
-    """An optional field with its range in the OpenAPI page. Null means the same as leaving it out, as OpenAI has it."""
-    return Field(default=None, json_schema_extra=keywords)
-
-
-def _check_unicode(text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:  # JSON can spell half of a character outside the basic plane
-        raise ValueError(f"character {error.start} is half a surrogate pair: send the whole pair") from None
-    return text
-
-
-Text = Annotated[str, AfterValidator(_check_unicode)]
-NonEmpty = Annotated[Text, Field(min_length=1)]
-
-
-def _one_of(what: str, **tags: str) -> Discriminator:
-    """Chooses a union's member by the value's type (and, for lists, the first element's), so that an error speaks of one member."""
-
-    def tag(value: Any) -> str | None:
-        kind = type(value).__name__
-        if isinstance(value, list) and value:
-            kind = f"list_{type(value[0]).__name__}"
-        return tags.get(kind)
-
-    return Discriminator(tag, custom_error_type="value_type", custom_error_message=f"it must be {what}")
-
-
-class StrictModel(BaseModel):
-    """A JSON object: unknown names are refused, and nothing is converted (a number isn't read from a string)."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-    # What OpenAI's API has and this server doesn't: refused by name, unless null or one of the values that ask for nothing.
-    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_unsupported(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        for name, harmless in cls.unsupported.items():
-            if data.get(name) is not None and data[name] not in harmless:
-                raise RequestError(f"{name} is not supported by this server: leave it out", name, "unsupported_parameter")
-        return {name: value for name, value in data.items() if name not in cls.unsupported}
-
-
 Stop = Annotated[
     Annotated[NonEmpty, Tag("<string>")] | Annotated[list[NonEmpty], Tag("<strings>")],
-    _one_of("a string or a list of strings", str="<string>", list="<strings>", list_str="<strings>"),
+    one_of("a string or a list of strings", str="<string>", list="<strings>", list_str="<strings>"),
 ]
 
 
 class StreamOptions(StrictModel):
-    include_usage: bool | None = _documented(description="send a last chunk with the request's usage")
-    continuous_usage_stats: bool | None = _documented(description="with include_usage: the usage so far in each chunk too, as vLLM has it")
-    include_obfuscation: bool | None = _documented(description="accepted, without effect")
+    include_usage: bool | None = documented(description="send a last chunk with the request's usage")
+    continuous_usage_stats: bool | None = documented(description="with include_usage: the usage so far in each chunk too, as vLLM has it")
+    include_obfuscation: bool | None = documented(description="accepted, without effect")
 
 
 class SamplingBody(StrictModel):
@@ -83,26 +37,26 @@ class SamplingBody(StrictModel):
     model: str
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = _documented(minimum=0, maximum=MAX_INT)
-    temperature: float | None = _documented(minimum=0, maximum=100)
-    top_p: float | None = _documented(exclusiveMinimum=0, maximum=1)
-    n: int | None = _documented(minimum=1, maximum=MAX_N)
-    seed: int | None = _documented(minimum=-(2**63), maximum=2**63 - 1)
+    max_tokens: int | None = documented(minimum=0, maximum=MAX_INT)
+    temperature: float | None = documented(minimum=0, maximum=100)
+    top_p: float | None = documented(exclusiveMinimum=0, maximum=1)
+    n: int | None = documented(minimum=1, maximum=MAX_N)
+    seed: int | None = documented(minimum=-(2**63), maximum=2**63 - 1)
     stop: Stop | None = None
-    presence_penalty: float | None = _documented(minimum=-2, maximum=2)
-    frequency_penalty: float | None = _documented(minimum=-2, maximum=2)
-    logit_bias: dict[str, float] | None = _documented(maxProperties=MAX_LOGIT_BIAS, propertyNames={"pattern": "^[0-9]+$"})
+    presence_penalty: float | None = documented(minimum=-2, maximum=2)
+    frequency_penalty: float | None = documented(minimum=-2, maximum=2)
+    logit_bias: dict[str, float] | None = documented(maxProperties=MAX_LOGIT_BIAS, propertyNames={"pattern": "^[0-9]+$"})
     # Beyond OpenAI's API, named as vLLM names them.
-    top_k: int | None = _documented(minimum=-1, maximum=MAX_INT, description="sample among the k likeliest tokens; 0 or -1: all")
-    min_p: float | None = _documented(minimum=0, maximum=1, description="leave out tokens less likely than min_p times the likeliest")
-    repetition_penalty: float | None = _documented(exclusiveMinimum=0, maximum=100, description="over prompt and output tokens; 1: off")
-    min_tokens: int | None = _documented(minimum=0, maximum=MAX_INT, description="tokens before which nothing may end the output")
-    ignore_eos: bool | None = _documented(description="go on after the end-of-sequence token")
-    stop_token_ids: list[int] | None = _documented(maxItems=MAX_STOP_TOKENS, description="tokens that end the output")
-    priority: int | None = _documented(minimum=-(2**31), maximum=MAX_INT, description="lower goes first; 0: as without, flex: 10")
-    cache_salt: NonEmpty | None = _documented(description="prompts are found in the prefix cache only by requests of the same salt")
-    timeout: float | None = _documented(exclusiveMinimum=0, description="seconds after which the request is given up")
-    service_tier: ServiceTier | None = _documented(description="flex: after the others; priority: before them; auto: default")
+    top_k: int | None = documented(minimum=-1, maximum=MAX_INT, description="sample among the k likeliest tokens; 0 or -1: all")
+    min_p: float | None = documented(minimum=0, maximum=1, description="leave out tokens less likely than min_p times the likeliest")
+    repetition_penalty: float | None = documented(exclusiveMinimum=0, maximum=100, description="over prompt and output tokens; 1: off")
+    min_tokens: int | None = documented(minimum=0, maximum=MAX_INT, description="tokens before which nothing may end the output")
+    ignore_eos: bool | None = documented(description="go on after the end-of-sequence token")
+    stop_token_ids: list[int] | None = documented(maxItems=MAX_STOP_TOKENS, description="tokens that end the output")
+    priority: int | None = documented(minimum=-(2**31), maximum=MAX_INT, description="lower goes first; 0: as without, flex: 10")
+    cache_salt: NonEmpty | None = documented(description="prompts are found in the prefix cache only by requests of the same salt")
+    timeout: float | None = documented(exclusiveMinimum=0, description="seconds after which the request is given up")
+    service_tier: ServiceTier | None = documented(description="flex: after the others; priority: before them; auto: default")
     # Information for the provider, without effect here.
     user: str | None = None
     metadata: dict[str, str] | None = None
@@ -158,50 +112,9 @@ _SAME_NAMES = (
 )
 
 
-class TextPart(StrictModel):
-    type: Literal["text"]
-    text: Text
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_other_parts(cls, data: Any) -> Any:
-        kind = data.get("type") if isinstance(data, dict) else None
-        if isinstance(kind, str) and kind != "text":
-            raise RequestError(f"a content part's type is {kind[:40]!r}: this model reads text only", "type", "unsupported_content")
-        return data
-
-
-Content = Annotated[
-    Annotated[Text, Tag("<string>")] | Annotated[list[TextPart], Field(min_length=1), Tag("<parts>")],
-    _one_of("a string or a list of text parts", str="<string>", list="<parts>", list_dict="<parts>"),
-]
-
-
-class ChatMessage(StrictModel):
-    unsupported = {"tool_calls": ([],), "function_call": (), "tool_call_id": (), "audio": (), "refusal": (), "annotations": ([],)}
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Content
-    name: Text | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_tool_roles(cls, data: Any) -> Any:
-        if isinstance(data, dict) and data.get("role") in ("tool", "function"):
-            raise RequestError(f"role is {data['role']!r}: tool calls are not supported by this server", "role", "unsupported_parameter")
-        return data
-
-    def for_template(self) -> dict[str, str]:
-        """As chat templates read a message: text content, and 'developer' under its older name."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        message = {"role": "system" if self.role == "developer" else self.role, "content": text}
-        return message if self.name is None else message | {"name": self.name}
-
-
 class ChatRequest(SamplingBody):
     unsupported = {
-        # By what asks for it: tool calls, structured output, other media, storage and reasoning.
-        "tools": (),
+        # By what asks for it: calls of tools that are found in the answer, structured output, other media, storage and reasoning.
         "tool_choice": ("none", "auto"),
         "parallel_tool_calls": (True, False),
         "functions": (),
@@ -216,11 +129,19 @@ class ChatRequest(SamplingBody):
         "verbosity": (),
     }
 
-    messages: list[ChatMessage] = Field(min_length=1)
-    max_tokens: int | None = _documented(minimum=1, maximum=MAX_INT, description="by default what the context holds")
-    max_completion_tokens: int | None = _documented(minimum=1, maximum=MAX_INT, description="the newer name of max_tokens")
+    messages: list[AnyMessage] = Field(min_length=1)
+    tools: list[Tool] | None = documented(description="shown to the model by its chat template; what it calls is in the answer's text")
+    chat_template_kwargs: dict[str, Any] | None = documented(description="variables of the model's chat template: enable_thinking, ...")
+    max_tokens: int | None = documented(minimum=1, maximum=MAX_INT, description="by default what the context holds")
+    max_completion_tokens: int | None = documented(minimum=1, maximum=MAX_INT, description="the newer name of max_tokens")
     logprobs: bool | None = None
-    top_logprobs: int | None = _documented(minimum=0, maximum=MAX_TOP_LOGPROBS)
+    top_logprobs: int | None = documented(minimum=0, maximum=MAX_TOP_LOGPROBS)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out_tools_not_to_be_called(cls, data: Any) -> Any:
+        is_none = isinstance(data, dict) and data.get("tool_choice") == "none"
+        return {name: value for name, value in data.items() if name != "tools"} if is_none else data
 
     @model_validator(mode="after")
     def _check_pairs(self) -> Self:
@@ -254,7 +175,7 @@ Prompt = Annotated[
     | Annotated[list[NonEmpty], Field(min_length=1), Tag("<strings>")]
     | Annotated[TokenIds, Tag("<tokens>")]
     | Annotated[list[TokenIds], Field(min_length=1), Tag("<token lists>")],
-    _one_of(
+    one_of(
         "a string, a list of strings, a list of token ids or a list of such lists",
         str="<string>",
         list="<strings>",
@@ -271,8 +192,8 @@ MAX_INPUTS = 2048  # OpenAI's limit
 class EmbeddingRequest(StrictModel):
     model: str
     input: Prompt
-    encoding_format: Literal["float", "base64"] | None = _documented(description="base64: of little-endian float32; float by default")
-    dimensions: int | None = _documented(
+    encoding_format: Literal["float", "base64"] | None = documented(description="base64: of little-endian float32; float by default")
+    dimensions: int | None = documented(
         minimum=1, description="that many of each embedding, brought to length 1 again; at most the model's"
     )
     user: str | None = None  # without effect here
@@ -294,8 +215,8 @@ class CompletionRequest(SamplingBody):
 
     prompt: Prompt
     echo: bool | None = None
-    logprobs: int | None = _documented(minimum=0, maximum=MAX_TOP_LOGPROBS)
-    best_of: int | None = _documented(minimum=1, maximum=MAX_N, description="only the value of n is supported")
+    logprobs: int | None = documented(minimum=0, maximum=MAX_TOP_LOGPROBS)
+    best_of: int | None = documented(minimum=1, maximum=MAX_N, description="only the value of n is supported")
 
     @model_validator(mode="after")
     def _check_pairs(self) -> Self:

@@ -44,6 +44,9 @@ def test_chat_renders_the_template(llm):
     assert second.prompt.count("<|im_start|>") == 4
     with pytest.raises(RequestError):
         llm.chat([], GREEDY)
+    with pytest.raises(RequestError, match="tools can't be a variable"):
+        llm.chat(messages, GREEDY, chat_template_kwargs={"tools": []})
+    assert llm.chat(messages, GREEDY, tools=[], add_generation_prompt=False).prompt == "<|im_start|>user\nhi<|im_end|>\n"
 
 
 def test_a_long_call_shows_its_progress_unless_told_not_to(llm, capsys):

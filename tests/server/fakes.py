@@ -26,14 +26,14 @@ TEMPLATE = (
 )
 
 
-def byte_tokenizer() -> Tokenizer:
+def byte_tokenizer(template: str = TEMPLATE) -> Tokenizer:
     """Each of the 256 bytes is a token, and so are <|im_start|> and <|im_end|>."""
     vocab = {character: i for i, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_tokens([AddedToken(name, special=True, normalized=False) for name in ("<|im_start|>", "<|im_end|>")])
-    return Tokenizer(backend, None, (257,), ChatTemplate(TEMPLATE, {}))
+    return Tokenizer(backend, None, (257,), ChatTemplate(template, {}))
 
 
 class FakeBackend:

@@ -3,9 +3,12 @@
 import json
 
 import pytest
+from fastapi.testclient import TestClient
 
 from jaxinfer.request import SamplingParams
-from tests.server.fakes import ANSWER, MAX_MODEL_LEN
+from server.openai.app import create_app
+from tests.golden.families import inputs, read
+from tests.server.fakes import ANSWER, MAX_MODEL_LEN, FakeBackend, byte_tokenizer
 from tests.server.sse import chunks_of
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -116,6 +119,56 @@ def test_an_answer_of_ours_can_be_sent_back(client):
     message = client.post("/v1/chat/completions", json=BODY).json()["choices"][0]["message"]
     history = [*MESSAGES, message | {"tool_calls": None, "annotations": []}, *MESSAGES]
     assert client.post("/v1/chat/completions", json=BODY | {"messages": history}).status_code == 200
+
+
+def asked_with(template: str, body: dict, config) -> str:
+    """The prompt that a model with this template gets."""
+    tokenizer = byte_tokenizer(template)
+    backend = FakeBackend(tokenizer)
+    backend.max_model_len = 10_000
+    with TestClient(create_app(backend, tokenizer, config)) as client:
+        response = client.post("/v1/chat/completions", json=BODY | body)
+    assert response.status_code == 200, response.text
+    [(_, prompt, _)] = backend.seen
+    return tokenizer.decode(prompt, skip_special_tokens=False)
+
+
+CALL = {"id": "c0", "type": "function", "function": {"name": "get_weather", "arguments": '{"place": "Zürich"}'}}
+WITH_CALL = [
+    *MESSAGES,
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "c0", "content": "12 °C"},
+]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3", "kimi_k2"])
+def test_tools_calls_and_their_results_are_in_the_prompt_as_the_models_template_has_them(config, family):
+    template = (
+        (read.FOLDER / family / "chat_template.jinja").read_text(encoding="utf-8").replace("bos_token", "''").replace("eos_token", "''")
+    )
+    prompt = asked_with(template, {"messages": WITH_CALL, "tools": [inputs.WEATHER, inputs.CLOCK], "parallel_tool_calls": True}, config)
+    # Qwen's and Kimi's read the arguments as an object, DeepSeek's as text: each comes as it is in JSON.
+    call = CALL | {
+        "function": {"name": "get_weather", "arguments": CALL["function"]["arguments"] if family == "deepseek_v3" else {"place": "Zürich"}}
+    }
+    messages = [*MESSAGES, {"role": "assistant", "tool_calls": [call]}, WITH_CALL[-1]]
+    assert prompt == byte_tokenizer(template).render_chat(messages, tools=[inputs.WEATHER, inputs.CLOCK])
+    assert "get_weather" in prompt and '{"place": "Zürich"}' in prompt and "12 °C" in prompt
+
+
+def test_tools_that_must_not_be_called_are_not_shown(config):
+    template = "{{ tools | tojson }} {{ messages | length }}"
+    tools = {"tools": [inputs.CLOCK]}
+    assert asked_with(template, tools, config) == json.dumps([inputs.CLOCK]) + " 1"
+    assert asked_with(template, tools | {"tool_choice": "auto"}, config) == json.dumps([inputs.CLOCK]) + " 1"
+    assert asked_with(template, tools | {"tool_choice": "none"}, config) == "null 1"
+    assert asked_with(template, {"tools": []}, config) == "null 1"
+
+
+def test_variables_reach_the_template(config):
+    template = "{{ enable_thinking is defined and not enable_thinking }}"
+    assert asked_with(template, {"chat_template_kwargs": {"enable_thinking": False}}, config) == "True"
+    assert asked_with(template, {}, config) == "False"
 
 
 def test_the_answer_may_take_exactly_what_the_context_holds(client):

@@ -31,6 +31,10 @@ def error_of(response, status, param=None, code=None):
     return error["message"]
 
 
+def called(arguments: str) -> dict:
+    return {"role": "assistant", "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}]}
+
+
 def messages(*items):
     return {"messages": list(items)}
 
@@ -48,13 +52,24 @@ BAD_CHATS = [
     (messages({"role": "user"}), "messages[0].content", "missing_required_parameter", "missing"),
     (messages({"content": "Hi"}), "messages[0].role", "missing_required_parameter", "missing"),
     (messages({"role": "robot", "content": ""}), "messages[0].role", "invalid_value", "'robot': it must be 'system', 'developer', 'user'"),
-    (messages({"role": "tool", "content": ""}), "messages[0].role", "unsupported_parameter", "tool calls are not supported"),
+    (
+        messages({"role": "function", "content": ""}),
+        "messages[0].role",
+        "unsupported_parameter",
+        "send what a tool returned with role 'tool'",
+    ),
+    (messages({"role": "tool", "content": ""}), "messages[0].tool_call_id", "missing_required_parameter", "missing"),
     (messages({"role": "user", "content": 3}), "messages[0].content", "invalid_type", "3: it must be a string or a list of text parts"),
-    (messages({"role": "assistant", "content": None}), "messages[0].content", "invalid_type", "None"),
+    (messages({"role": "user", "content": None}), "messages[0].content", "invalid_type", "None"),
+    (messages({"role": "assistant", "content": None}), "messages[0].content", "invalid_value", "content is null"),
+    (messages({"role": "assistant", "tool_calls": []}), "messages[0].content", "invalid_value", "content is null"),
     (messages({"role": "user", "content": []}), "messages[0].content", "invalid_value", "must not be empty"),
     (messages({"role": "user", "content": "\ud83d"}), "messages[0].content", "invalid_value", "surrogate"),
     (messages({"role": "user", "content": "", "nam": ""}), "messages[0].nam", "unknown_parameter", "did you mean 'name'?"),
-    (messages({"role": "assistant", "content": "", "tool_calls": [{}]}), "messages[0].tool_calls", "unsupported_parameter", "tool_calls"),
+    (messages({"role": "user", "content": "", "tool_calls": [{}]}), "messages[0].tool_calls", "unsupported_parameter", "tool_calls"),
+    (messages({"role": "assistant", "tool_calls": [{}]}), "messages[0].tool_calls[0].id", "missing_required_parameter", "missing"),
+    (messages(called("[1]")), "messages[0].tool_calls[0].function.arguments", "invalid_value", "'[1]': it must be a JSON object"),
+    (messages(called("{")), "messages[0].tool_calls[0].function.arguments", "invalid_value", "'{': it must be a JSON object"),
     (
         messages({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}),
         "messages[0].content[0].type",
@@ -67,7 +82,16 @@ BAD_CHATS = [
         "unknown_parameter",
         "did you mean 'text'?",
     ),
-    ({"tools": [{"type": "function"}]}, "tools", "unsupported_parameter", "tools is not supported"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function", "missing_required_parameter", "missing"),
+    ({"tools": [{"type": "code", "function": {"name": "f"}}]}, "tools[0].type", "invalid_value", "'code': it must be 'function'"),
+    (
+        {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
+        "tools[0].function.strict",
+        "unsupported_parameter",
+        "strict",
+    ),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "unsupported_parameter", "chat template has no use for tools"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "invalid_value", "messages can't be a variable"),
     ({"tool_choice": "required"}, "tool_choice", "unsupported_parameter", "tool_choice is not supported"),
     ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter", "response_format is not supported"),
     ({"n": 0}, "n", "invalid_value", "0: it must be an integer from 1 to 128"),
