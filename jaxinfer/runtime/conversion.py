@@ -1,8 +1,10 @@
-"""From a checkpoint's arrays to those that a model's programs take: matrices of integers, packed ones, each converted as soon as it is loaded."""
+"""From a checkpoint's arrays to those that a model's programs take: matrices of integers, packed ones, packed experts, each converted as
+soon as it is loaded."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -14,19 +16,26 @@ from jaxtyping import Array
 from jaxinfer.layers.int8 import quantize
 from jaxinfer.layers.matrices import INT8, MatrixFormat
 from jaxinfer.runtime.template import SCALE, Leaf, Template, Weights, template_of
+from pallas_kernels.grouped_matmul.formats import PARTS
 from pallas_kernels.packed_matmul.layout import pack
 from sharding.rules import Rules
 
+_PARTS = {part.name: part for parts in PARTS.values() for part in parts}
+
 
 class Conversion:
-    """`plain` is the template to load by: float32, its matrices as in checkpoints; it is the given one itself where nothing is to be
-    converted. `convert` takes its arrays, one at a time and in any thread; `weights` puts together what came of them."""
+    """`plain` is the template to load by: float32, its matrices as in checkpoints, of packed experts the arrays that those are stored as
+    there; it is the given one itself where nothing is to be converted. `convert` takes its arrays, one at a time and in any thread; `weights` puts together what came of them."""
 
     def __init__(self, template: Template[Any], mesh: Mesh, rules: Rules) -> None:
         self._mesh, self._form = mesh, template.form
         self.plain: Template[Any] = template
         if self._form.is_packed or self._form.is_int8:
-            self.plain = template_of(template.model, template.config, MatrixFormat(jnp.dtype("float32")), template.activation_dtype)
+            experts = replace(self._form.experts, dtype=self._form.expert_dtype)
+            form = MatrixFormat(jnp.dtype("float32"), experts=experts)
+            self.plain = template_of(template.model, template.config, form, template.activation_dtype)
+        if any(leaf.part for leaf in self.plain.leaves):
+            self.plain = replace(self.plain, leaves=tuple(map(stored_leaf, self.plain.leaves)))
         self._targets = list(zip(template.leaves, template.abstract(mesh, rules), strict=True))
         self._target_of = {name: (leaf, target) for leaf, target in self._targets for name in (*leaf.paths, leaf.name)}
         self._axes = {leaf.name: leaf.axes for leaf in self.plain.leaves}
@@ -34,6 +43,8 @@ class Conversion:
     def convert(self, name: str, array: Array) -> Any:
         """A matrix as the template has it, and its scales if it is of integers; of all else only the type may change."""
         leaf, target = self._target_of[name]
+        if leaf.part:
+            return _packer(leaf.part, self._mesh, jax.typeof(array).sharding.spec, target.sharding.spec)(array)
         if leaf.output_axes is None:
             return array.astype(leaf.dtype)
         # Where each dimension of the converted matrix comes from: outputs first.
@@ -63,6 +74,30 @@ class Conversion:
             for place, path in enumerate(leaf.paths):
                 stack = _put(stack, arrays.pop(path), place)
             return jax.lax.bitcast_convert_type(stack, target.dtype)
+
+
+def stored_leaf(leaf: Leaf) -> Leaf:
+    """Of packed experts: as the checkpoint has what it is made of; any other as it is."""
+    if leaf.part is None:
+        return leaf
+    part = _PARTS[leaf.part]
+    lead = len(leaf.shape) - len(part.tile)
+    outputs, inputs = (tiles * size for tiles, size in zip(leaf.shape[lead - 2 : lead], part.cut, strict=True))
+    return replace(leaf, axes=leaf.axes[:lead], shape=(*leaf.shape[: lead - 2], outputs, inputs), dtype=part.dtype)
+
+
+@cache
+def _packer(name: str, mesh: Mesh, stored: PartitionSpec, packed: PartitionSpec) -> Callable[[Array], Array]:
+    """One for all of a kind. Devices split experts by whole tiles, so each packs its own."""
+
+    def tiled(array: Array) -> Array:
+        *lead, outputs, inputs = array.shape
+        # One expert at a time: on the way a code takes eight times its room, or four.
+        tiles = jax.lax.map(lambda one: _PARTS[name].pack(one[None])[0], array.reshape(-1, outputs, inputs))
+        return tiles.reshape(*lead, *tiles.shape[1:])
+
+    packer: Callable[[Array], Array] = jax.jit(jax.shard_map(tiled, mesh=mesh, in_specs=stored, out_specs=packed, check_vma=False))
+    return packer
 
 
 def _bits(dtype: jnp.dtype) -> jnp.dtype:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array
 
 from checkpoints.loader import load
 from checkpoints.source import TensorSource
+from checkpoints.weight_map import WeightMap
 from jaxinfer.runtime.conversion import Conversion
 from jaxinfer.runtime.template import Leaf, Template, Weights
 from sharding.rules import Rules
@@ -23,20 +26,33 @@ def load_weights(template: Template[Any], source: TensorSource, mesh: Mesh, rule
     for leaf in conversion.plain.leaves:
         if leaf.is_stack:
             weight_map = weight_map.with_stack(leaf.name, leaf.paths)
+        elif leaf.part:
+            weight_map = _with_part(weight_map, leaf.name, leaf.part)
     names = [leaf.name for leaf in conversion.plain.leaves]
     loaded = load(source, dict(zip(names, conversion.plain.abstract(mesh, rules), strict=True)), weight_map, conversion.convert)
     return conversion.weights(loaded)
 
 
+def _with_part(weight_map: WeightMap, path: str, part: str) -> WeightMap:
+    """With an entry for what is filled by a part of the tensors of experts' matrices, such as "blocks.3.experts.gate_up_words" by those of
+    "blocks.3.experts.gate_up". Packed tensors have their outputs first."""
+    found = weight_map.find(path.rpartition("_")[0])
+    axis = 1 if len(found.tensors) > 1 else 0
+    return replace(weight_map, weights={**weight_map.weights, path: replace(found, transpose=False, axis=axis, part=part)})
+
+
 def random_weights(template: Template[Any], mesh: Mesh, rules: Rules) -> Weights:
-    """Made-up weights, the same on every mesh: normal, scaled by fan-in; vectors (norms) are ones."""
+    """Made-up weights, the same on every mesh: normal, scaled by fan-in; vectors (norms) are ones, the words of packed experts any bits."""
     conversion = Conversion(template, mesh, rules)
 
     def make(number: int, leaf: Leaf, target: jax.ShapeDtypeStruct) -> Array:
+        random, inputs = np.random.default_rng(number), target.shape[-1 if leaf.part else 1 if leaf.axes[0] == "experts" else 0]
         if leaf.is_stack or len(leaf.shape) == 1:
             value = np.ones(target.shape, np.float32)
+        elif leaf.dtype == jnp.int32:
+            value = random.integers(-(2**31), 2**31, target.shape, np.int32)
         else:
-            value = np.random.default_rng(number).standard_normal(target.shape, np.float32) / np.sqrt(np.float32(target.shape[0]))
+            value = random.standard_normal(target.shape, np.float32) / np.sqrt(np.float32(inputs))
         return jax.device_put(value.astype(target.dtype), target.sharding)
 
     targets = zip(conversion.plain.leaves, conversion.plain.abstract(mesh, rules), strict=True)

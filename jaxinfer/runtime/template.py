@@ -46,6 +46,7 @@ class Leaf:
     dtype: jnp.dtype
     is_packed: bool = False
     output_axes: int | None = None  # how many of a matrix's axes, the first ones, are outputs; None for what lies as in checkpoints
+    part: str | None = None  # of packed experts: what of a checkpoint's tensors it is made of, such as "weight_packed"
 
     @property
     def is_stack(self) -> bool:
@@ -115,12 +116,12 @@ def template_of(
         is_packed = about.get("is_packed", False)
         is_scale = str(key[-1]).endswith(SCALE)
         alone = is_scale if is_scale or is_packed or len(value.shape) == 1 else key
-        kind = (alone, is_packed, about.get("output_axes"), about["logical_axes"], value.shape, value.dtype)
+        kind = (alone, is_packed, about.get("output_axes"), about.get("part"), about["logical_axes"], value.shape, value.dtype)
         together.setdefault(kind, []).append((place, ".".join(map(str, key))))
     leaves = []
-    for (_, is_packed, output_axes, axes, shape, of_type), of_leaf in together.items():
+    for (_, is_packed, output_axes, part, axes, shape, of_type), of_leaf in together.items():
         if is_packed or len(of_leaf) > 1:
             axes, shape = (None, *axes), (len(of_leaf), *shape)
         places, paths = zip(*of_leaf, strict=True)
-        leaves.append(Leaf(places, paths, axes, shape, of_type, is_packed, output_axes))
+        leaves.append(Leaf(places, paths, axes, shape, of_type, is_packed, output_axes, part))
     return Template(config, form, activation_dtype, model, graph, structure, tuple(leaves))

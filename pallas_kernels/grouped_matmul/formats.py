@@ -8,7 +8,8 @@ and a mask leave a pair where it has to be, and nothing is exchanged between thr
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import Literal, NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 from jax import lax
@@ -49,10 +50,7 @@ def int4_from_compressed_tensors(weight_packed: Int32[Array, "E F D/8"], weight_
         raise ValueError(
             f"weight_scale {weight_scale.shape} must be {(experts, outputs, inputs // GROUP)} for weight_packed {weight_packed.shape}"
         )
-    codes = (weight_packed[..., None] >> (4 * jnp.arange(_PER_WORD))) & 15
-    scale = weight_scale.reshape(experts, outputs // OUTPUTS, OUTPUTS, inputs // INPUTS, INPUTS // GROUP)
-    scale = jnp.moveaxis(scale, 3, 2).reshape(experts, outputs // OUTPUTS, inputs // INPUTS, 2, -1)
-    return Int4(_tiled(codes.reshape(experts, outputs, inputs), 4), scale)
+    return Int4(int4_words(weight_packed), int4_scale(weight_scale))
 
 
 def fp8_from_blocks(weight: Float8e4m3fn[Array, "E F D"], weight_scale_inv: Float[Array, "E F/128 D/128"]) -> Fp8:
@@ -62,8 +60,55 @@ def fp8_from_blocks(weight: Float8e4m3fn[Array, "E F D"], weight_scale_inv: Floa
     _check("weight", outputs, inputs)
     if weight_scale_inv.shape != (experts, outputs // OUTPUTS, inputs // INPUTS):
         raise ValueError(f"weight_scale_inv {weight_scale_inv.shape} must be a scale a 128 x 128 of weight {weight.shape}")
-    codes = lax.bitcast_convert_type(weight, jnp.uint8).astype(jnp.int32)
-    return Fp8(_tiled(codes, 8), jnp.repeat(weight_scale_inv.astype(jnp.float32)[..., None], LINE, -1))
+    return Fp8(fp8_words(weight), fp8_scale(weight_scale_inv))
+
+
+def int4_words(weight_packed: Int32[Array, "E F D/8"]) -> Int32[Array, "E FT DT 128 16"]:
+    """Those of `int4_from_compressed_tensors`."""
+    codes = (weight_packed[..., None] >> (4 * jnp.arange(_PER_WORD))) & 15
+    return _tiled(codes.reshape(*weight_packed.shape[:2], -1), 4)
+
+
+def int4_scale(weight_scale: BFloat16[Array, "E F D/32"]) -> BFloat16[Array, "E FT DT 2 256"]:
+    """That of `int4_from_compressed_tensors`."""
+    experts, outputs, groups = weight_scale.shape
+    of_tile = INPUTS // GROUP
+    scale = weight_scale.reshape(experts, outputs // OUTPUTS, OUTPUTS, groups // of_tile, of_tile)
+    return jnp.moveaxis(scale, 3, 2).reshape(experts, outputs // OUTPUTS, groups // of_tile, 2, -1)
+
+
+def fp8_words(weight: Float8e4m3fn[Array, "E F D"]) -> Int32[Array, "E FT DT 256 16"]:
+    """Those of `fp8_from_blocks`."""
+    return _tiled(lax.bitcast_convert_type(weight, jnp.uint8).astype(jnp.int32), 8)
+
+
+def fp8_scale(weight_scale_inv: Float[Array, "E FT DT"]) -> Float[Array, "E FT DT 32"]:
+    """That of `fp8_from_blocks`."""
+    return jnp.repeat(weight_scale_inv.astype(jnp.float32)[..., None], LINE, -1)
+
+
+class Part(NamedTuple):
+    """One of the arrays that a checkpoint has a tensor as, and what is made of it: of each tile a part of both."""
+
+    name: str  # last word of the array's
+    cut: tuple[int, int]  # of a tile: outputs and inputs in the checkpoint's array
+    dtype: jnp.dtype
+    tile: tuple[int, ...]  # in the array made of it
+    tile_dtype: jnp.dtype
+    pack: Callable[[Array], Array]  # for arrays [E, outputs, inputs]
+
+
+PARTS: Mapping[Literal["int4", "fp8"], tuple[Part, Part]] = {  # words, scale
+    "int4": (
+        Part("weight_packed", (OUTPUTS, INPUTS // _PER_WORD), jnp.dtype("int32"), (OUTPUTS, WORDS), jnp.dtype("int32"), int4_words),
+        Part("weight_scale", (OUTPUTS, INPUTS // GROUP), jnp.dtype("bfloat16"), (2, 256), jnp.dtype("bfloat16"), int4_scale),
+    ),
+    "fp8": (
+        Part("weight", (OUTPUTS, INPUTS), jnp.dtype("float8_e4m3fn"), (2 * OUTPUTS, WORDS), jnp.dtype("int32"), fp8_words),
+        Part("weight_scale_inv", (1, 1), jnp.dtype("float32"), (LINE,), jnp.dtype("float32"), fp8_scale),
+    ),
+}
+KINDS: Mapping[Literal["int4", "fp8"], type[Int4] | type[Fp8]] = {"int4": Int4, "fp8": Fp8}
 
 
 def shape_of(weights: Weights) -> tuple[int, int, int]:

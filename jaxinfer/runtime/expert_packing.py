@@ -1,0 +1,59 @@
+"""Whether a mixture's experts can be kept in memory as their checkpoint has them, quantised."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from checkpoints.source import FP8_BLOCKS, INT4_GROUPS, TensorSource
+from checkpoints.weight_map import Weight, WeightMap
+from jaxinfer.runtime.template import Leaf, Template
+from pallas_kernels.grouped_matmul.formats import INPUTS, OUTPUTS, PARTS
+
+logger = logging.getLogger(__name__)
+
+Packing = Literal["int4", "fp8"]
+
+_PACKINGS: dict[str, Packing] = {INT4_GROUPS: "int4", FP8_BLOCKS: "fp8"}
+_TILE = max(OUTPUTS, INPUTS)
+
+
+def choose_packing(template: Template[Any], source: TensorSource, num_devices: Sequence[int]) -> Packing | None:
+    """The packing for a model whose experts are plain in this template, on meshes of so many devices each; None where they have to stay so:
+    not quantised, in another way, or of sizes that tiles don't divide. Raises `CheckpointError` for tensors that are missing."""
+    matrices = [leaf for leaf in template.leaves if len(leaf.shape) > 2 and leaf.axes[0] == "experts"]
+    if not matrices:
+        return None
+    packing, reason = _packing_of(matrices, template.model.weight_map, source, max(num_devices))
+    logger.info("experts: kept as %s (%s)", packing or matrices[0].dtype, reason)
+    return packing
+
+
+def _packing_of(matrices: Sequence[Leaf], weight_map: WeightMap, source: TensorSource, num_devices: int) -> tuple[Packing | None, str]:
+    """And why."""
+    names = weight_map.names_in(source.names())
+    tensors = [name for leaf in matrices for name in _tensors(weight_map.find(leaf.name), leaf)]
+    stored = [source.stored(names.get(name, name)) for name in tensors]
+    formats = sorted({one.format for one in stored})
+    if len(formats) > 1 or formats[0] not in _PACKINGS:
+        return None, f"the checkpoint has them in {' and '.join(formats)}: packed are {' and '.join(_PACKINGS)}"
+    packing = _PACKINGS[formats[0]]
+    for part in PARTS[packing]:
+        types = {one.parts[part.name].dtype for one in stored}
+        if not all(np.can_cast(dtype, part.dtype) for dtype in types):
+            return None, f"the checkpoint's {part.name} is {' and '.join(sorted(map(str, types)))}: only {part.dtype} is packed"
+    for leaf in matrices:
+        for axis, size in zip(leaf.axes, leaf.shape, strict=True):
+            of_device = size // num_devices if axis == "mlp" else size
+            if axis in ("embed", "mlp") and of_device % _TILE:
+                return None, f"their {axis} axis has {of_device} on a device, of {num_devices}: only multiples of {_TILE} are packed"
+    return packing, f"as the checkpoint has them, {formats[0]}"
+
+
+def _tensors(weight: Weight, leaf: Leaf) -> Sequence[str]:
+    if not weight.is_of_experts:
+        return weight.tensors
+    return [name for expert in range(leaf.shape[0]) for name in weight.of_expert(expert, len(leaf.shape)).tensors]
