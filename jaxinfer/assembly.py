@@ -27,7 +27,7 @@ from jaxinfer.kv_transfer.handoff import KVTransfer
 from jaxinfer.kv_transfer.page_moves import PageMover, gather_programs, scatter_programs
 from jaxinfer.kv_transfer.same_mesh import SameMeshTransfer
 from jaxinfer.kv_transfer.tiers import TierTransfer
-from jaxinfer.models.config import ArchitectureConfig
+from jaxinfer.models.registry import read_config
 from jaxinfer.plan import Plan, RolePlan, make_plan
 from jaxinfer.prefill.batch import empty_batch as empty_prefill_batch
 from jaxinfer.prefill.pace import Pace
@@ -44,6 +44,7 @@ from jaxinfer.runtime.template import Weights
 from jaxinfer.sampling.params import neutral_rows
 from jaxinfer.stats import EngineStats
 from jaxinfer.tokenizer import Tokenizer
+from pallas_kernels.span import EVERYTHING
 
 _FETCHED_SHARE = 4  # of host memory for pages one part is for those on their way up
 
@@ -76,14 +77,23 @@ def assemble(config: EngineConfig, stats: EngineStats) -> Parts:
     # First, so that the plan's pages are of the memory that it leaves.
     encode = load_encoder(config, stats, clocks[0]) if config.model.embedding_model else None
     source = open_source(resolve(config.model.model))
-    plan = make_plan(config, ArchitectureConfig.from_hf(source.config))
+    plan = make_plan(config, read_config(source.config))
     tokenizer = Tokenizer.from_source(source)
     spec, schedule = plan.page_spec, config.schedule
 
     roles = (plan.decode,) if plan.shares_mesh else (plan.prefill, plan.decode)
     pools = [_pool(plan, role) for role in roles]
     cache, clocks = config.cache, clocks[: len(roles)]
-    managers = [KVManager(spec, role.num_pages, prefix_cache=cache.prefix_cache, session_seconds=cache.session_seconds) for role in roles]
+    managers = [
+        KVManager(
+            spec,
+            role.num_pages,
+            prefix_cache=cache.prefix_cache,
+            session_seconds=cache.session_seconds,
+            chunk_size=schedule.prefill_buckets[-1],
+        )
+        for role in roles
+    ]
     prefill_runner = PrefillRunner(
         plan.template,
         plan.prefill.mesh,
@@ -180,6 +190,10 @@ def _tiers(config: EngineConfig, plan: Plan, source: TensorSource) -> Tiers | No
         return None
     if host_size >= 2 * page_bytes:
         host_size -= _most_fetched(config, plan) * page_bytes
+    if plan.page_spec.spans != (EVERYTHING,):
+        raise ConfigError(
+            "kv_host_memory is given, but this model has layers of bounded spans, whose pages can't be kept there yet: leave it out"
+        )
     disk = parse_disk("kv_disk", cache.kv_disk) if cache.kv_disk else None
     return Tiers(page_bytes, host_size, disk, _fingerprint(config, plan, source) if disk else b"")
 
@@ -221,7 +235,7 @@ def _warm_up(prefill: PrefillRunner, decode: DecodeRunner) -> None:
     for size in prefill.buckets:
         _run_full(prefill, size)
     for size in decode.buckets:
-        steps = empty_decode_batch(size, decode.num_slots)
+        steps = empty_decode_batch(size, decode.num_slots, decode.num_groups)
         steps.slots[0] = 0  # whoever gets the slot brings its own token
         jax.block_until_ready(decode.run(steps, decode.put(neutral_rows(size))))
     prefill.count_tokens(0, (), 0)

@@ -200,7 +200,7 @@ class Engine:
         # Running sequences grow: leave each a page, or what is admitted now would be preempted at once.
         keep_free = num_running if parts.plan.shares_mesh else 0
         free_slots = self.config.schedule.max_batch_size - self._num_admitted
-        chunks = parts.prefill.launch(self._prefill_budget(num_running), free_slots, keep_free, self._make_room)
+        chunks = parts.prefill.launch(self._prefill_budget(num_running), free_slots, keep_free, self._make_room, self._make_way)
         now = time.monotonic()
         for chunk in chunks:
             sequence = chunk.sequence
@@ -235,6 +235,16 @@ class Engine:
         if parts.plan.shares_mesh or self._num_admitted >= self.config.schedule.max_batch_size:
             holders += parts.decode.scheduler.running
         return self._preempt_above(parts.prefill.scheduler.queue.level(waiting), holders)
+
+    def _make_way(self, sequence: Sequence, prefilling: list[Sequence]) -> bool:
+        """Preempt the last in turn of those that are served after an admitted sequence, which lacks pages to go on."""
+        parts = self._parts
+        holders = self._prefilled + prefilling + (parts.decode.scheduler.running if parts.plan.shares_mesh else [])
+        victim = max(holders, key=lambda s: s.turn, default=None)
+        if victim is None or victim.turn <= sequence.turn:
+            return False
+        self._preempt(victim)
+        return True
 
     def _hand_over(self) -> None:
         while self._prefilled and self._move(self._prefilled[0]):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +14,11 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.kv_cache.pages import Pages
+from jaxinfer.layers.attention import Attend, How
+from jaxinfer.layers.latent_attention import expanded
 from jaxinfer.runtime.compilation import Executable, ProgramSource, compile_program
 from jaxinfer.runtime.template import ModelTemplate, Weights
+from pallas_kernels.seen import first_seen
 from sharding.mesh import TENSOR
 from sharding.partition import replicated
 
@@ -43,22 +49,49 @@ class PlainForward:
 
     def _forward(self, weights: Weights, token_ids: Int[Array, " T"]) -> Float[Array, "T V"]:
         model = self._template.merge(weights)
-        hidden, _ = model(token_ids, jnp.arange(len(token_ids)), jnp.zeros(0), self._attend)
+        hidden, _ = model(token_ids, jnp.arange(len(token_ids)), jnp.zeros(0), _Everywhere(self._mesh))
         return model.logits(hidden)
 
-    def _attend(
-        self, layer: Int[Array, ""], q: Float[Array, "T N H"], k: Float[Array, "T K H"], v: Float[Array, "T K H"], pages: Pages
+
+@dataclass(frozen=True)
+class _Everywhere:
+    """Attention in any layer, all of them alike: nothing is kept. See `AttendInLayers` and `Attend`."""
+
+    mesh: Mesh
+
+    def place(self, layer: int) -> Any:
+        return ()
+
+    def at(self, place: Any) -> Attend:
+        return self
+
+    def __call__(
+        self, q: Float[Array, "T N H"], k: Float[Array, "T K H"], v: Float[Array, "T K H"], pages: Pages, how: How
     ) -> tuple[Float[Array, "T N H"], Pages]:
-        del layer  # nothing is kept
         heads = PartitionSpec(None, TENSOR)
-        over_heads = jax.shard_map(causal_attention, mesh=self._mesh, in_specs=(heads, heads, heads), out_specs=heads, check_vma=False)
+        attend = partial(causal_attention, how=how)
+        over_heads = jax.shard_map(attend, mesh=self.mesh, in_specs=(heads, heads, heads), out_specs=heads, check_vma=False)
         return over_heads(q, k, v), pages
 
+    def latents(
+        self, q: Float[Array, "T N H"], latents: Float[Array, "T C"], up: Float[Array, "R N E"], pages: Pages, scale: float
+    ) -> tuple[Float[Array, "T N V"], Pages]:
+        def local(q: Array, latents: Array, up: Array) -> Array:
+            return causal_attention(q, *expanded(latents, up, q.shape[2]), How(scale))
 
-def causal_attention(q: Float[Array, "T N H"], k: Float[Array, "T K H"], v: Float[Array, "T K H"]) -> Float[Array, "T N H"]:
-    """Every query over all tokens up to its own, in float32."""
+        heads = PartitionSpec(None, TENSOR)
+        over_heads = jax.shard_map(local, mesh=self.mesh, in_specs=(heads, PartitionSpec(), heads), out_specs=heads, check_vma=False)
+        return over_heads(q, latents, up), pages
+
+
+def causal_attention(q: Float[Array, "T N H"], k: Float[Array, "T K H"], v: Float[Array, "T K V"], how: How) -> Float[Array, "T N V"]:
+    """Every query over the tokens of its span up to its own, in float32."""
     num_tokens, num_heads, head_size = q.shape
     grouped = q.reshape(num_tokens, k.shape[1], num_heads // k.shape[1], head_size).astype(jnp.float32)
-    scores = jnp.einsum("tknh,skh->knts", grouped, k.astype(jnp.float32)) * head_size**-0.5
-    weights = jax.nn.softmax(jnp.where(jnp.tri(num_tokens, dtype=bool), scores, -jnp.inf), axis=-1)
-    return jnp.einsum("knts,skh->tknh", weights, v.astype(jnp.float32)).reshape(q.shape).astype(q.dtype)
+    scores = jnp.einsum("tknh,skh->knts", grouped, k.astype(jnp.float32)) * how.scale
+    if how.soft_cap is not None:
+        scores = jnp.tanh(scores / how.soft_cap) * how.soft_cap
+    token = jnp.arange(num_tokens)
+    is_seen = (token <= token[:, None]) & (token >= first_seen(how.span, token[:, None]))
+    weights = jax.nn.softmax(jnp.where(is_seen, scores, -jnp.inf), axis=-1)
+    return jnp.einsum("knts,skh->tknh", weights, v.astype(jnp.float32)).reshape(num_tokens, num_heads, -1).astype(q.dtype)

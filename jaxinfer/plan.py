@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,9 +21,11 @@ from jaxinfer.models.config import ArchitectureConfig
 from jaxinfer.runtime.buckets import query_tile
 from jaxinfer.runtime.template import ModelTemplate, Template, make_template
 from pallas_kernels.dispatch import Backend
+from pallas_kernels.latent_prefill_attention import op as latent_prefill_attention
 from pallas_kernels.packed_matmul.op import why_not
 from pallas_kernels.paged_attention import op as paged_attention
 from pallas_kernels.ragged_prefill_attention import op as ragged_prefill_attention
+from pallas_kernels.span import EVERYTHING
 from sharding.mesh import make_mesh
 from sharding.rules import RULES, Rules
 
@@ -71,26 +74,29 @@ def make_plan(config: EngineConfig, architecture: ArchitectureConfig) -> Plan:
     devices = {"prefill": config.devices.prefill_devices, "decode": config.devices.decode_devices}
     meshes = {role: _mesh(role, ids) for role, ids in devices.items()}
     template = lay_out(partial(make_template, architecture), config.model, [(mesh, RULES[role]) for role, mesh in meshes.items()])
-    spec = PageSpec(
-        architecture.num_layers,
-        architecture.num_kv_heads,
-        architecture.head_size,
-        config.cache.page_size,
-        template.activation_dtype.itemsize,
-    )
-    roles = {role: _plan_role(role, mesh, template, spec, config) for role, mesh in meshes.items()}
+    spec = PageSpec.of(architecture, config.cache.page_size, template.activation_dtype.itemsize)
+    roles = {role: _plan_role(role, mesh, template, architecture, spec, config) for role, mesh in meshes.items()}
     # A request must fit alone in either pool, or it could wait for ever.
-    capacity = min(role.num_pages - 1 for role in roles.values()) * spec.page_size
+    num_pages, chunk_size = min(role.num_pages - 1 for role in roles.values()), config.schedule.prefill_buckets[-1]
     wanted = config.model.max_model_len or architecture.max_position_embeddings
+    capacity = most_tokens(spec, num_pages, chunk_size, wanted)
     if config.model.max_model_len is not None:
         if wanted > architecture.max_position_embeddings:
             raise ConfigError(f"max_model_len is {wanted}: this model's context is {architecture.max_position_embeddings} tokens")
         if wanted > capacity:
             raise ConfigError(
                 f"max_model_len is {wanted} tokens, but kv_memory holds {capacity}: give kv_memory at least "
-                f"{format_bytes((spec.pages_for(wanted) + 1) * spec.page_bytes)} or lower max_model_len"
+                f"{format_bytes((spec.most_pages(wanted, chunk_size) + 1) * spec.page_bytes)} or lower max_model_len"
             )
     return Plan(template, spec, roles["prefill"], roles["decode"], min(wanted, capacity))
+
+
+def most_tokens(spec: PageSpec, num_pages: int, chunk_size: int, wanted: int) -> int:
+    """The longest context that so many pages hold, up to a page more than `wanted`, computed in chunks of `chunk_size`."""
+    runs = range(spec.runs_for(wanted) + 1)
+    return (
+        bisect_right(runs, num_pages, key=lambda run: spec.most_pages(run * spec.page_size, chunk_size)) * spec.page_size - spec.page_size
+    )
 
 
 def lay_out(
@@ -133,18 +139,32 @@ def choose_formats(config: ModelConfig, platform: str, *, keeps_types: bool = Fa
 
 
 def choose_attention(
-    role: str, name: str, device: jax.Device, dtype: jnp.dtype, group: int, spec: PageSpec, prefill_buckets: Sequence[int]
+    role: str,
+    name: str,
+    device: jax.Device,
+    dtype: jnp.dtype,
+    group: int,
+    spec: PageSpec,
+    prefill_buckets: Sequence[int],
+    soft_cap: float | None = None,
 ) -> Backend:
-    """How a role's attention runs on such a device, over pages of this type, a KV head for `group` query heads.
+    """How a role's attention runs on such a device, over pages of this type, a KV head for `group` query heads: in all layers alike.
 
     Raises `ConfigError` for a named backend that can't run here."""
     wanted = cast(Backend, _ATTENTION_KERNELS.get(device.platform, "xla") if name == "auto" else name)
     pages = wanted, dtype, group, spec.head_size, spec.page_size
+    is_latent, tile = spec.num_sides == 1, math.gcd(*map(query_tile, prefill_buckets))
     against = _wrong_device(wanted, device)
-    if against is None and role == "prefill":
-        against = ragged_prefill_attention.why_not(*pages, math.gcd(*map(query_tile, prefill_buckets)))
-    elif against is None:
-        against = paged_attention.why_not(*pages)
+    for span in spec.spans:
+        if against is not None:
+            break
+        if role == "decode":
+            is_plain = span == EVERYTHING and soft_cap is None and not is_latent
+            against = paged_attention.why_not(*pages, is_plain=is_plain, is_latent=is_latent)
+        elif is_latent:
+            against = latent_prefill_attention.why_not(wanted)
+        else:
+            against = ragged_prefill_attention.why_not(*pages, tile, span, soft_cap)
     if name != "auto" and against:
         raise ConfigError(f"attention_backend is {name}, but {against}: use auto or xla")
     backend: Backend = "xla" if against else wanted
@@ -171,7 +191,9 @@ def _mesh(role: str, device_ids: tuple[int, ...]) -> jax.sharding.Mesh:
         raise ConfigError(f"{role}_devices is {device_ids}: {error}") from error
 
 
-def _plan_role(role: str, mesh: jax.sharding.Mesh, template: ModelTemplate, spec: PageSpec, config: EngineConfig) -> RolePlan:
+def _plan_role(
+    role: str, mesh: jax.sharding.Mesh, template: ModelTemplate, architecture: ArchitectureConfig, spec: PageSpec, config: EngineConfig
+) -> RolePlan:
     rules = RULES[role]
     try:
         on_mesh = template.abstract(mesh, rules)
@@ -179,12 +201,12 @@ def _plan_role(role: str, mesh: jax.sharding.Mesh, template: ModelTemplate, spec
         raise ConfigError(f"{role}_devices is {getattr(config.devices, f'{role}_devices')}: {error}") from error
     weights = sum(math.prod(w.sharding.shard_shape(w.shape)) * w.dtype.itemsize for w in on_mesh)
     # The pool is split over the mesh by KV heads, so each device holds a part of every page.
-    per_device = PageSpec(spec.num_layers, -(-spec.num_kv_heads // mesh.size), spec.head_size, spec.page_size, spec.bytes_per_value)
+    per_device = replace(spec, num_kv_heads=-(-spec.num_kv_heads // mesh.size))
     try:
         num_pages = per_device.num_pages(_kv_budget(config.cache.kv_memory, mesh, weights))
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    group = template.config.num_heads // spec.num_kv_heads
+    group = architecture.num_heads // spec.num_kv_heads  # latents: all query heads read the one
     attention = choose_attention(
         role,
         config.devices.attention_backend,
@@ -193,6 +215,7 @@ def _plan_role(role: str, mesh: jax.sharding.Mesh, template: ModelTemplate, spec
         group,
         spec,
         config.schedule.prefill_buckets,
+        architecture.soft_cap,
     )
     return RolePlan(role, mesh, rules, weights, num_pages, attention)
 

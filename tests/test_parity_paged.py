@@ -62,7 +62,7 @@ def test_prefill_and_every_decode_step_have_the_references_logits(
         for row, golden in enumerate(goldens):
             position = len(golden.prompt_ids) + step
             batch.slots[row], batch.tokens[row], batch.positions[row] = row, golden.tokens[step], position
-            batch.pages[row] = tables[row, position // model.pool.page_size]
+            batch.pages[row] = tables[row, position // model.pool.spec.page_size]
         logits, model.pool.array = decode(model.pool.array, batch, np.concatenate([tables, np.zeros_like(tables[:1])]))
         for row, found in enumerate(steps):
             found.append(np.asarray(logits[row]))

@@ -26,7 +26,7 @@ from jaxinfer.decode.runner import DecodeRunner  # noqa: E402
 from jaxinfer.kv_cache.pages import PagePool  # noqa: E402
 from jaxinfer.kv_cache.spec import PageSpec  # noqa: E402
 from jaxinfer.layers.matrices import MatrixFormat  # noqa: E402
-from jaxinfer.models.config import ArchitectureConfig  # noqa: E402
+from jaxinfer.models.registry import read_config  # noqa: E402
 from jaxinfer.prefill.batch import empty_batch as empty_prefill_batch  # noqa: E402
 from jaxinfer.prefill.runner import PrefillRunner  # noqa: E402
 from jaxinfer.runtime.buckets import prefill_rows  # noqa: E402
@@ -57,7 +57,7 @@ def load(sizes: Sizes, seed: int) -> Loaded:
     """Raises `ValueError` where not even the weights and one context fit."""
     model = sizes.model
     most = max([*(batch * context for batch, context in sizes.decode), *sizes.prefill])
-    config = ArchitectureConfig.from_hf(model.hf_config(max([*(context for _, context in sizes.decode), *sizes.prefill])))
+    config = read_config(model.hf_config(max([*(context for _, context in sizes.decode), *sizes.prefill])))
     template, mesh = make_template(config, MatrixFormat(jnp.dtype(sizes.dtype))), make_mesh((0,))
     spec = PageSpec(model.num_layers, model.num_kv_heads, model.head_size, sizes.page_size, sizes.itemsize)
     weights = random_weights(template, mesh, seed)
@@ -66,7 +66,7 @@ def load(sizes: Sizes, seed: int) -> Loaded:
     num_tokens = min(most, room // spec.token_bytes)
     if num_tokens < min(sizes.prefill):
         raise ValueError(f"{room / 2**30:.1f} GiB are left beside the weights: too few for {min(sizes.prefill)} tokens")
-    pool = PagePool(spec, 1 + spec.pages_for(num_tokens), template.activation_dtype, mesh, TENSOR_PARALLEL)
+    pool = PagePool(spec, 1 + spec.runs_for(num_tokens), template.activation_dtype, mesh, TENSOR_PARALLEL)
     pool.allocate()
     return Loaded(template, mesh, weights, pool, num_tokens)
 

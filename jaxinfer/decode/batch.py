@@ -9,17 +9,17 @@ from jaxtyping import Int32
 
 # In `tokens`: take the slot's last sampled token, which is still on the device.
 ON_DEVICE = -1
-PAGES = 4  # the column of `pages`
+PAGES = 4  # the first column of `pages`
 
 
 class DecodeBatch(NamedTuple):
     """B rows of one token each. A padded row has the slot past the last, and writes to the null page. Page tables stay on the device, a
-    row a slot: a step brings only the page that takes its token.
+    row a slot: a step brings only the pages that take its token, one for each of the model's C groups of layers.
 
     All in one array, whose columns have names here, on the host and on the device alike: each array costs the host 25 microseconds a call.
     """
 
-    packed: Int32[Any, "B 5"]
+    packed: Int32[Any, "B 4+C"]
 
     @property
     def slots(self) -> Int32[Any, " B"]:
@@ -40,17 +40,17 @@ class DecodeBatch(NamedTuple):
         return self.packed[:, 3]
 
     @property
-    def pages(self) -> Int32[Any, " B"]:
-        """Into which that token's key and value go."""
-        return self.packed[:, PAGES]
+    def pages(self) -> Int32[Any, "B C"]:
+        """Into which that token's keys and values go."""
+        return self.packed[:, PAGES:]
 
 
 class Steps(NamedTuple):
     """What a batch's array changes by from step to step. One addition makes the next one: a call of NumPy costs 20 microseconds between
     two steps of the device, which leave nothing of its code in the caches."""
 
-    first: Int32[Any, "B 5"]  # tokens become ON_DEVICE: each row feeds what the step before it samples
-    later: Int32[Any, "B 5"]
+    first: Int32[Any, "B 4+C"]  # tokens become ON_DEVICE: each row feeds what the step before it samples
+    later: Int32[Any, "B 4+C"]
 
 
 def steps_of(batch: DecodeBatch, num_rows: int) -> Steps:
@@ -62,8 +62,8 @@ def steps_of(batch: DecodeBatch, num_rows: int) -> Steps:
     return Steps(first, later)
 
 
-def empty_batch(num_rows: int, num_slots: int) -> DecodeBatch:
+def empty_batch(num_rows: int, num_slots: int, num_groups: int = 1) -> DecodeBatch:
     """Padding only."""
-    batch = DecodeBatch(np.zeros((num_rows, PAGES + 1), np.int32))
+    batch = DecodeBatch(np.zeros((num_rows, PAGES + num_groups), np.int32))
     batch.slots[:] = num_slots
     return batch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,6 +14,9 @@ from jaxtyping import Array, Float, Int
 
 from jaxinfer.decode.batch import ON_DEVICE, DecodeBatch
 from jaxinfer.kv_cache.pages import Pages, write
+from jaxinfer.kv_cache.spec import LayerGroups
+from jaxinfer.layers.attention import Attend, How
+from jaxinfer.layers.latent_attention import absorbed
 from jaxinfer.models.base import CausalLM
 from jaxinfer.runtime.template import ModelTemplate, Weights
 from jaxinfer.sampling.counting import TokenCounts
@@ -43,7 +47,10 @@ def decode_step(template: ModelTemplate, mesh: Mesh, attention: Backend) -> Deco
     ) -> tuple[Pages, DecodeState, Sampled]:
         model = template.merge(weights)
         tokens = jnp.where(batch.tokens == ON_DEVICE, state.tokens[batch.slots], batch.tokens)
-        page_table = state.page_table.at[batch.slots, batch.positions // pages.shape[4]].set(batch.pages)
+        num_groups = batch.pages.shape[1]
+        run = batch.positions // pages.shape[4]
+        places = run[:, None] * num_groups + jnp.arange(num_groups)
+        page_table = state.page_table.at[batch.slots[:, None], places].set(batch.pages)
         hidden, pages = forward(model, mesh, pages, tokens, batch, page_table, attention)
         sampled = sample(model, hidden, sampling, batch.num_generated, state.counts, batch.slots)
         counts = add_sampled(state.counts, batch.slots, sampled.tokens)
@@ -69,39 +76,107 @@ def forward(
     """Hidden states of the rows' tokens, and the pages with their keys and values written."""
     num_slots = page_table.shape[0] - 1
     kv_len = jnp.where(batch.slots < num_slots, batch.positions + 1, 0)
-    attend = partial(_attend, mesh, attention, batch.pages, batch.positions % pages.shape[4], page_table[batch.slots], kv_len)
-    return model(tokens, batch.positions, pages, attend)
-
-
-def _attend(
-    mesh: Mesh,
-    attention: Backend,
-    page_ids: Int[Array, " B"],
-    offsets: Int[Array, " B"],
-    page_table: Int[Array, "B W"],
-    kv_len: Int[Array, " B"],
-    layer: Int[Array, ""],
-    q: Float[Array, "B N H"],
-    k: Float[Array, "B K H"],
-    v: Float[Array, "B K H"],
-    pages: Pages,
-) -> tuple[Float[Array, "B N H"], Pages]:
-    def local(
-        q: Array, k: Array, v: Array, pages: Pages, layer: Array, page_ids: Array, offsets: Array, page_table: Array, kv_len: Array
-    ) -> tuple[Array, Pages]:
-        pages = write(pages, layer, k, v, page_ids, offsets)
-        scale = q.shape[-1] ** -0.5
-        return paged_attention(q, pages, layer, page_table, kv_len, scale=scale, pool_is_finite=True, backend=attention), pages
-
-    # Heads are independent: each device attends with its own, over its own part of every page.
-    heads, whole = PartitionSpec(None, TENSOR), PartitionSpec()
-    kv_heads = PartitionSpec(None, None, None, TENSOR)
-    over_heads = jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=(heads, heads, heads, kv_heads, whole, whole, whole, whole, whole),
-        out_specs=(heads, kv_heads),
-        check_vma=False,
+    groups = LayerGroups.of(model.config.layer_spans)
+    by_group = page_table[batch.slots].reshape(len(batch.slots), -1, len(groups.spans))
+    tables = tuple(by_group[:, :, group] for group in range(len(groups.spans)))
+    return model(
+        tokens, batch.positions, pages, _InLayers(mesh, attention, groups, tables, batch.pages, batch.positions % pages.shape[4], kv_len)
     )
-    attended, written = over_heads(q, k, v, pages, layer, page_ids, offsets, page_table, kv_len)
-    return attended, written
+
+
+class _Place(NamedTuple):
+    """A layer's own."""
+
+    layer: Int[Any, ""]  # in its group's pages
+    page_table: Int[Any, "B W"]
+    page_ids: Int[Any, " B"]
+
+
+@dataclass(frozen=True)
+class _InLayers:
+    """Attention of one token a row in any layer; see `AttendInLayers`."""
+
+    mesh: Mesh
+    backend: Backend
+    groups: LayerGroups
+    tables: tuple[Int[Array, "B W"], ...]  # of each group
+    page_ids: Int[Array, "B C"]  # into which each token's keys and values go
+    offsets: Int[Array, " B"]
+    kv_len: Int[Array, " B"]
+
+    def place(self, layer: int) -> Any:
+        group, place = self.groups.places[layer]
+        return _Place(jnp.int32(place), self.tables[group], self.page_ids[:, group])
+
+    def at(self, place: Any) -> Attend:
+        return _InLayer(self, place)
+
+
+@dataclass(frozen=True)
+class _InLayer:
+    """In one layer; see `Attend`."""
+
+    all: _InLayers
+    place: _Place
+
+    def __call__(
+        self, q: Float[Array, "B N H"], k: Float[Array, "B K H"], v: Float[Array, "B K H"], pages: Pages, how: How
+    ) -> tuple[Float[Array, "B N H"], Pages]:
+        def local(q: Array, k: Array, v: Array, pages: Pages, place: _Place, offsets: Array, kv_len: Array) -> tuple[Array, Pages]:
+            pages = write(pages, place.layer, (k, v), place.page_ids, offsets)
+            attended = paged_attention(
+                q,
+                pages,
+                place.layer,
+                place.page_table,
+                kv_len,
+                scale=how.scale,
+                pool_is_finite=True,
+                span=how.span,
+                soft_cap=how.soft_cap,
+                backend=self.all.backend,
+            )
+            return attended, pages
+
+        # Heads are independent: each device attends with its own, over its own part of every page.
+        heads, whole = PartitionSpec(None, TENSOR), PartitionSpec()
+        kv_heads = PartitionSpec(None, None, None, TENSOR)
+        over_heads = jax.shard_map(
+            local,
+            mesh=self.all.mesh,
+            in_specs=(heads, heads, heads, kv_heads, whole, whole, whole),
+            out_specs=(heads, kv_heads),
+            check_vma=False,
+        )
+        attended, written = over_heads(q, k, v, pages, self.place, self.all.offsets, self.all.kv_len)
+        return attended, written
+
+    def latents(
+        self, q: Float[Array, "B N H"], latents: Float[Array, "B C"], up: Float[Array, "R N E"], pages: Pages, scale: float
+    ) -> tuple[Float[Array, "B N V"], Pages]:
+        def local(q: Array, latents: Array, up: Array, pages: Pages, place: _Place, offsets: Array, kv_len: Array) -> tuple[Array, Pages]:
+            pages = write(pages, place.layer, (latents[:, None],), place.page_ids, offsets)
+            attend = partial(
+                paged_attention,
+                kv_pages=pages,
+                layer=place.layer,
+                page_table=place.page_table,
+                kv_len=kv_len,
+                scale=scale,
+                pool_is_finite=True,
+                value_size=len(up),
+                backend=self.all.backend,
+            )
+            return absorbed(q, up, latents.shape[1], attend), pages
+
+        # Each device has its own heads, and all of the latents.
+        heads, whole = PartitionSpec(None, TENSOR), PartitionSpec()
+        over_heads = jax.shard_map(
+            local,
+            mesh=self.all.mesh,
+            in_specs=(heads, whole, heads, whole, whole, whole, whole),
+            out_specs=(heads, whole),
+            check_vma=False,
+        )
+        attended, written = over_heads(q, latents, up, pages, self.place, self.all.offsets, self.all.kv_len)
+        return attended, written

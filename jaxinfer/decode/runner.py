@@ -46,7 +46,8 @@ class DecodeRunner:
         self._max_model_len = max_model_len
         self.buckets = buckets
         self.num_slots = buckets[-1]
-        self.table_width = -(-max_model_len // pool.page_size)
+        self.num_groups = pool.spec.num_groups
+        self.table_width = pool.spec.runs_for(max_model_len) * self.num_groups
         self._abstract_weights = template.abstract(mesh, rules)
         on_mesh = replicated(mesh)
         counts = abstract_counts(self.num_slots + 1, template.config.vocab_size, on_mesh)
@@ -73,7 +74,7 @@ class DecodeRunner:
                     self._abstract_weights,
                     self._pool.abstract,
                     self._abstract_state,
-                    abstract_like(empty_batch(size, self.num_slots), replicated(self._mesh)),
+                    abstract_like(empty_batch(size, self.num_slots, self.num_groups), replicated(self._mesh)),
                     abstract_like(neutral_rows(size), replicated(self._mesh)),
                 ),
                 self._mesh,

@@ -19,7 +19,6 @@ class DecodeScheduler:
     def __init__(self, manager: KVManager, num_slots: int) -> None:
         self._manager = manager
         self.grown: list[int] = []  # of the sequences scheduled last, the places of those that got a new page
-        self._page_size = manager.spec.page_size
         self._free_slots = list(range(num_slots))
         self.running: list[Sequence] = []  # in turn
 
@@ -45,7 +44,7 @@ class DecodeScheduler:
         for sequence in list(self.running):
             if sequence.state is not SequenceState.RUNNING or not sequence.can_decode_more():
                 continue
-            if len(sequence.token_ids) + sequence.num_in_flight > len(sequence.decode_pages) * self._page_size:
+            if len(sequence.token_ids) + sequence.num_in_flight > self._manager.num_tokens(sequence.decode_pages):
                 if not self._find_page(sequence, preempt):
                     continue
                 self.grown.append(len(scheduled))
@@ -53,7 +52,9 @@ class DecodeScheduler:
         return scheduled
 
     def _find_page(self, sequence: Sequence, preempt: Preempt) -> bool:
-        while not self._manager.grow(sequence.decode_pages, len(sequence.token_ids) + sequence.num_in_flight):
+        num_tokens = len(sequence.token_ids) + sequence.num_in_flight
+        self._manager.slide(sequence.decode_pages, num_tokens - 1)
+        while not self._manager.grow(sequence.decode_pages, num_tokens, filled=num_tokens - 1):
             victim = preempt()
             assert victim is not None, "a running sequence holds pages"
             if victim is sequence:

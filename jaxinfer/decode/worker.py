@@ -129,21 +129,21 @@ class DecodeWorker:
             rows.batch = DecodeBatch(rows.batch.packed + (rows.steps.later if rows.is_steady else rows.steps.first))
             rows.is_steady = True
             for row in self.scheduler.grown:
-                rows.batch.packed[row, PAGES] = sequences[row].decode_pages[-1]
+                rows.batch.packed[row, PAGES:] = sequences[row].decode_pages[-self._runner.num_groups :]
             return rows
         self._rows = rows = self._compose(sequences)
         return rows
 
     def _compose(self, sequences: list[Sequence]) -> _Rows:
         num_rows = len(sequences)
-        batch = empty_batch(bucket_for(num_rows, self._runner.buckets), self._runner.num_slots)
+        batch = empty_batch(bucket_for(num_rows, self._runner.buckets), self._runner.num_slots, self._runner.num_groups)
         slots = [s.slot for s in sequences]
         batch.slots[:num_rows] = slots
         # With a step under way the newest token is still on the device; otherwise the host has it.
         batch.tokens[:num_rows] = [ON_DEVICE if s.num_in_flight else s.token_ids[-1] for s in sequences]
         batch.positions[:num_rows] = [len(s.token_ids) - 1 + s.num_in_flight for s in sequences]
         batch.num_generated[:num_rows] = [s.num_output + s.num_in_flight for s in sequences]
-        batch.pages[:num_rows] = [s.decode_pages[-1] for s in sequences]
+        batch.pages[:num_rows] = [s.decode_pages[-self._runner.num_groups :] for s in sequences]
         sampling = neutral_rows(len(batch.slots))
         sampling.packed[:num_rows] = self._slot_rows.packed[slots]
         steps = steps_of(batch, num_rows)

@@ -7,20 +7,22 @@ from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 
 from jaxinfer.kv_cache.allocator import PageAllocator
-from jaxinfer.kv_cache.radix_cache import CachedPage, RadixCache, digests, token_bytes
-from jaxinfer.kv_cache.spec import PageSpec
+from jaxinfer.kv_cache.radix_cache import CachedRun, RadixCache, digests, token_bytes
+from jaxinfer.kv_cache.spec import NULL_PAGE, PageSpec
 from jaxinfer.request import RequestContext
 
 _SAVED_AT_ONCE = 4
 
-SaveEvicted = Callable[[list[CachedPage]], None]
+SaveEvicted = Callable[[list[CachedRun]], None]
 
 
 class KVManager:
     """Page tables of one mesh's pool. A page table is a list of page numbers that the sequence owns; every page in it holds one
-    reference for that sequence. With a prefix cache, pages outlive their sequences until the room is needed.
+    reference for that sequence. It is flat: a run's pages, one for each group of layers, then the next run's. NULL_PAGE stands where a
+    bounded group needs no page: behind its span, or too far ahead. With a prefix cache, pages outlive their sequences until the room is
+    needed.
 
-    `session_seconds`: how long pages that a session used are kept ahead of others.
+    `session_seconds`: how long pages that a session used are kept ahead of others. `chunk_size`: the most tokens that are computed at once.
     """
 
     def __init__(
@@ -30,11 +32,13 @@ class KVManager:
         *,
         prefix_cache: bool = True,
         session_seconds: float = 300.0,
+        chunk_size: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.spec = spec
         self._allocator = PageAllocator(num_pages)
-        self._cache = RadixCache(self._allocator, spec.page_size, clock) if prefix_cache else None
+        self._cache = RadixCache(self._allocator, spec.page_size, clock, spec.spans) if prefix_cache else None
+        self._bounds = [(group, most) for group in range(spec.num_groups) if (most := spec.most_runs(group, chunk_size)) is not None]
         self._session_seconds = session_seconds
         self._clock = clock
         self.save_evicted: SaveEvicted | None = None  # told of pages that are about to be used anew
@@ -63,39 +67,120 @@ class KVManager:
         assert not table
         if self._cache is None or most_tokens < self.spec.page_size:
             return 0
-        most_pages = most_tokens // self.spec.page_size
-        tokens = token_bytes(token_ids[: most_pages * self.spec.page_size])
-        pages = self._cache.match(tokens, context.namespace, most_pages, self._warm_until(context))
-        self._allocator.retain(pages)
-        table.extend(pages)
-        return len(pages) * self.spec.page_size
+        tokens = token_bytes(token_ids[: most_tokens // self.spec.page_size * self.spec.page_size])
+        found = self._cache.match(tokens, context.namespace, most_tokens // self.spec.page_size, self._warm_until(context))
+        self._allocator.retain(page for page in found if page != NULL_PAGE)
+        table.extend(found)
+        return self.num_tokens(table)
 
-    def grow(self, table: list[int], num_tokens: int, keep_free: int = 0) -> bool:
-        """Extend a table until it holds `num_tokens`. False, and nothing changed, if that would leave fewer than `keep_free` pages."""
-        missing = self.spec.pages_for(num_tokens) - len(table)
-        if missing <= 0:
+    def num_tokens(self, table: list[int]) -> int:
+        """That a page table is long enough for."""
+        return len(table) // self.spec.num_groups * self.spec.page_size
+
+    def grow(self, table: list[int], num_tokens: int, keep_free: int = 0, filled: int = 0) -> bool:
+        """Extend a table until it holds `num_tokens`. Bounded groups get the pages that the next chunk needs, after what the table holds and
+        the `filled` tokens that come computed, and the others as it goes on (`advance`). False, and nothing changed, if that would leave
+        fewer than `keep_free` runs' pages."""
+        spec, num_groups = self.spec, self.spec.num_groups
+        first, last = len(table) // num_groups, spec.runs_for(num_tokens)
+        if last <= first:
             return True
-        if self.num_free - missing < keep_free:
+        begins, ends = [first] * num_groups, [last] * num_groups
+        for group, most in self._bounds:
+            begins[group] = min(max(first, spec.first_run(group, filled)), last)
+            ends[group] = min(begins[group] + most, last)
+        missing = sum(ends) - sum(begins)
+        if self.num_free - missing < keep_free * num_groups:
             return False
-        self._evict(missing - self._allocator.num_free)
-        pages = self._allocator.allocate(missing)
-        assert pages is not None
-        table.extend(pages)
+        pages = self._allocate(missing)
+        if not self._bounds:
+            table.extend(pages)
+            return True
+        self.slide(table, filled)
+        left = iter(pages)
+        for run in range(first, last):
+            table.extend(next(left) if begin <= run < end else NULL_PAGE for begin, end in zip(begins, ends, strict=True))
         return True
+
+    def advance(self, table: list[int], token_ids: Tokens[int], start: int, end: int, context: RequestContext) -> bool:
+        """Before tokens `start` to `end` are computed: bounded groups leave behind what these don't attend to, for others to find, and get
+        pages for these. False if there are none; what was left behind stays so."""
+        if not self._bounds:
+            return True
+        behind = {group: self._behind(table, group, start) for group, _ in self._bounds}
+        if any(behind.values()):
+            self.keep(table, token_ids, start, context)
+        needed: list[int] = []
+        spare: list[int] = []
+        for group, _ in self._bounds:
+            self._give_back(table, behind[group])
+            ahead = self._ahead(table, group, start)
+            num_needed = len([place for place in ahead if place < self.spec.runs_for(end) * self.spec.num_groups])
+            needed += ahead[:num_needed]
+            spare += ahead[num_needed : len(behind[group])]  # as many as it had, so that it seldom depends on what others took meanwhile
+        places = [*needed, *spare] if len(needed) + len(spare) <= self.num_free else needed
+        if len(places) > self.num_free:
+            return False
+        for place, page in zip(places, self._allocate(len(places)), strict=True):
+            table[place] = page
+        return True
+
+    def begin_anew(self, table: list[int], token_ids: Tokens[int], num_cached: int, filled: int, context: RequestContext) -> None:
+        """For a table that was just begun with `num_cached` tokens, and of which more, `filled`, are to come computed: bounded groups have
+        their pages from those on."""
+        if self._bounds:
+            num_tokens = self.num_tokens(table)
+            self.free(table)
+            self.take_cached(table, token_ids, num_cached, context)
+            has_room = self.grow(table, num_tokens, filled=filled)
+            assert has_room, "it needs no more pages than it had"
+
+    def slide(self, table: list[int], num_tokens: int) -> None:
+        """Give back what bounded groups hold before the spans of the token after so many on."""
+        for group, _ in self._bounds:
+            self._give_back(table, self._behind(table, group, num_tokens))
+
+    def _behind(self, table: list[int], group: int, num_tokens: int) -> list[int]:
+        """A group's places that have a page though the tokens after so many on don't attend to it."""
+        places: list[int] = []
+        num_runs = len(table) // self.spec.num_groups
+        place = (min(self.spec.first_run(group, num_tokens), num_runs) - 1) * self.spec.num_groups + group
+        while place >= 0 and table[place] != NULL_PAGE:  # those before are gone already
+            places.append(place)
+            place -= self.spec.num_groups
+        return places
+
+    def _ahead(self, table: list[int], group: int, num_tokens: int) -> range:
+        """A group's places after those that have a page, from the spans of the token after so many on."""
+        place = self.spec.first_run(group, num_tokens) * self.spec.num_groups + group
+        while place < len(table) and table[place] != NULL_PAGE:
+            place += self.spec.num_groups
+        return range(place, len(table), self.spec.num_groups)
+
+    def _give_back(self, table: list[int], places: list[int]) -> None:
+        self._allocator.release(table[place] for place in places)
+        for place in places:
+            table[place] = NULL_PAGE
+
+    def _allocate(self, count: int) -> list[int]:
+        self._evict(count - self._allocator.num_free)
+        pages = self._allocator.allocate(count)
+        assert pages is not None
+        return pages
 
     def keep(self, table: list[int], token_ids: Tokens[int], num_tokens: int, context: RequestContext) -> None:
         """Let others find the whole pages of a table's first `num_tokens`, whose keys and values some step that was started writes.
         Where they are known already the table takes the pages that are."""
-        num_pages = num_tokens // self.spec.page_size
-        if self._cache is None or not num_pages:
+        num_runs = num_tokens // self.spec.page_size
+        if self._cache is None or not num_runs:
             return
-        tokens = token_bytes(token_ids[: num_pages * self.spec.page_size])
-        self._cache.insert(tokens, context.namespace, table, num_pages, self._warm_until(context))
+        tokens = token_bytes(token_ids[: num_runs * self.spec.page_size])
+        self._cache.insert(tokens, context.namespace, table, num_runs, self._warm_until(context))
 
     def free(self, table: list[int]) -> None:
         """Give a table's pages back and empty it."""
         # The last first, so that of pages that nobody reads any more leaves come before what they grow from.
-        self._allocator.release(reversed(table))
+        self._allocator.release(page for page in reversed(table) if page != NULL_PAGE)
         table.clear()
 
     def missing(self, token_ids: Tokens[int], most_tokens: int, context: RequestContext) -> tuple[int, list[bytes]]:
@@ -111,7 +196,7 @@ class KVManager:
         """Empty the prefix cache, all but the pages that sequences hold."""
         self._evict(self._allocator.num_evictable)
 
-    def cached_pages(self) -> list[CachedPage]:
+    def cached_pages(self) -> list[CachedRun]:
         """All that the prefix cache keeps: what would be evicted last comes first, a page before those that follow it."""
         return self._cache.pages() if self._cache is not None else []
 

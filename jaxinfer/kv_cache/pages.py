@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -13,26 +14,26 @@ from jaxinfer.kv_cache.spec import PageSpec
 from sharding.partition import named_sharding
 from sharding.rules import Rules
 
-# All layers' keys and values in one array, updated in place: every array costs microseconds a call. A layer's index is an argument of
-# whatever writes or reads, so no slice of a layer is ever made.
-Pages = Float[Array, "L 2 P K G H"]
+# All layers' keys and values in one array, updated in place: every array costs microseconds a call. A page is a group's of layers, L of
+# them; which group's, its page tables say. A layer's index in it is an argument of whatever writes or reads, so no slice of a layer is ever
+# made. S sides: keys and values, or latents alone.
+Pages = Float[Array, "L S P K G H"]
 
 _AXES = (None, None, None, "kv_heads", None, None)
+_LATENT_AXES = (None, None, None, None, None, None)  # every head reads all of them
 
 
 class PagePool:
     """A mesh's pages. `array` is replaced by what each program gives back; whoever runs programs on the mesh shares this one object."""
 
     def __init__(self, spec: PageSpec, num_pages: int, dtype: jnp.dtype, mesh: Mesh, rules: Rules) -> None:
-        shape = (spec.num_layers, 2, num_pages, spec.num_kv_heads, spec.page_size, spec.head_size)
-        self.abstract = jax.ShapeDtypeStruct(shape, dtype, sharding=named_sharding(mesh, rules, _AXES, shape, "the KV cache"))
+        self.spec = spec
+        shape = (spec.num_layers, spec.num_sides, num_pages, spec.num_kv_heads, spec.page_size, spec.head_size)
+        self._axes = _AXES if spec.num_sides == 2 else _LATENT_AXES
+        self.abstract = jax.ShapeDtypeStruct(shape, dtype, sharding=named_sharding(mesh, rules, self._axes, shape, "the KV cache"))
         self.mesh = mesh
         self._rules = rules
         self._array: Pages | None = None
-
-    @property
-    def page_size(self) -> int:
-        return self.abstract.shape[4]
 
     @property
     def array(self) -> Pages:
@@ -53,28 +54,27 @@ class PagePool:
         return math.prod(self.abstract.sharding.shard_shape(self.abstract.shape)) * self.abstract.dtype.itemsize
 
     def abstract_moved(self, num_pages: int) -> jax.ShapeDtypeStruct:
-        """Pages of all layers under way from pool to pool, as one array [X, L, 2, K, G, H]."""
+        """Pages under way from pool to pool, as one array [X, L, S, K, G, H]."""
         shape = (num_pages, *self.abstract.shape[:2], *self.abstract.shape[3:])
-        sharding = named_sharding(self.mesh, self._rules, _AXES, shape, "the KV cache")
+        sharding = named_sharding(self.mesh, self._rules, self._axes, shape, "the KV cache")
         return jax.ShapeDtypeStruct(shape, self.abstract.dtype, sharding=sharding)
 
 
 def write(
     pages: Pages,
     layer: Int[Array, ""],
-    k: Float[Array, "T K H"],
-    v: Float[Array, "T K H"],
+    sides: Sequence[Float[Array, "T K H"]],
     page_ids: Int[Array, " T"],
     offsets: Int[Array, " T"],
 ) -> Pages:
-    """Put each token's key and value of a layer at its place of its page.
+    """Put each token's key and value of a layer, or its latent, at its place of its page.
 
     What is not a finite number is stored as 0: a model that overflows spoils its own request, but its freed pages, whose old contents the
     next owner's masked weights multiply, stay harmless. Kernels are promised so (`pool_is_finite`).
     """
-    # The first index is an array too, so that XLA sees one scatter of 2 T rows. A single row would become a slice update, which is then
+    # The first index is an array too, so that XLA sees one scatter of S T rows. A single row would become a slice update, which is then
     # fused into each of its readers, and each copies the whole pool to update its own: 1.3 s a step instead of 20 ms.
-    of_keys_and_values = jnp.arange(2)[:, None]
-    kv = jnp.stack([k, v]).astype(pages.dtype)
-    kv = jnp.where(jnp.isfinite(kv), kv, 0)  # after the cast, which may overflow
-    return pages.at[layer, of_keys_and_values, page_ids, :, offsets].set(kv, mode="promise_in_bounds")
+    of_sides = jnp.arange(len(sides))[:, None]
+    kept = jnp.stack(sides).astype(pages.dtype)
+    kept = jnp.where(jnp.isfinite(kept), kept, 0)  # after the cast, which may overflow
+    return pages.at[layer, of_sides, page_ids, :, offsets].set(kept, mode="promise_in_bounds")

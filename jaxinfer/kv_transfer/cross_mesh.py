@@ -18,9 +18,10 @@ class CrossMeshTransfer:
         """See `KVTransfer`. Moves only what the decode mesh does not hold already. Nothing here waits: both devices run what they are given
         in order, so the pages given back on the prefill mesh are read before any later program writes to them."""
         prefill, decode = sequence.prefill_pages, sequence.decode_pages
-        num_tokens, page_size = len(sequence.token_ids) - 1, self._prefill_manager.spec.page_size  # the newest token is not in a page yet
-        held = self._decode_manager.take_cached(decode, sequence.token_ids, num_tokens, sequence.context) // page_size
-        if not self._decode_manager.grow(decode, len(prefill) * page_size, keep_free):
+        num_tokens = len(sequence.token_ids) - 1  # the newest token is not in a page yet
+        self._decode_manager.take_cached(decode, sequence.token_ids, num_tokens, sequence.context)
+        held = len(decode)
+        if not self._decode_manager.grow(decode, self._prefill_manager.num_tokens(prefill), keep_free, filled=num_tokens):
             self._decode_manager.free(decode)
             return False
         self._move(prefill[held:], decode[held:])
@@ -33,8 +34,10 @@ class CrossMeshTransfer:
         part of the prompt, after the `num_cached` tokens that it holds; returns how many it holds then."""
         held: list[int] = []
         num_held = self._decode_manager.take_cached(held, sequence.token_ids, len(sequence.token_ids) - 1, sequence.context)
-        first = num_cached // self._prefill_manager.spec.page_size
-        self._move(held[first:], table[first : len(held)], back=True)
+        if num_held > num_cached:
+            self._prefill_manager.begin_anew(table, sequence.token_ids, num_cached, num_held, sequence.context)
+            first = num_cached // self._prefill_manager.spec.page_size * self._prefill_manager.spec.num_groups
+            self._move(held[first:], table[first : len(held)], back=True)
         self._decode_manager.free(held)
         return max(num_cached, num_held)
 
@@ -45,10 +48,13 @@ class CrossMeshTransfer:
                 self._move_at_once([NULL_PAGE] * size, [NULL_PAGE] * size, back)
 
     def _move(self, source: list[int], target: list[int], back: bool = False) -> None:
+        # Where either has none there is nothing that anyone still attends to.
+        pages = [pair for pair in zip(source, target, strict=True) if NULL_PAGE not in pair]
         most = MOVE_BUCKETS[-1]
-        for start in range(0, len(source), most):
-            self._move_at_once(source[start : start + most], target[start : start + most], back)
-        self.num_pages_moved += len(source)
+        for start in range(0, len(pages), most):
+            part = pages[start : start + most]
+            self._move_at_once([page for page, _ in part], [page for _, page in part], back)
+        self.num_pages_moved += len(pages)
 
     def _move_at_once(self, source: list[int], target: list[int], back: bool) -> None:
         here, there = (self._decode, self._prefill) if back else (self._prefill, self._decode)

@@ -16,13 +16,13 @@ from jaxinfer.runtime.compilation import Executable, ProgramSource
 from sharding.partition import replicated
 
 # Pages outermost: each is a run of bytes on the host, as the tiers keep it, and on a CPU both moves are quicker than by layers.
-Gathered = Float[Array, "X L 2 K G H"]
+Gathered = Float[Array, "X L S K G H"]
 
 MOVE_BUCKETS = (4, 32)  # pages moved at once; more go in several moves
 
 
 def gather(pages: Pages, page_ids: Int[Array, " X"]) -> Gathered:
-    """Copies of these pages of every layer."""
+    """Copies of these pages."""
     return jnp.moveaxis(pages[:, :, page_ids], 2, 0)
 
 

@@ -2,49 +2,90 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxinfer.kv_cache.pages import Pages
 from jaxinfer.layers.linear import Linear
 from jaxinfer.layers.matrices import MatrixFormat
+from jaxinfer.layers.norm import RMSNorm
 from jaxinfer.layers.rope import CosSin, rotate
+from pallas_kernels.span import EVERYTHING, Span
+
+
+@dataclass(frozen=True)
+class How:
+    """How a layer's queries attend."""
+
+    scale: float  # multiplies the scores
+    span: Span = EVERYTHING
+    soft_cap: float | None = None  # scores are bounded by it: soft_cap * tanh(scores / soft_cap)
 
 
 class Attend(Protocol):
-    """Attention proper, as the program that runs the model does it: prefill over packed chunks, decode over one token a row,
-    the plain forward pass over nothing but its own tokens. Takes the pages and returns them with the layer's k and v written."""
+    """Attention proper in one layer, as the program that runs the model does it: prefill over packed chunks, decode over one token a row,
+    the plain forward pass over nothing but its own tokens. Takes the pages and returns them with what the layer keeps of the tokens."""
 
     def __call__(
-        self, q: Float[Array, "T N H"], k: Float[Array, "T K H"], v: Float[Array, "T K H"], pages: Pages
-    ) -> tuple[Float[Array, "T N H"], Pages]: ...
+        self, q: Float[Array, "T N H"], k: Float[Array, "T K H"], v: Float[Array, "T K H"], pages: Pages, how: How
+    ) -> tuple[Float[Array, "T N H"], Pages]:
+        """Keeps keys and values."""
+        ...
+
+    def latents(
+        self, q: Float[Array, "T N H"], latents: Float[Array, "T C"], up: Float[Array, "R N E"], pages: Pages, scale: float
+    ) -> tuple[Float[Array, "T N V"], Pages]:
+        """Keeps latents, from whose first R columns `up` makes every head's keys, but for their last C - R columns, and values: prefill
+        expands what it reads so, decode takes queries and outputs to the latents instead (`latent_attention.absorbed`)."""
+        ...
 
 
-class AttendInLayer(Protocol):
-    """`Attend` before it knows its layer's number."""
+class AttendInLayers(Protocol):
+    """`Attend` for every layer of a model. `place(layer)` is what differs between layers, as a pytree, so that a trace serves those that
+    are alike; `at` takes it back."""
 
-    def __call__(
-        self, layer: Int[Array, ""], q: Float[Array, "T N H"], k: Float[Array, "T K H"], v: Float[Array, "T K H"], pages: Pages
-    ) -> tuple[Float[Array, "T N H"], Pages]: ...
+    def place(self, layer: int) -> Any: ...
+
+    def at(self, place: Any) -> Attend: ...
 
 
 class Attention(nnx.Module):
-    def __init__(self, size: int, num_heads: int, num_kv_heads: int, head_size: int, form: MatrixFormat, *, use_bias: bool) -> None:
+    """`norm_epsilon`: queries and keys are normalised, each head by itself, before they are rotated; None: they are not."""
+
+    def __init__(
+        self,
+        size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        form: MatrixFormat,
+        *,
+        use_bias: bool,
+        how: How | None = None,
+        norm_epsilon: float | None = None,
+    ) -> None:
         self.heads_per_kv = num_heads // num_kv_heads
+        self.how = how or How(head_size**-0.5)
         # One product for all three, by KV head: its query heads, its key, its value. Few large arrays: each costs the host time a call.
         group = {"kv_heads": num_kv_heads, "q_k_v": self.heads_per_kv + 2, "head_size": head_size}
         self.qkv = Linear({"embed": size}, group, form, use_bias=use_bias)
         self.out = Linear({"heads": num_heads, "head_size": head_size}, {"embed": size}, form, use_bias=use_bias)
+        self.q_norm = None if norm_epsilon is None else RMSNorm(head_size, norm_epsilon, form)
+        self.k_norm = None if norm_epsilon is None else RMSNorm(head_size, norm_epsilon, form)
 
     def project(self, x: Float[Array, "T D"]) -> tuple[Float[Array, "T N H"], Float[Array, "T K H"], Float[Array, "T K H"]]:
         """Queries, keys and values."""
         qkv, g = self.qkv(x), self.heads_per_kv
         q, k, v = qkv[:, :, :g], qkv[:, :, g], qkv[:, :, g + 1]
-        return q.reshape(len(q), -1, q.shape[-1]), k, v
+        q = q.reshape(len(q), -1, q.shape[-1])
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return q, k, v
 
     def __call__(self, x: Float[Array, "T D"], cos_sin: CosSin, pages: Pages, attend: Attend) -> tuple[Float[Array, "T D"], Pages]:
         q, k, v = self.project(x)
-        attended, pages = attend(rotate(q, cos_sin), rotate(k, cos_sin), v, pages)
+        attended, pages = attend(rotate(q, cos_sin), rotate(k, cos_sin), v, pages, self.how)
         return self.out(attended), pages

@@ -3,50 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
 
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxinfer.kv_cache.pages import Pages
+from jaxinfer.layers.attention import Attend
 from jaxinfer.layers.linear import Linear
 from jaxinfer.layers.matrices import MatrixFormat, weight
 from jaxinfer.layers.norm import RMSNorm
-from jaxinfer.layers.rope import CosSin, Scaling, rotate, score_factor
+from jaxinfer.layers.rope import CosSin, rotate, score_factor
+from jaxinfer.models.config import AnyRopeScaling, LatentSizes
 
 _EPSILON = 1e-6  # of the norms inside attention, whatever the model's own
-
-
-@dataclass(frozen=True)
-class LatentSizes:
-    """Columns of what multi-head latent attention makes, by Hugging Face's names."""
-
-    query_rank: int | None  # q_lora_rank: of the latent that queries come from; None where they come from the hidden state
-    rank: int  # kv_lora_rank: of the latent that keys and values come from
-    nope_size: int  # qk_nope_head_dim: of a head's queries and keys, those without a position
-    rope_size: int  # qk_rope_head_dim: those that are rotated; the key's are the same for all heads
-    value_size: int  # v_head_dim
-
-    @property
-    def head_size(self) -> int:
-        """Of queries and keys."""
-        return self.nope_size + self.rope_size
-
-    @property
-    def latent_size(self) -> int:
-        """Of what is kept of a token: the latent, normalised, and the rotated part of its key."""
-        return self.rank + self.rope_size
-
-
-class AttendToLatents(Protocol):
-    """Attention proper over latents, as the program that runs the model does it: prefill expands what it reads to keys and values, decode
-    takes queries and outputs to the latents instead (`absorbed`). Takes the pages and returns them with the layer's latents written."""
-
-    def latents(
-        self, q: Float[Array, "T N H"], latents: Float[Array, "T C"], up: Float[Array, "R N E"], pages: Pages, scale: float
-    ) -> tuple[Float[Array, "T N V"], Pages]: ...
 
 
 class LatentAttention(nnx.Module):
@@ -57,7 +27,7 @@ class LatentAttention(nnx.Module):
         sizes: LatentSizes,
         form: MatrixFormat,
         *,
-        scaling: Scaling = None,
+        scaling: AnyRopeScaling = None,
         interleaved: bool = True,
         use_bias: bool = False,
     ) -> None:
@@ -84,7 +54,7 @@ class LatentAttention(nnx.Module):
         key = rotate(shared[:, None], cos_sin, interleaved=self.interleaved)[:, 0]
         return jnp.concatenate([q[..., : sizes.nope_size], turned], axis=-1), jnp.concatenate([self.norm(latent), key], axis=-1)
 
-    def __call__(self, x: Float[Array, "T D"], cos_sin: CosSin, pages: Pages, attend: AttendToLatents) -> tuple[Float[Array, "T D"], Pages]:
+    def __call__(self, x: Float[Array, "T D"], cos_sin: CosSin, pages: Pages, attend: Attend) -> tuple[Float[Array, "T D"], Pages]:
         """`cos_sin` is of the rope_size columns."""
         q, latents = self.project(x, cos_sin)
         attended, pages = attend.latents(q, latents, jnp.transpose(self.up[...], (2, 0, 1)), pages, self.scale)

@@ -8,12 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxinfer.models.config import LinearScaling, RopeScaling, YarnScaling
-
-Scaling = RopeScaling | YarnScaling | LinearScaling | None
+from jaxinfer.models.config import AnyRopeScaling, LinearScaling, YarnScaling
 
 
-def inverse_frequencies(head_size: int, theta: float, scaling: Scaling) -> np.ndarray:
+def inverse_frequencies(head_size: int, theta: float, scaling: AnyRopeScaling) -> np.ndarray:
     """Radians a token for each pair of a head's dimensions, float32 [H/2]; scaled where asked as Llama 3.1, YaRN or Gemma 3 does."""
     frequencies = 1.0 / theta ** (np.arange(0, head_size, 2, dtype=np.float64) / head_size)
     if scaling is None:
@@ -44,7 +42,7 @@ def _kept_by_yarn(head_size: int, theta: float, scaling: YarnScaling) -> np.ndar
     return 1 - np.clip((np.arange(head_size // 2) - first) / ((last - first) or 0.001), 0.0, 1.0)
 
 
-def rotated_amplitude(scaling: Scaling) -> float:
+def rotated_amplitude(scaling: AnyRopeScaling) -> float:
     """What rotated dimensions are multiplied by, for `angles`: 1 but for YaRN, whose longer contexts want sharper scores."""
     if not isinstance(scaling, YarnScaling):
         return 1.0
@@ -55,7 +53,7 @@ def rotated_amplitude(scaling: Scaling) -> float:
     return _growth(scaling.factor, 1.0)
 
 
-def score_factor(scaling: Scaling) -> float:
+def score_factor(scaling: AnyRopeScaling) -> float:
     """What all of a score is multiplied by, rotated or not, beside head size ** -0.5, in models that divide it so (DeepSeek's latents)."""
     if not isinstance(scaling, YarnScaling) or not scaling.mscale_all_dim:
         return 1.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from checkpoints.weight_map import WeightMap
 from jaxinfer.kv_cache.pages import Pages
-from jaxinfer.layers.attention import Attend, AttendInLayer
+from jaxinfer.layers.attention import Attend, AttendInLayers
 from jaxinfer.layers.matrices import MatrixFormat
 from jaxinfer.models.config import ArchitectureConfig
 
@@ -24,12 +24,17 @@ class CausalLM(Protocol):
     weight_map: WeightMap
     config: ArchitectureConfig
 
+    @classmethod
+    def read_config(cls, config: Mapping[str, Any]) -> ArchitectureConfig:
+        """From the keys of a config.json of one of its architectures. Raises `UnsupportedModelError` naming the field."""
+        ...
+
     def __init__(self, config: ArchitectureConfig, form: MatrixFormat, activation_dtype: jnp.dtype) -> None:
         """`form` is the matrices'; what flows between layers, keys and values too, has `activation_dtype`."""
         ...
 
     def __call__(
-        self, token_ids: Int[Array, " T"], positions: Int[Array, " T"], pages: Pages, attend: AttendInLayer
+        self, token_ids: Int[Array, " T"], positions: Int[Array, " T"], pages: Pages, attend: AttendInLayers
     ) -> tuple[Float[Array, "T D"], Pages]:
         """Final hidden states of packed tokens, and the pages with these tokens' keys and values in them."""
         ...
@@ -47,16 +52,16 @@ def run_blocks(
     blocks: Sequence[nnx.Module],
     x: Float[Array, "T D"],
     pages: Pages,
-    attend: AttendInLayer,
+    attend: AttendInLayers,
     call: Callable[[Any, Array, Pages, Attend], tuple[Array, Pages]],
 ) -> tuple[Float[Array, "T D"], Pages]:
     """x through every block in turn, as `call(block, x, pages, its attend)`. Blocks of one structure are traced once, not each anew:
     tracing is what a start with a warm compilation cache spends its time on. XLA inlines them all the same."""
 
     @partial(jax.jit, static_argnums=0)
-    def run(graph: nnx.GraphDef, state: nnx.State, x: Array, pages: Pages, layer: Int[Array, ""]) -> tuple[Array, Pages]:
-        return call(nnx.merge(graph, state), x, pages, partial(attend, layer))
+    def run(graph: nnx.GraphDef, state: nnx.State, x: Array, pages: Pages, place: Any) -> tuple[Array, Pages]:
+        return call(nnx.merge(graph, state), x, pages, attend.at(place))
 
     for layer, block in enumerate(blocks):
-        x, pages = run(*nnx.split(block), x, pages, jnp.int32(layer))
+        x, pages = run(*nnx.split(block), x, pages, attend.place(layer))
     return x, pages

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
-# What "LlamaForCausalLM" code serves: Mistral without a sliding window is the same model.
-SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
+from pallas_kernels.span import EVERYTHING, Span
+
 SUPPORTED_ENCODERS = ("BertModel",)  # for embeddings; see encoder_config.py
-_ACTIVATIONS = ("silu", "swish")  # two names of one function
 
 
 class UnsupportedModelError(ValueError):
@@ -64,6 +63,30 @@ class Routing:
     scales_input: bool = False  # a weight multiplies what its expert takes, not what it gives (Llama 4)
 
 
+AnyRopeScaling: TypeAlias = "RopeScaling | LinearScaling | YarnScaling | None"
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSizes:
+    """Columns of what multi-head latent attention (arXiv:2405.04434) makes, by Hugging Face's names."""
+
+    query_rank: int | None  # q_lora_rank: of the latent that queries come from; None where they come from the hidden state
+    rank: int  # kv_lora_rank: of the latent that keys and values come from
+    nope_size: int  # qk_nope_head_dim: of a head's queries and keys, those without a position
+    rope_size: int  # qk_rope_head_dim: those that are rotated; the key's are the same for all heads
+    value_size: int  # v_head_dim
+
+    @property
+    def head_size(self) -> int:
+        """Of queries and keys."""
+        return self.nope_size + self.rope_size
+
+    @property
+    def latent_size(self) -> int:
+        """Of what is kept of a token: the latent, normalised, and the rotated part of its key."""
+        return self.rank + self.rope_size
+
+
 @dataclass(frozen=True, slots=True)
 class ArchitectureConfig:
     architecture: str  # such as 'LlamaForCausalLM'
@@ -75,27 +98,29 @@ class ArchitectureConfig:
     mlp_size: int
     vocab_size: int
     rope_theta: float
-    rope_scaling: RopeScaling | None
+    rope_scaling: AnyRopeScaling
     rms_norm_eps: float
     max_position_embeddings: int  # tokens
     tie_word_embeddings: bool
     attention_bias: bool  # of all four attention projections
     mlp_bias: bool
-    sliding_window: int | None = None  # tokens; None: every layer attends to the whole context
+    spans: tuple[Span, ...] = ()  # what each layer attends to; empty: all of them to the whole context
+    soft_cap: float | None = None  # of attention scores
+    latent: LatentSizes | None = None
+    family: Any = None  # what only the model's own file reads: a frozen record that it defines
+
+    @property
+    def layer_spans(self) -> tuple[Span, ...]:
+        """Of every layer."""
+        return self.spans or (EVERYTHING,) * self.num_layers
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> ArchitectureConfig:
-        """From the keys of a config.json, of transformers 4 (rope_theta, rope_scaling) or 5 (rope_parameters).
+        """The sizes that most families have under the same keys of a config.json, of transformers 4 (rope_theta, rope_scaling) or 5
+        (rope_parameters); a model's own `read_config` goes on from there.
 
         Raises `UnsupportedModelError` naming the field.
         """
-        architectures = config.get("architectures")
-        if not isinstance(architectures, list) or len(architectures) != 1 or architectures[0] not in SUPPORTED_ARCHITECTURES:
-            hint = " (an encoder is given as --embedding-model)" if architectures in [[name] for name in SUPPORTED_ENCODERS] else ""
-            raise UnsupportedModelError(f"architectures is {architectures!r}: supported are {', '.join(SUPPORTED_ARCHITECTURES)}{hint}")
-        activation = config.get("hidden_act", "silu")
-        if activation not in _ACTIVATIONS:
-            raise UnsupportedModelError(f"hidden_act is {activation!r}: supported are {', '.join(_ACTIVATIONS)}")
         hidden_size, num_heads = integer(config, "hidden_size"), integer(config, "num_attention_heads")
         num_kv_heads = integer(config, "num_key_value_heads", num_heads)
         if num_heads % num_kv_heads:
@@ -103,13 +128,9 @@ class ArchitectureConfig:
         head_size = integer(config, "head_dim", hidden_size // num_heads)
         if head_size % 2:
             raise UnsupportedModelError(f"head_dim is {head_size}: it must be even, for rotary embeddings")
-        max_position_embeddings = integer(config, "max_position_embeddings", 2048)
-        window = config.get("sliding_window")
-        if window is not None and window < max_position_embeddings:
-            raise UnsupportedModelError(f"sliding_window is {window!r}: only null (attention to the whole context) is supported")
-        rope_theta, rope_scaling = _rope(config)
+        rope_theta, rope_scaling = read_rope(config)
         return cls(
-            architecture=architectures[0],
+            architecture=config["architectures"][0],
             num_layers=integer(config, "num_hidden_layers"),
             hidden_size=hidden_size,
             num_heads=num_heads,
@@ -120,31 +141,78 @@ class ArchitectureConfig:
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
             rms_norm_eps=positive(config, "rms_norm_eps", 1e-6),
-            max_position_embeddings=max_position_embeddings,
+            max_position_embeddings=integer(config, "max_position_embeddings", 2048),
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
             attention_bias=bool(config.get("attention_bias", False)),
             mlp_bias=bool(config.get("mlp_bias", False)),
         )
 
 
-def _rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    """Base and scaling; transformers 5 holds both in `rope_parameters`."""
+def check_activation(config: Mapping[str, Any], supported: Sequence[str] = ("silu", "swish"), key: str = "hidden_act") -> None:
+    """Raise `UnsupportedModelError` for an activation function that a family's layers don't have; the first is its default."""
+    activation = config.get(key, supported[0])
+    if activation not in supported:
+        raise UnsupportedModelError(f"{key} is {activation!r}: supported are {', '.join(supported)}")
+
+
+def read_spans(config: Mapping[str, Any], num_layers: int, kinds: Mapping[str, Span], default: Sequence[str]) -> tuple[Span, ...]:
+    """Of each layer, from `layer_types`, as transformers writes them, or where it is not given from `default`."""
+    names = config.get("layer_types") or list(default)
+    if len(names) != num_layers or any(name not in kinds for name in names):
+        raise UnsupportedModelError(f"layer_types is {names!r}: it must be one of {', '.join(kinds)} for each of {num_layers} layers")
+    return tuple(kinds[name] for name in names)
+
+
+def read_rope(
+    config: Mapping[str, Any], settings: Mapping[str, Any] | None = None, default_theta: float = 10000.0
+) -> tuple[float, AnyRopeScaling]:
+    """Base and scaling; transformers 5 holds both in `rope_parameters`. `settings`: read these instead, of models that have several."""
     name = "rope_parameters" if config.get("rope_parameters") is not None else "rope_scaling"
-    settings = config.get(name) or {}
+    settings = (config.get(name) or {}) if settings is None else settings
     if not isinstance(settings, Mapping):
         raise UnsupportedModelError(f"{name} is {settings!r}: it must be an object or null")
-    theta = positive(settings if "rope_theta" in settings else config, "rope_theta", 10000.0)
+    theta = positive(settings if "rope_theta" in settings else config, "rope_theta", default_theta)
     kind = settings.get("rope_type", settings.get("type", "default"))
-    if kind == "default":
-        return theta, None
-    if kind != "llama3":
-        raise UnsupportedModelError(f"{name}.rope_type is {kind!r}: supported are default, llama3")
-    return theta, RopeScaling(
+    if kind not in _ROPE_SCALINGS:
+        raise UnsupportedModelError(f"{name}.rope_type is {kind!r}: supported are {', '.join(_ROPE_SCALINGS)}")
+    return theta, _ROPE_SCALINGS[kind](settings, name, config)
+
+
+def _llama3(settings: Mapping[str, Any], name: str, config: Mapping[str, Any]) -> RopeScaling:
+    return RopeScaling(
         factor=positive(settings, "factor", None, name),
         low_freq_factor=positive(settings, "low_freq_factor", None, name),
         high_freq_factor=positive(settings, "high_freq_factor", None, name),
         original_context=integer(settings, "original_max_position_embeddings", None, name),
     )
+
+
+def _linear(settings: Mapping[str, Any], name: str, config: Mapping[str, Any]) -> LinearScaling:
+    return LinearScaling(positive(settings, "factor", None, name))
+
+
+def _yarn(settings: Mapping[str, Any], name: str, config: Mapping[str, Any]) -> YarnScaling:
+    def number(key: str) -> float | None:
+        return None if settings.get(key) is None else float(settings[key])
+
+    return YarnScaling(
+        factor=positive(settings, "factor", None, name),
+        original_context=integer(settings, "original_max_position_embeddings", config.get("max_position_embeddings"), name),
+        fast_turns=positive(settings, "beta_fast", 32.0, name),
+        slow_turns=positive(settings, "beta_slow", 1.0, name),
+        mscale=number("mscale"),
+        mscale_all_dim=number("mscale_all_dim"),
+        attention_factor=number("attention_factor"),
+        truncate=bool(settings.get("truncate", True)),
+    )
+
+
+_ROPE_SCALINGS: dict[str, Callable[[Mapping[str, Any], str, Mapping[str, Any]], AnyRopeScaling]] = {
+    "default": lambda settings, name, config: None,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}
 
 
 def integer(config: Mapping[str, Any], key: str, default: int | None = None, inside: str = "") -> int:

@@ -1,6 +1,9 @@
-"""The Llama family (arXiv:2302.13971): RMS norm, rotary embeddings, grouped KV heads, gated MLP. Also Mistral without a window."""
+"""The Llama family (arXiv:2302.13971): RMS norm, rotary embeddings, grouped KV heads, gated MLP."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -8,21 +11,29 @@ from jaxtyping import Array, Float, Int
 
 from checkpoints.weight_map import Weight, WeightMap
 from jaxinfer.kv_cache.pages import Pages
-from jaxinfer.layers.attention import Attend, AttendInLayer, Attention
+from jaxinfer.layers.attention import Attend, AttendInLayers, Attention, How
 from jaxinfer.layers.embedding import Embedding
 from jaxinfer.layers.matrices import MatrixFormat
 from jaxinfer.layers.mlp import GatedMLP
 from jaxinfer.layers.norm import RMSNorm
-from jaxinfer.layers.rope import CosSin, angles, inverse_frequencies
+from jaxinfer.layers.rope import CosSin, angles, inverse_frequencies, rotated_amplitude
 from jaxinfer.models.base import run_blocks
-from jaxinfer.models.config import ArchitectureConfig
+from jaxinfer.models.config import ArchitectureConfig, check_activation
 
 
 class LlamaBlock(nnx.Module):
-    def __init__(self, config: ArchitectureConfig, form: MatrixFormat) -> None:
+    def __init__(self, config: ArchitectureConfig, layer: int, form: MatrixFormat) -> None:
         size = config.hidden_size
         self.attention_norm = RMSNorm(size, config.rms_norm_eps, form)
-        self.attention = Attention(size, config.num_heads, config.num_kv_heads, config.head_size, form, use_bias=config.attention_bias)
+        self.attention = Attention(
+            size,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_size,
+            form,
+            use_bias=config.attention_bias,
+            how=How(config.head_size**-0.5, config.layer_spans[layer]),
+        )
         self.mlp_norm = RMSNorm(size, config.rms_norm_eps, form)
         self.mlp = GatedMLP(size, config.mlp_size, form, use_bias=config.mlp_bias)
 
@@ -56,18 +67,26 @@ class Llama(nnx.Module):
         ignored=("lm_head.weight",),  # some checkpoints with tied embeddings hold it all the same
     )
 
+    @classmethod
+    def read_config(cls, config: Mapping[str, Any]) -> ArchitectureConfig:
+        """See `CausalLM`."""
+        check_activation(config)
+        return ArchitectureConfig.from_hf(config)
+
     def __init__(self, config: ArchitectureConfig, form: MatrixFormat, activation_dtype: jnp.dtype) -> None:
         self.config = config
         self.embedding = Embedding(config.vocab_size, config.hidden_size, form, activation_dtype)
-        self.blocks = nnx.List([LlamaBlock(config, form) for _ in range(config.num_layers)])
+        self.blocks = nnx.List([LlamaBlock(config, layer, form) for layer in range(config.num_layers)])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, form)
         self.head = None if config.tie_word_embeddings else Embedding(config.vocab_size, config.hidden_size, form, activation_dtype)
 
     def __call__(
-        self, token_ids: Int[Array, " T"], positions: Int[Array, " T"], pages: Pages, attend: AttendInLayer
+        self, token_ids: Int[Array, " T"], positions: Int[Array, " T"], pages: Pages, attend: AttendInLayers
     ) -> tuple[Float[Array, "T D"], Pages]:
         x = self.embedding(token_ids)
-        cos_sin = angles(positions, inverse_frequencies(self.config.head_size, self.config.rope_theta, self.config.rope_scaling))
+        scaling = self.config.rope_scaling
+        frequencies = inverse_frequencies(self.config.head_size, self.config.rope_theta, scaling)
+        cos_sin = angles(positions, frequencies, rotated_amplitude(scaling))
         x, pages = run_blocks(self.blocks, x, pages, attend, lambda block, x, pages, attend: block(x, cos_sin, pages, attend))
         return self.norm(x), pages
 

@@ -14,7 +14,7 @@ from jaxinfer.sampling.params import SamplingRows, neutral_rows, set_row
 
 
 class PrefillBatch(NamedTuple):
-    """T packed tokens of at most R sequences, W pages each. Unused rows have query_len 0; their outputs are ignored."""
+    """T packed tokens of at most R sequences, W pages each: those of a run of tokens for each group of layers, run by run. Unused rows have query_len 0; their outputs are ignored."""
 
     token_ids: Int32[Any, " T"]
     next_token_ids: Int32[Any, " T"]  # what follows each token in its prompt, for prompt log-probabilities

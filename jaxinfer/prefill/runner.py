@@ -42,7 +42,7 @@ class PrefillRunner:
         self._mesh = mesh
         self.max_model_len = max_model_len
         self.buckets = buckets
-        self.table_width = -(-max_model_len // pool.page_size)
+        self.table_width = pool.spec.runs_for(max_model_len) * pool.spec.num_groups
         self._abstract_weights = template.abstract(mesh, rules)
         self._abstract_counts = abstract_counts(prefill_rows(buckets[-1]), template.config.vocab_size, replicated(mesh))
         self._step = prefill_step(template, mesh, attention)

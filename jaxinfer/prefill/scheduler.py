@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from jaxinfer.kv_cache.manager import KVManager
@@ -30,6 +31,14 @@ class Chunk:
 # Preempts a sequence that is less urgent than this one, which waits: a running one, or one of these, which this step leaves out so far;
 # False if there is none.
 MakeRoom = Callable[[Sequence, list[Sequence]], bool]
+
+
+# Preempts what is served after this admitted sequence, which lacks pages to go on: a running one, or one of these; False if there is none.
+Preempt = Callable[[Sequence, list[Sequence]], bool]
+
+
+def _nobody(sequence: Sequence, left_out: list[Sequence]) -> bool:
+    return False
 
 
 # Fills a sequence's page table with what another mesh has of its tokens; see `kv_transfer.cross_mesh.CrossMeshTransfer.recall`.
@@ -125,12 +134,13 @@ class PrefillScheduler:
         self.prefilling.remove(sequence)
         sequence.state = SequenceState.PREFILLED
         self._manager.keep(sequence.prefill_pages, sequence.token_ids, sequence.num_computed, sequence.context)
+        self._manager.slide(sequence.prefill_pages, sequence.num_computed)
         for sibling in self._held.pop(sequence, []):
             self._enqueue(sibling)
 
-    def schedule(self, budget: int, num_free_slots: int, keep_free: int, make_room: MakeRoom) -> list[Chunk]:
+    def schedule(self, budget: int, num_free_slots: int, keep_free: int, make_room: MakeRoom, preempt: Preempt = _nobody) -> list[Chunk]:
         """The next step's chunks, in order, of at most `budget` tokens; admits at most `num_free_slots` waiting sequences and those that
-        room is made for, leaving `keep_free` pages in the pool."""
+        room is made for, leaving pages for `keep_free` runs in the pool."""
         chunks: list[Chunk] = []
         admitted = sorted(self.prefilling, key=lambda s: s.turn, reverse=True)  # the first at the end
         is_open = True
@@ -139,18 +149,24 @@ class PrefillScheduler:
             if head is None or (admitted and admitted[-1].turn <= (self.queue.level(head), head.order)):
                 if not admitted:
                     break
-                budget = self._add_chunk(chunks, admitted.pop(), budget)
+                budget = self._add_chunk(chunks, admitted.pop(), budget, partial(self._make_way, preempt, admitted))
             elif num_free_slots > 0 and self._admit(head, keep_free):
                 if head in self._fetching:
                     continue
                 num_free_slots -= 1
-                budget = self._add_chunk(chunks, head, budget)
+                budget = self._add_chunk(chunks, head, budget, lambda sequence: False)  # it has just got its pages
             elif make_room(head, admitted):
                 num_free_slots += 1
                 admitted = [s for s in admitted if s.state is SequenceState.PREFILLING]
             else:
                 is_open = False  # nobody overtakes the one that waits for room
         return chunks
+
+    @staticmethod
+    def _make_way(preempt: Preempt, left_out: list[Sequence], sequence: Sequence) -> bool:
+        is_made = preempt(sequence, left_out)
+        left_out[:] = [s for s in left_out if s.state is SequenceState.PREFILLING]
+        return is_made
 
     def _admit(self, sequence: Sequence, keep_free: int) -> bool:
         """Whether there is room for it. If pages that it could start from went down to the tiers meanwhile, it waits for those instead."""
@@ -190,12 +206,17 @@ class PrefillScheduler:
         """Whether a program holds one more request."""
         return len(chunks) < prefill_rows(self._buckets[-1])
 
-    def _add_chunk(self, chunks: list[Chunk], sequence: Sequence, budget: int) -> int:
-        """Append the sequence's next chunk; returns the budget left. Requests start at whole tiles, so a chunk uses up whole tiles."""
+    def _add_chunk(self, chunks: list[Chunk], sequence: Sequence, budget: int, preempt: Callable[[Sequence], bool]) -> int:
+        """Append the sequence's next chunk, if there are pages for it; returns the budget left. Requests start at whole tiles, so a chunk
+        uses up whole tiles."""
         left = len(sequence.token_ids) - sequence.num_computed
         if not left or budget <= 0 or not self._has_row(chunks):
             return budget
         length = min(left, budget)
+        end = sequence.num_computed + length
+        while not self._manager.advance(sequence.prefill_pages, sequence.token_ids, sequence.num_computed, end, sequence.context):
+            if not preempt(sequence):
+                return budget
         chunks.append(Chunk(sequence, sequence.num_computed, length, is_last=length == left, epoch=sequence.epoch))
         sequence.num_computed += length
         return budget - -(-length // QUERY_TILE) * QUERY_TILE

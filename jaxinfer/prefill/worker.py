@@ -11,7 +11,7 @@ import numpy as np
 from jaxinfer.prefill.batch import build_batch
 from jaxinfer.prefill.pace import Pace
 from jaxinfer.prefill.runner import PrefillResult, PrefillRunner
-from jaxinfer.prefill.scheduler import Chunk, MakeRoom, PrefillScheduler
+from jaxinfer.prefill.scheduler import Chunk, MakeRoom, Preempt, PrefillScheduler
 from jaxinfer.request import TokenLogprob
 from jaxinfer.runtime.device_clock import DeviceClock
 from jaxinfer.sampling.params import uses_penalties
@@ -50,11 +50,11 @@ class PrefillWorker:
     def num_in_flight(self) -> int:
         return len(self._in_flight)
 
-    def launch(self, budget: int, num_free_slots: int, keep_free: int, make_room: MakeRoom) -> list[Chunk]:
+    def launch(self, budget: int, num_free_slots: int, keep_free: int, make_room: MakeRoom, preempt: Preempt) -> list[Chunk]:
         """Start the next step, if there is one and not enough are under way already; returns its chunks. See `PrefillScheduler.schedule`."""
         if len(self._in_flight) >= _MOST_IN_FLIGHT:
             return []
-        chunks = self.scheduler.schedule(budget, num_free_slots, keep_free, make_room)
+        chunks = self.scheduler.schedule(budget, num_free_slots, keep_free, make_room, preempt)
         if not chunks:
             return []
         bucket = self.scheduler.bucket(chunks)

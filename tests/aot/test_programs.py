@@ -12,7 +12,7 @@ from jaxinfer.decode.runner import DecodeRunner
 from jaxinfer.kv_cache.pages import PagePool
 from jaxinfer.kv_cache.spec import PageSpec
 from jaxinfer.layers.matrices import MatrixFormat
-from jaxinfer.models.config import ArchitectureConfig
+from jaxinfer.models.registry import read_config
 from jaxinfer.plan import choose_attention
 from jaxinfer.prefill.runner import PrefillRunner
 from jaxinfer.runtime.compilation import compile_program
@@ -55,7 +55,7 @@ _ARRAY = re.compile(r"= (pred|[a-z]+(\d+)[a-z0-9]*)\[([\d,]+)\]\S* (copy|dynamic
 
 @pytest.mark.parametrize("name", ["decode/1", "decode/32", "decode/128", "prefill/512", "prefill/4096"])
 def test_llama_3_1_8b(target, name):
-    config = ArchitectureConfig.from_hf(LLAMA_3_1_8B)
+    config = read_config(LLAMA_3_1_8B)
     template = make_template(config, MatrixFormat(BFLOAT16))
     mesh = make_mesh((0,), target_devices(target, 1))
     spec = PageSpec(config.num_layers, config.num_kv_heads, config.head_size, 16, BFLOAT16.itemsize)

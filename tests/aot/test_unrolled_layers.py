@@ -14,8 +14,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxinfer.decode.program import _attend
 from jaxinfer.layers.matrices import MatrixFormat
 from jaxinfer.layers.rope import angles, inverse_frequencies
-from jaxinfer.models.config import ArchitectureConfig
 from jaxinfer.models.llama import LlamaBlock
+from jaxinfer.models.registry import read_config
 from sharding.mesh import TENSOR
 from sharding.targets import target_devices
 from tests.aot.test_programs import LLAMA_3_1_8B
@@ -26,7 +26,7 @@ NUM_LAYERS = 4
 
 @pytest.mark.parametrize("batch", [1, 32])
 def test_unrolled_layers_copy_no_weights_and_scanned_ones_do(target, batch):
-    config = ArchitectureConfig.from_hf(LLAMA_3_1_8B)
+    config = read_config(LLAMA_3_1_8B)
     graph, state = nnx.split(nnx.eval_shape(lambda: LlamaBlock(config, MatrixFormat(jnp.dtype("bfloat16")))))
     leaves, structure = jax.tree.flatten(state)
     mesh = Mesh(np.array(target_devices(target, 1)), (TENSOR,))

@@ -34,7 +34,7 @@ def test_every_step_of_every_row_has_the_plain_passes_logits(tiny_model_path, de
         running = [i for i, text in enumerate(texts) if position < len(text)]
         for row, i in enumerate(running):
             batch.slots[row], batch.tokens[row], batch.positions[row] = slots[i], texts[i][position], position
-            batch.pages[row] = pages[i][position // model.pool.page_size]
+            batch.pages[row] = pages[i][position // model.pool.spec.page_size]
         logits, model.pool.array = step(model.pool.array, batch)
         for row, i in enumerate(running):
             found[i].append(np.asarray(logits[row]))

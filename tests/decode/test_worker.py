@@ -20,6 +20,7 @@ class Recorder:
     """Every row samples the token 7."""
 
     num_slots = 4
+    num_groups = 1
     buckets = (4,)
 
     def __init__(self) -> None:
@@ -61,7 +62,7 @@ def test_a_sequence_that_left_and_came_back_is_not_taken_for_the_one_that_ran() 
     batch = runner.batches[1]
     assert batch.tokens[:2].tolist() == [3, ON_DEVICE]
     assert batch.positions[:2].tolist() == [5, 9]
-    assert batch.pages[:2].tolist() == [first.decode_pages[-1], second.decode_pages[-1]]
+    assert batch.pages[:2, 0].tolist() == [first.decode_pages[-1], second.decode_pages[-1]]
 
 
 def test_a_batch_that_goes_on_feeds_what_is_on_the_device_and_brings_new_pages_only() -> None:
@@ -78,5 +79,5 @@ def test_a_batch_that_goes_on_feeds_what_is_on_the_device_and_brings_new_pages_o
     assert [batch.tokens[:2].tolist() for batch in runner.batches] == [[4, 6], *[[ON_DEVICE] * 2] * 3]
     assert [batch.positions[:2].tolist() for batch in runner.batches] == [[4, 6], [5, 7], [6, 8], [7, 9]]
     old, new = second.decode_pages[1:3]
-    assert [int(batch.pages[1]) for batch in runner.batches] == [old, old, new, new]
+    assert [int(batch.pages[1, 0]) for batch in runner.batches] == [old, old, new, new]
     assert all(batch.packed[2:].tolist() == runner.batches[0].packed[2:].tolist() for batch in runner.batches), "padding stays padding"

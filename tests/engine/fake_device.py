@@ -1,5 +1,8 @@
 """The engine's host half over a make-believe device: pages hold token ids, and the next token is a checksum of all tokens that the
 page table leads to. A page given to two owners, lost, moved wrongly or written late changes the tokens.
+
+A group of layers with a bounded span keeps of each token a checksum of it and of what the span before it holds, so that whatever was wrong
+when any token was computed shows in the end.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from jaxinfer.kv_transfer.cross_mesh import CrossMeshTransfer
 from jaxinfer.kv_transfer.handoff import KVTransfer
 from jaxinfer.kv_transfer.same_mesh import SameMeshTransfer
 from jaxinfer.kv_transfer.tiers import TierTransfer
+from jaxinfer.plan import most_tokens
 from jaxinfer.prefill.batch import PrefillBatch
 from jaxinfer.prefill.pace import Pace
 from jaxinfer.prefill.queue import WaitingQueue
@@ -38,6 +42,7 @@ from jaxinfer.sampling.params import SamplingRows
 from jaxinfer.sampling.sampler import Sampled
 from jaxinfer.sequence import Sequence as EngineSequence
 from jaxinfer.stats import EngineStats
+from pallas_kernels.span import EVERYTHING, Span
 from tests.kv_transfer.fake_mover import FakeMover
 from tests.server.fakes import byte_tokenizer
 
@@ -45,18 +50,35 @@ TOKENIZER = byte_tokenizer()
 VOCAB = TOKENIZER.vocab_size
 
 
+def checksum(values: Sequence[int]) -> int:
+    return zlib.crc32(np.asarray(values, np.uint64).tobytes())
+
+
+def kept(token: int, before: Sequence[int], span: Span) -> int:
+    """What a group of layers keeps of a token, from what it kept of those that the token attends to."""
+    return token if span == EVERYTHING else checksum([token, *before])
+
+
 def next_token(context: Sequence[int], seed: int) -> int:
-    """What the make-believe model says after these tokens."""
-    return zlib.crc32(np.asarray([seed, *context], np.uint64).tobytes()) % VOCAB
+    """What the make-believe model says after all that its last token attends to, of each group."""
+    return checksum([seed, *context]) % VOCAB
 
 
-def expected_tokens(prompt: Sequence[int], params: SamplingParams, index: int, max_model_len: int) -> list[int]:
+def expected_tokens(
+    prompt: Sequence[int], params: SamplingParams, index: int, max_model_len: int, spans: Sequence[Span] = (EVERYTHING,)
+) -> list[int]:
     """The tokens of a request's sequence, worked out without an engine."""
     assert params.seed is not None
     tokens = list(prompt)
     most = max_model_len - len(prompt) if params.max_tokens is None else params.max_tokens
+    of_groups: list[list[int]] = [[] for _ in spans]
     while len(tokens) - len(prompt) < most:
-        tokens.append(next_token(tokens, params.seed + index))
+        context: list[int] = []
+        for span, values in zip(spans, of_groups, strict=True):
+            for position in range(len(values), len(tokens)):
+                values.append(kept(tokens[position], values[span.first(position) :], span))
+            context += values[span.first(len(tokens) - 1) :]
+        tokens.append(next_token(context, params.seed + index))
         if tokens[-1] in params.stop_token_ids or (tokens[-1] in TOKENIZER.eos_token_ids and not params.ignore_eos):
             break
     return tokens[len(prompt) :]
@@ -97,9 +119,11 @@ class UnsteadyDevice:
 class FakeRunner:
     """What the two runners have in common."""
 
-    def __init__(self, pool: np.ndarray, config: EngineConfig, max_model_len: int, device: Device) -> None:
+    def __init__(self, pool: np.ndarray, config: EngineConfig, max_model_len: int, device: Device, spans: Sequence[Span]) -> None:
         self.pool = pool
-        self.table_width = -(-max_model_len // pool.shape[1])
+        self.spans = spans
+        self.num_groups = len(spans)
+        self.table_width = -(-max_model_len // pool.shape[1]) * self.num_groups
         self.buckets = config.schedule.decode_buckets
         self.num_slots = self.buckets[-1]
         self._device = device
@@ -113,13 +137,23 @@ class FakeRunner:
 
     def extend(self, table: np.ndarray, start: int, tokens: Sequence[int], rows: SamplingRows, row: int, counted_at: int) -> int:
         """Write tokens from position `start` on, then choose the next from the whole context."""
-        size = self.pool.shape[1]
-        for position, token in enumerate(tokens, start):
-            self.pool[table[position // size], position % size] = token
-        context = [int(self.pool[table[position // size], position % size]) for position in range(start + len(tokens))]
-        if rows.repetition_penalty[row] != 1.0:
+        context: list[int] = []
+        for group, span in enumerate(self.spans):
+            for position, token in enumerate(tokens, start):
+                page, offset = self._at(table, group, position)
+                assert page, "a token goes to no page"
+                self.pool[page, offset] = kept(token, self._read(table, group, range(span.first(position), position)), span)
+            context += self._read(table, group, range(span.first(start + len(tokens) - 1), start + len(tokens)))
+        if rows.repetition_penalty[row] != 1.0 and tuple(self.spans) == (EVERYTHING,):
             assert sorted(self._counted[counted_at]) == sorted(context)
         return next_token(context, int(rows.seed[row, 0]) << 32 | int(rows.seed[row, 1]))
+
+    def _at(self, table: np.ndarray, group: int, position: int) -> tuple[int, int]:
+        run, offset = divmod(position, self.pool.shape[1])
+        return int(table[run * self.num_groups + group]), offset
+
+    def _read(self, table: np.ndarray, group: int, positions: range) -> list[int]:
+        return [int(self.pool[self._at(table, group, position)]) for position in positions]
 
     def result(self, tokens: np.ndarray, num_tokens: int) -> Sampled:
         packed = np.stack([tokens, np.zeros_like(tokens)], axis=1)  # no log-probabilities
@@ -153,7 +187,8 @@ class FakeDecode(FakeRunner):
             if slot < self.num_slots:
                 fed = int(self._last[slot]) if batch.tokens[row] == ON_DEVICE else int(batch.tokens[row])
                 position = int(batch.positions[row])
-                self._page_table[slot, position // self.pool.shape[1]] = batch.pages[row]
+                at = position // self.pool.shape[1] * self.num_groups
+                self._page_table[slot, at : at + self.num_groups] = batch.pages[row]
                 tokens[row] = self.extend(self._page_table[slot], position, [fed], rows, row, int(slot))
                 self._last[slot] = tokens[row]
                 self._counted.setdefault(int(slot), []).append(int(tokens[row]))
@@ -205,25 +240,35 @@ def fake_engine(
     seed: int = 0,
     devices: Sequence[Device] = (),
     clock: Callable[[], float] = time.monotonic,
+    spans: Sequence[Span] = (EVERYTHING,),
 ) -> Engine:
     """An engine over pools of `num_pages` pages, that can hold one whole context at least. `devices` are those of the meshes, prefill's
-    first; if not given, `seed` decides what comes late."""
+    first; if not given, `seed` decides what comes late. `spans` are those of the model's groups of layers."""
     random = np.random.default_rng(seed)
-    size, most = config.cache.page_size, num_pages * config.cache.page_size
+    size = config.cache.page_size
+    spec, chunk_size = PageSpec(1, 1, 1, size, 8, tuple(spans)), config.schedule.prefill_buckets[-1]
+    most = most_tokens(spec, num_pages, chunk_size, config.model.max_model_len or num_pages * size)
     max_model_len = min(config.model.max_model_len or most, most)
     shares_mesh = config.devices.prefill_devices == config.devices.decode_devices
 
     def assemble(config: EngineConfig, stats: EngineStats) -> Parts:
         pools = [np.full((num_pages + 1, size), -1, np.int64) for _ in range(1 if shares_mesh else 2)]
-        spec, cache = PageSpec(1, 1, 1, size, 8), config.cache
+        cache = config.cache
         managers = [
-            KVManager(spec, num_pages + 1, prefix_cache=cache.prefix_cache, session_seconds=cache.session_seconds, clock=clock)
+            KVManager(
+                spec,
+                num_pages + 1,
+                prefix_cache=cache.prefix_cache,
+                session_seconds=cache.session_seconds,
+                chunk_size=chunk_size,
+                clock=clock,
+            )
             for _ in pools
         ]
         clocks = [StrictDeviceClock(clock) for _ in pools]
         of_meshes = devices or [UnsteadyDevice(random)]
-        prefill = FakePrefill(pools[0], config, max_model_len, of_meshes[0])
-        decode = FakeDecode(pools[-1], config, max_model_len, of_meshes[-1])
+        prefill = FakePrefill(pools[0], config, max_model_len, of_meshes[0], spans)
+        decode = FakeDecode(pools[-1], config, max_model_len, of_meshes[-1], spans)
         schedule = config.schedule
         pace = Pace(schedule.prefill_buckets, schedule.target_ttft, schedule.target_itl, delays_decode=shares_mesh)
         queue = WaitingQueue(schedule.ageing_seconds, schedule.prefill_chunk_size, clock)

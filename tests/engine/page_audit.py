@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from jaxinfer.engine import Engine
-from jaxinfer.kv_cache.spec import NULL_PAGE
+from jaxinfer.kv_cache.spec import NULL_PAGE, PageSpec
 from jaxinfer.sequence import SequenceState
 
 
@@ -15,14 +15,14 @@ def audit(engine: Engine) -> None:
     sequences = [sequence for of_request in engine._requests.values() for sequence in of_request]
     owners = {id(m): Counter[int]() for m in (parts.prefill_manager, parts.decode_manager)}
     for sequence in sequences:
-        owners[id(parts.prefill_manager)].update(sequence.prefill_pages)
-        owners[id(parts.decode_manager)].update(sequence.decode_pages)
+        owners[id(parts.prefill_manager)].update(page for page in sequence.prefill_pages if page != NULL_PAGE)
+        owners[id(parts.decode_manager)].update(page for page in sequence.decode_pages if page != NULL_PAGE)
     for manager in (parts.prefill_manager, parts.decode_manager):
         owned = owners[id(manager)]
         references = {page: manager._allocator.references(page) for page in range(manager.num_pages + 1)}
         assert {page: count for page, count in references.items() if count} == dict(owned)
         assert manager.num_used == len(owned)
-        assert NULL_PAGE not in owned
+        assert not manager._allocator.references(NULL_PAGE)
         cached = {page for page in range(manager.num_pages + 1) if manager._allocator.is_cached(page)}
         assert manager.num_cached == len(cached)
         assert manager.num_free == manager.num_pages - len(owned), "what nobody reads is to be had"
@@ -42,7 +42,7 @@ def audit(engine: Engine) -> None:
         assert not sequence.decode_pages
     for sequence in in_state[SequenceState.RUNNING]:
         assert not sequence.prefill_pages
-        assert len(sequence.decode_pages) >= parts.decode_manager.spec.pages_for(len(sequence.token_ids) - 1)
+        check_spans(parts.decode_manager.spec, sequence.decode_pages, len(sequence.token_ids) - 1)
     assert len({s.slot for s in decode.running}) == len(decode.running)
     assert sum(len(s) for s in (decode.running, prefill.prefilling, engine._prefilled)) <= engine.config.schedule.max_batch_size
 
@@ -51,6 +51,17 @@ def audit(engine: Engine) -> None:
     assert stats.num_prefilling == len(prefill.prefilling) + len(engine._prefilled)
     assert (stats.prefill_pages_used, stats.decode_pages_used) == (parts.prefill_manager.num_used, parts.decode_manager.num_used)
     assert (stats.prefill_pages_cached, stats.decode_pages_cached) == (parts.prefill_manager.num_cached, parts.decode_manager.num_cached)
+
+
+def check_spans(spec: PageSpec, table: list[int], num_tokens: int) -> None:
+    """Assert that a page table holds so many tokens: in every group what the next one attends to, and of a bounded one little else."""
+    assert len(table) % spec.num_groups == 0
+    assert len(table) >= spec.num_groups * spec.runs_for(num_tokens)
+    for group in range(spec.num_groups):
+        pages = table[group :: spec.num_groups]
+        assert NULL_PAGE not in pages[spec.first_run(group, num_tokens) : spec.runs_for(num_tokens)]
+        if spec.is_bounded[group]:
+            assert len(pages) - pages.count(NULL_PAGE) <= spec.most_runs(group, 1) + 1
 
 
 def assert_all_free(engine: Engine) -> None:

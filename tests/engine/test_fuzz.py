@@ -12,8 +12,10 @@ import pytest
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine import Engine
+from jaxinfer.kv_cache.spec import PageSpec
 from jaxinfer.kv_tiers.disk_file import ALIGNMENT, ENTRY_SIZE
 from jaxinfer.request import FinishReason, OutputDelta, RequestContext, RequestError, SamplingParams
+from pallas_kernels.span import EVERYTHING, Span
 from tests.engine.fake_device import TOKENIZER, VOCAB, expected_tokens, fake_engine
 from tests.engine.page_audit import assert_all_free, audit
 from tests.engine.simulated import Clock
@@ -145,13 +147,50 @@ def test_every_request_ends_once_with_its_tokens_and_no_page_is_lost(
         assert engine.stats.num_pages_moved > 100
 
 
-def check(engine: Engine, followed: dict[str, Followed]) -> None:
+MIXES = {
+    "windows": (EVERYTHING, Span(window=9)),
+    "chunks": (EVERYTHING, Span(chunk=12), Span(chunk=12)),
+    "windows alone": (Span(window=20),),
+    "chunks alone": (Span(chunk=16),),
+    "a window of one": (EVERYTHING, Span(window=1)),
+    "two kinds": (EVERYTHING, EVERYTHING, Span(window=30), Span(chunk=7)),
+}
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize("meshes", ["shared", "two"])
+@pytest.mark.parametrize("spans", MIXES)
+def test_layers_of_bounded_spans_keep_what_they_attend_to_and_no_more(clock, meshes, spans, prefix_cache):
+    config = EngineConfig.of(
+        max_model_len=120,
+        decode_devices=(0,) if meshes == "shared" else (1,),
+        page_size=4,
+        prefix_cache=prefix_cache,
+        ageing_seconds=0.05,
+        max_batch_size=8,
+        decode_buckets=(1, 4, 8),
+        prefill_buckets=(32,),
+        prefill_chunk_size=32,
+    )
+    of_groups = MIXES[spans]
+    num_pages = PageSpec(1, 1, 1, 4, 8, of_groups).most_pages(120, 32)  # one context, or several short ones
+    engine = fake_engine(config, num_pages, clock=clock, spans=of_groups)
+    check(engine, run(engine, np.random.default_rng(5), clock), of_groups)
+    assert engine.max_model_len == 120
+    if EVERYTHING in of_groups:
+        assert engine.stats.num_preemptions > 0
+    assert (engine.stats.num_cached_tokens > 20) == prefix_cache
+    if meshes == "two":
+        assert engine.stats.num_pages_moved > 100
+
+
+def check(engine: Engine, followed: dict[str, Followed], spans: tuple[Span, ...] = (EVERYTHING,)) -> None:
     assert_all_free(engine)
     assert len(followed) > 50
     num_finished = 0
     for request in followed.values():
         for index in range(request.params.n):
-            expected = expected_tokens(request.prompt, request.params, index, engine.max_model_len)
+            expected = expected_tokens(request.prompt, request.params, index, engine.max_model_len, spans)
             if request.is_aborted or request.reasons[index] is FinishReason.TIMEOUT:
                 assert request.tokens[index] == expected[: len(request.tokens[index])]
                 continue

@@ -20,7 +20,7 @@ def test_each_token_is_at_its_place_of_its_layer_and_all_else_is_as_it_was(num_t
     expected = before.copy()
     for token, (page, offset) in enumerate(places):
         expected[1, 0, page, :, offset], expected[1, 1, page, :, offset] = k[token], v[token]
-    found = run(jnp.asarray(before), jnp.int32(1), k, v, places[:, 0], places[:, 1])
+    found = run(jnp.asarray(before), jnp.int32(1), (k, v), places[:, 0], places[:, 1])
     np.testing.assert_array_equal(found, expected)
 
 
@@ -29,7 +29,7 @@ def test_each_token_is_at_its_place_of_its_layer_and_all_else_is_as_it_was(num_t
 def test_what_is_no_finite_number_in_the_pools_type_is_stored_as_zero(bad, dtype):
     k = np.ones((2, 2, 8), np.float32)
     k[0, 1, 3] = bad  # float32's largest number is infinite in bfloat16
-    found = run(jnp.zeros(SHAPE, dtype), jnp.int32(0), k, -k, np.array([2, 4], np.int32), np.array([0, 3], np.int32))
+    found = run(jnp.zeros(SHAPE, dtype), jnp.int32(0), (k, -k), np.array([2, 4], np.int32), np.array([0, 3], np.int32))
     assert np.isfinite(np.asarray(found, np.float32)).all()
     fits = bool(jnp.isfinite(jnp.asarray(bad, dtype)))
     np.testing.assert_array_equal(np.asarray(found, np.float32)[0, :, 2, 1, 0, 3], [bad, -bad] if fits else [0, 0])

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from jaxinfer.kv_cache import radix_cache
 from jaxinfer.kv_cache.allocator import PageAllocator
-from jaxinfer.kv_cache.radix_cache import CachedPage, RadixCache, digests, token_bytes
+from jaxinfer.kv_cache.radix_cache import CachedRun, RadixCache, digests, token_bytes
 
 PAGE_SIZE = 2
 
@@ -54,7 +54,7 @@ def tokens(text: str) -> bytes:
     return token_bytes(map(ord, text))
 
 
-def text_of(node: CachedPage) -> str:
+def text_of(node: CachedRun) -> str:
     return node.tokens.decode("utf-32-le")
 
 

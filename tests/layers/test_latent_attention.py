@@ -13,10 +13,10 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxinfer.layers.latent_attention import LatentAttention, LatentSizes, absorbed, expanded
+from jaxinfer.layers.latent_attention import LatentAttention, absorbed, expanded
 from jaxinfer.layers.matrices import MatrixFormat
-from jaxinfer.layers.rope import CosSin, Scaling, angles, inverse_frequencies
-from jaxinfer.models.config import YarnScaling
+from jaxinfer.layers.rope import CosSin, angles, inverse_frequencies
+from jaxinfer.models.config import AnyRopeScaling, LatentSizes, YarnScaling
 from pallas_kernels.latent_prefill_attention.op import latent_prefill_attention
 from pallas_kernels.paged_attention.op import paged_attention
 from sharding.mesh import TENSOR, make_mesh
@@ -38,7 +38,7 @@ def layer(sizes: LatentSizes, form: MatrixFormat = FLOAT32, *, seed: int = 0, **
     return nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), [jnp.asarray(v, form.vector_dtype) for v in values]))
 
 
-def turned_by(positions: Any, scaling: Scaling = None) -> CosSin:
+def turned_by(positions: Any, scaling: AnyRopeScaling = None) -> CosSin:
     return angles(jnp.asarray(positions), inverse_frequencies(SIZES.rope_size, 1e4, scaling))
 
 

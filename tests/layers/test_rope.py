@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer.layers.rope import Scaling, angles, inverse_frequencies, rotate, rotated_amplitude, score_factor
-from jaxinfer.models.config import LinearScaling, RopeScaling, YarnScaling
+from jaxinfer.layers.rope import angles, inverse_frequencies, rotate, rotated_amplitude, score_factor
+from jaxinfer.models.config import AnyRopeScaling, LinearScaling, RopeScaling, YarnScaling
 
 YARN = YarnScaling(40.0, 4096, mscale=1.0, mscale_all_dim=1.0)  # DeepSeek-V3's
 
 # What transformers 5 computes for heads of 16, by base and scaling.
-FREQUENCIES: dict[tuple[float, Scaling], list[float]] = {
+FREQUENCIES: dict[tuple[float, AnyRopeScaling], list[float]] = {
     (1e4, YARN): [1.0, 0.31622776, 0.1, 0.023914725, 0.0051249997, 0.00084986218, 2.4999999e-05, 7.9056945e-06],
     (1.5e5, YarnScaling(32.0, 4096, truncate=False)): [
         *(1.0, 0.225418, 0.050813273, 0.0067949593, 0.00045648392, 1.8188337e-05, 4.0999785e-06, 9.2420896e-07)
@@ -37,7 +37,7 @@ FREQUENCIES: dict[tuple[float, Scaling], list[float]] = {
 
 
 @pytest.mark.parametrize(("theta", "scaling"), FREQUENCIES)
-def test_frequencies_are_transformers_own(theta: float, scaling: Scaling) -> None:
+def test_frequencies_are_transformers_own(theta: float, scaling: AnyRopeScaling) -> None:
     found = inverse_frequencies(16, theta, scaling)
     assert found.dtype == np.float32
     np.testing.assert_allclose(found, FREQUENCIES[theta, scaling], rtol=5e-7)

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from checkpoints.sentence_files import SentenceFiles
-from jaxinfer.models.config import ArchitectureConfig, UnsupportedModelError
+from jaxinfer.models.config import UnsupportedModelError
 from jaxinfer.models.encoder_config import EncoderConfig
+from jaxinfer.models.registry import read_config
 from tests.tiny_encoder import CONFIG
 
 MEAN = {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False, "pooling_mode_max_tokens": False}
@@ -87,4 +88,4 @@ def test_other_ways_from_tokens_to_an_embedding_are_refused(changes: dict[str, A
 
 def test_an_encoder_given_as_the_language_model_is_told_where_it_belongs() -> None:
     with pytest.raises(UnsupportedModelError, match=r"architectures is \['BertModel'\].*--embedding-model"):
-        ArchitectureConfig.from_hf(CONFIG)
+        read_config(CONFIG)

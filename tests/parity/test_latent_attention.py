@@ -13,10 +13,10 @@ from flax import nnx
 from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
-from jaxinfer.layers.latent_attention import LatentAttention, LatentSizes, expanded
+from jaxinfer.layers.latent_attention import LatentAttention, expanded
 from jaxinfer.layers.matrices import MatrixFormat
-from jaxinfer.layers.rope import Scaling, angles, inverse_frequencies, rotated_amplitude
-from jaxinfer.models.config import YarnScaling
+from jaxinfer.layers.rope import angles, inverse_frequencies, rotated_amplitude
+from jaxinfer.models.config import AnyRopeScaling, LatentSizes, YarnScaling
 
 pytestmark = pytest.mark.parity
 
@@ -34,7 +34,7 @@ SIZES: dict[str, Any] = {
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "original_max_position_embeddings": 64, "beta_fast": 32, "beta_slow": 1}
 
 # Changes of the configuration, and the scaling as ours.
-CASES: dict[str, tuple[dict[str, Any], Scaling]] = {
+CASES: dict[str, tuple[dict[str, Any], AnyRopeScaling]] = {
     "queries_from_a_latent": ({}, None),
     "queries_from_the_hidden_state": ({"q_lora_rank": None}, None),
     "biases": ({"attention_bias": True}, None),
@@ -57,7 +57,7 @@ class Dense:
         return jnp.einsum("nts,snv->tnv", jax.nn.softmax(scores, axis=-1), v), pages
 
 
-def ours(theirs: DeepseekV3Attention, config: DeepseekV3Config, scaling: Scaling) -> LatentAttention:
+def ours(theirs: DeepseekV3Attention, config: DeepseekV3Config, scaling: AnyRopeScaling) -> LatentAttention:
     """Our layer with their weights, joined and reversed as the loader does it by a weight map."""
     weights = {name: parameter.detach().numpy() for name, parameter in theirs.named_parameters()}
     sizes = LatentSizes(config.q_lora_rank, config.kv_lora_rank, config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim)

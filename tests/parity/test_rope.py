@@ -12,8 +12,8 @@ from transformers import Llama4TextConfig, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama4.modeling_llama4 import Llama4TextRotaryEmbedding, apply_rotary_emb
 
-from jaxinfer.layers.rope import Scaling, angles, inverse_frequencies, rotate, rotated_amplitude
-from jaxinfer.models.config import LinearScaling, YarnScaling
+from jaxinfer.layers.rope import angles, inverse_frequencies, rotate, rotated_amplitude
+from jaxinfer.models.config import AnyRopeScaling, LinearScaling, YarnScaling
 
 pytestmark = pytest.mark.parity
 
@@ -26,7 +26,7 @@ def reference(kind: str, head_size: int, theta: float, **parameters: Any) -> tup
     return frequencies.numpy(), amplitude
 
 
-def agree(head_size: int, theta: float, scaling: Scaling, kind: str, **parameters: Any) -> None:
+def agree(head_size: int, theta: float, scaling: AnyRopeScaling, kind: str, **parameters: Any) -> None:
     frequencies, amplitude = reference(kind, head_size, theta, **parameters)
     np.testing.assert_allclose(inverse_frequencies(head_size, theta, scaling), frequencies, rtol=1e-5)  # its ramp is float32
     assert rotated_amplitude(scaling) == pytest.approx(amplitude, rel=1e-6)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from jaxinfer.kv_cache.manager import KVManager
-from jaxinfer.kv_cache.radix_cache import CachedPage, digests, token_bytes
+from jaxinfer.kv_cache.radix_cache import CachedRun, digests, token_bytes
 from jaxinfer.kv_cache.spec import PageSpec
 from jaxinfer.prefill.queue import WaitingQueue
 from jaxinfer.prefill.scheduler import Chunk, PrefillScheduler
@@ -67,7 +67,7 @@ class Manager(KVManager):
         if self.is_caching:
             self.known.update(self.keys_of(token_ids, num_tokens, context))
 
-    def forget_evicted(self, evicted: list[CachedPage]) -> None:
+    def forget_evicted(self, evicted: list[CachedRun]) -> None:
         self.known.difference_update(node.digest for node in evicted)
 
     def grow(self, table: list[int], num_tokens: int, keep_free: int = 0) -> bool:

@@ -15,7 +15,7 @@ import pytest
 from jaxinfer.decode.program import decode_step, seat
 from jaxinfer.kv_transfer.page_moves import gather, scatter
 from jaxinfer.layers.matrices import MatrixFormat
-from jaxinfer.models.config import ArchitectureConfig
+from jaxinfer.models.registry import read_config
 from jaxinfer.runtime import program_key
 from jaxinfer.runtime.program_key import UnknownOriginError, describe, sources, surroundings
 from jaxinfer.runtime.template import make_template
@@ -76,7 +76,7 @@ def test_what_no_text_tells_apart_is_refused(value):
 
 
 def test_a_program_is_told_by_all_that_it_closes_over():
-    config = ArchitectureConfig.from_hf(tiny_model.CONFIG)
+    config = read_config(tiny_model.CONFIG)
     float32 = MatrixFormat(np.dtype("float32"))
     template = make_template(config, float32)
     steps = [

@@ -1,0 +1,151 @@
+"""Page tables and the prefix cache where some groups of layers attend to a bounded span: a window of 6 tokens, pages of 4."""
+
+from __future__ import annotations
+
+from jaxinfer.kv_cache.manager import KVManager
+from jaxinfer.kv_cache.spec import NULL_PAGE, PageSpec
+from jaxinfer.request import ANYONE
+from pallas_kernels.span import EVERYTHING, Span
+
+SPEC = PageSpec(num_layers=1, num_kv_heads=1, head_size=4, page_size=4, bytes_per_value=4, spans=(EVERYTHING, Span(window=6)))
+CHUNK = 8
+
+
+def manager(num_pages: int = 40, spec: PageSpec = SPEC) -> KVManager:
+    return KVManager(spec, num_pages + 1, chunk_size=CHUNK)
+
+
+def held(table: list[int], group: int = 1) -> list[int]:
+    """The runs of which a group has a page."""
+    return [run for run, page in enumerate(table[group :: SPEC.num_groups]) if page != NULL_PAGE]
+
+
+def compute(pages: KVManager, tokens: list[int], num_cached: int = 0, table: list[int] | None = None) -> list[int]:
+    """A sequence's table after its prompt was computed in chunks."""
+    table = [] if table is None else table
+    assert pages.grow(table, len(tokens))
+    for start in range(num_cached, len(tokens), CHUNK):
+        assert pages.advance(table, tokens, start, min(start + CHUNK, len(tokens)), ANYONE)
+    return table
+
+
+def test_a_window_moves_on_with_as_many_pages_as_it_had():
+    pages, table, tokens = manager(), [], list(range(40))
+    pages.grow(table, 40)
+    assert (held(table, 0), held(table)) == (list(range(10)), [0, 1, 2, 3])
+    used = pages.num_used
+    for start, runs in ((0, [0, 1, 2, 3]), (8, [0, 1, 2, 3]), (16, [2, 3, 4, 5]), (24, [4, 5, 6, 7]), (32, [6, 7, 8, 9])):
+        assert pages.advance(table, tokens, start, start + 8, ANYONE)
+        assert held(table) == runs
+        assert pages.num_used == used
+    pages.slide(table, 40)
+    assert held(table) == [8, 9]
+    assert held(table, 0) == list(range(10))
+    pages.free(table)
+    assert pages.num_used == 0
+
+
+def test_what_was_left_behind_is_found_by_whoever_ends_there():
+    pages, tokens = manager(), list(range(40))
+    table = compute(pages, tokens)
+    pages.keep(table, tokens, 40, ANYONE)
+    pages.free(table)
+    found: list[int] = []
+    assert pages.take_cached(found, [*tokens[:21], 99, 99, 99], 24, ANYONE) == 20
+    assert (held(found, 0), held(found)) == ([0, 1, 2, 3, 4], [3, 4]), "from the first token that the next one attends to"
+    pages.free(found)
+
+
+def test_a_prefix_ends_where_its_window_is_still_known():
+    pages, tokens = manager(26), list(range(40))
+    table = compute(pages, tokens)
+    pages.keep(table, tokens, 40, ANYONE)
+    pages.free(table)
+    assert pages.num_cached == 20
+    other = compute(pages, list(range(100, 124)))  # 6 runs need 10 pages: there are 6, so 4 are evicted
+    found: list[int] = []
+    assert pages.take_cached(found, tokens, 40, ANYONE) == 40, "pages of a window's past went, by age, and none at its end"
+    pages.free(found)
+    assert pages.take_cached(found, tokens, 12, ANYONE) == 0, "there the window's pages are gone"
+    pages.free(other)
+    assert compute(pages, list(range(200, 240)))
+
+
+def test_all_that_nobody_reads_can_be_had():
+    pages, tokens = manager(20), list(range(40))
+    table = compute(pages, tokens)
+    pages.keep(table, tokens, 40, ANYONE)
+    pages.free(table)
+    assert pages.num_free == 20
+    for _ in range(3):
+        table = compute(pages, tokens)
+        pages.keep(table, tokens, 40, ANYONE)
+        first: list[int] = []
+        assert pages.take_cached(first, tokens, 39, ANYONE) == 36
+        pages.free(first)
+        pages.free(table)
+        assert pages.num_free == 20
+    pages.forget()
+    assert pages.num_cached == 0
+    assert pages._cache is not None
+    assert not pages._cache._roots
+
+
+def test_going_on_takes_no_more_than_there_is():
+    pages, tokens = manager(16), list(range(40))
+    table: list[int] = []
+    assert pages.grow(table, 40)
+    reader: list[int] = []
+    assert pages.advance(table, tokens, 0, 8, ANYONE)
+    pages.keep(table, tokens, 8, ANYONE)
+    assert pages.take_cached(reader, tokens, 8, ANYONE) == 8  # holds the window's first two pages, too
+    others: list[int] = []
+    assert pages.grow(others, 4)
+    assert pages.num_free == 0
+    assert pages.advance(table, tokens, 8, 16, ANYONE)
+    assert not pages.advance(table, tokens, 16, 32, ANYONE), "what it left behind is another's still"
+    assert held(table) == [2, 3]
+    pages.free(others)
+    pages.free(reader)
+    assert pages.advance(table, tokens, 16, 32, ANYONE)
+    assert held(table)[-1] >= 7
+
+
+def test_two_that_compute_the_same_keep_one_copy_of_what_lasts():
+    pages, tokens = manager(60), list(range(24))
+    first, second = compute(pages, tokens), compute(pages, tokens)
+    pages.keep(first, tokens, 24, ANYONE)
+    pages.keep(second, tokens, 24, ANYONE)
+    assert first[0::2] == second[0::2]
+    assert [page for page in first[1::2] if page in second[1::2]] in ([], [NULL_PAGE] * 2, [NULL_PAGE] * 3, [NULL_PAGE] * 4)
+    pages.free(first)
+    pages.free(second)
+    assert pages.num_used == 0
+    assert pages.num_free == 60
+
+
+def test_a_table_that_is_filled_from_elsewhere_has_pages_from_there_on():
+    pages, table, tokens = manager(), [], list(range(40))
+    assert pages.grow(table, 40, filled=33)
+    assert held(table) == [7, 8, 9]
+    pages.free(table)
+    assert pages.grow(table, 40)
+    pages.begin_anew(table, tokens, 0, 33, ANYONE)
+    assert held(table) == [7, 8, 9]
+    pages.free(table)
+    assert pages.num_used == 0
+
+
+def test_where_every_group_is_bounded_a_context_has_no_end():
+    spec = PageSpec(1, 1, 4, 4, 4, (Span(chunk=8),))
+    pages, table = manager(6, spec), []
+    tokens = list(range(4000))
+    assert pages.grow(table, 4000)
+    for start in range(0, 4000, CHUNK):
+        assert pages.advance(table, tokens, start, start + CHUNK, ANYONE)
+        assert pages.num_used <= 5
+    pages.keep(table, tokens, 4000, ANYONE)
+    pages.free(table)
+    pages.forget()
+    assert pages._cache is not None
+    assert not pages._cache._roots, "no run is left that has no pages"
