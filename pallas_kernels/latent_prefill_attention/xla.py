@@ -14,13 +14,17 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 # Tokens: of context that are expanded at once, and of queries that then go by at once. Products should be large, for a GPU starts several kernels for
 # each; but one run is the least that is expanded, and a chunk of several requests' queries is masked for each.
 _SHORTEST_RUN, _LONGEST_RUN = 128, 512
 _SHORTEST_CHUNK, _LONGEST_CHUNK = 128, 512
 _MASKED = -1e30
+
+Sums = tuple[
+    Float[Array, "*C N Q"], Float[Array, "*C N Q"], Float[Array, "*C N Q V"]
+]  # of queries: largest score, sum of weights, of values
 
 
 def latent_prefill_attention(
@@ -38,11 +42,10 @@ def latent_prefill_attention(
     pool_is_finite: bool,
 ) -> Float[Array, "T N V"]:
     """See op.py."""
-    del query_tile, pool_is_finite  # chunks need not begin with a request, and a mask over latents, before they are expanded, costs nothing
+    del query_tile, pool_is_finite  # a chunk may hold parts of several requests; what is not a number is masked where it costs nothing
     num_layers, _, num_pages, _, page_size, width = latent_pages.shape
     num_tokens, num_heads, head_size = q.shape
-    rank, num_rows = len(up), len(page_table)
-    own_size = head_size - (width - rank)  # of a key's columns that are its head's own
+    num_rows = len(page_table)
     dtype = q.dtype if q.dtype == latent_pages.dtype else jnp.dtype("float32")
     run_pages = max(min(max(num_tokens, _SHORTEST_RUN), _LONGEST_RUN) // page_size, 1)
     num_chunks = -(-num_tokens // min(max(num_tokens // num_rows, _SHORTEST_CHUNK), _LONGEST_CHUNK))
@@ -53,60 +56,70 @@ def latent_prefill_attention(
     queries = jnp.pad(q, ((0, padding), (0, 0), (0, 0))).astype(dtype).reshape(num_chunks, chunk, num_heads, head_size).swapaxes(1, 2)
     place = jnp.arange(num_chunks * chunk)[:, None] - query_start
     is_of_row = (place >= 0) & (place < query_len)
-    query_row = jnp.argmax(is_of_row, axis=1)
     cached = kv_len - query_len
+    query_row = jnp.argmax(is_of_row, axis=1).reshape(num_chunks, chunk)
     position = jnp.where(is_of_row, cached + place, -1).max(axis=1).reshape(num_chunks, chunk)
-    query_row = query_row.reshape(num_chunks, chunk)
 
-    last_page = jnp.cumsum(
-        jnp.where(query_len > 0, (kv_len + page_size - 1) // page_size, 0)
-    )  # of each row in the list of all pages, excluded
     pool = latent_pages.reshape(num_layers * num_pages, page_size * width)
+    end_of_row = jnp.cumsum(jnp.where(query_len > 0, (kv_len + page_size - 1) // page_size, 0))  # in the list of all pages
 
-    def one_run(i: Int[Array, ""], sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def one_run(i: Int[Array, ""], sums: Sums) -> Sums:
         place = i * run_pages + jnp.arange(run_pages)
-        row = jnp.minimum(jnp.sum(place[:, None] >= last_page, axis=1), num_rows - 1)
-        page = jnp.clip(place - jnp.where(row > 0, last_page[row - 1], 0), 0, page_table.shape[1] - 1)
-        is_listed = place < last_page[-1]
-        context = page[:, None] * page_size + jnp.arange(page_size)  # the tokens' positions, by page
-        is_cached = (is_listed[:, None] & (context < kv_len[row][:, None])).reshape(-1)
-        context_row = jnp.where(is_cached, jnp.repeat(row, page_size), -1)
+        row = jnp.minimum(jnp.sum(place[:, None] >= end_of_row, axis=1), num_rows - 1)
+        page = place - jnp.where(row > 0, end_of_row[row - 1], 0)  # of its row; past the list's end, past all that queries see
         # "clip": page numbers are the allocator's, always in range, and the default mode would mask every element.
-        latents = jnp.take(pool, layer * num_pages + page_table[row, page], axis=0, mode="clip").reshape(-1, width)
-        latents = jnp.where(is_cached[:, None], latents, 0)
-        keys, values = _expanded(latents, up, own_size, dtype)
+        ids = page_table.at[row, page].get(mode="clip")
+        latents = jnp.take(pool, layer * num_pages + ids, axis=0, mode="clip").reshape(run_pages * page_size, width)
+        keys, values = _expanded(latents, up, head_size, dtype)
+        context_row = jnp.repeat(row, page_size)
+        context = (page[:, None] * page_size + jnp.arange(page_size)).reshape(-1)
 
-        def one_chunk(j: Int[Array, ""], sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-            top, total, out = (s[j] for s in sums)
-            scores = jnp.einsum("nqh,nsh->nqs", queries[j], keys, preferred_element_type=jnp.float32) * scale
-            seen = (context_row == query_row[j][:, None]) & (context.reshape(-1) <= position[j][:, None])
-            scores = jnp.where(seen, scores, _MASKED)
-            new_top = jnp.maximum(top, scores.max(-1))
-            # 0 where masked, once a query has seen a token; whatever comes before that is shrunk to 0 when it does.
-            weights = jnp.exp(scores - new_top[..., None])
-            shrink = jnp.exp(top - new_top)
-            attended = jnp.einsum("nqs,nsv->nqv", weights.astype(dtype), values, preferred_element_type=jnp.float32)
-            new_total, new_out = total * shrink + weights.sum(-1), out * shrink[..., None] + attended
-            return sums[0].at[j].set(new_top), sums[1].at[j].set(new_total), sums[2].at[j].set(new_out)
+        def one_chunk(j: Int[Array, ""], sums: Sums) -> Sums:
+            seen = (context_row == query_row[j][:, None]) & (context <= position[j][:, None])
+            top, total, out = _attend(queries[j], keys, values, seen, scale, (sums[0][j], sums[1][j], sums[2][j]))
+            return sums[0].at[j].set(top), sums[1].at[j].set(total), sums[2].at[j].set(out)
 
         # The queries that see any of these pages: of their requests, those that don't come before the page.
-        first = query_start[row] + jnp.maximum(page * page_size - cached[row], 0)
-        first, end = jnp.where(is_listed, first, num_tokens).min(), jnp.where(is_listed, (query_start + query_len)[row], 0).max()
+        first = jnp.where(place < end_of_row[-1], query_start[row] + jnp.maximum(page * page_size - cached[row], 0), num_tokens).min()
+        end = (query_start + query_len)[row].max()
         return jax.lax.fori_loop(first // chunk, (end + chunk - 1) // chunk, one_chunk, sums)
 
     shape = (num_chunks, num_heads, chunk)
-    start = (jnp.full(shape, _MASKED), jnp.zeros(shape), jnp.zeros((*shape, up.shape[2] - own_size)))
-    _, total, out = jax.lax.fori_loop(0, (last_page[-1] + run_pages - 1) // run_pages, one_run, start)
+    value_size = up.shape[2] - (head_size - (width - len(up)))
+    start = (jnp.full(shape, _MASKED), jnp.zeros(shape), jnp.zeros((*shape, value_size)))
+    _, total, out = jax.lax.fori_loop(0, (end_of_row[-1] + run_pages - 1) // run_pages, one_run, start)
     out = jnp.where((position >= 0)[:, None, :, None], out / jnp.maximum(total, 1e-30)[..., None], 0.0)
     return out.swapaxes(1, 2).reshape(num_chunks * chunk, num_heads, -1)[:num_tokens].astype(q.dtype)
 
 
 def _expanded(
-    latents: Float[Array, "S C"], up: Float[Array, "R N E"], own_size: int, dtype: jnp.dtype
+    latents: Float[Array, "S C"], up: Float[Array, "R N E"], head_size: int, dtype: jnp.dtype
 ) -> tuple[Float[Array, "N S H"], Float[Array, "N S V"]]:
     """Keys and values of every head."""
-    expanded = jnp.einsum("sr,rne->nse", latents[:, : len(up)].astype(up.dtype), up, preferred_element_type=jnp.float32).astype(dtype)
-    # A request whose numbers overflow has neighbours in this run, whose weights for its values are 0: 0 times infinity would be NaN.
-    values = jnp.where(jnp.isfinite(expanded[..., own_size:]), expanded[..., own_size:], 0)
+    own_size = head_size - (latents.shape[1] - len(up))
+    both = jnp.einsum("sr,rne->nse", latents[:, : len(up)].astype(up.dtype), up, preferred_element_type=jnp.float32).astype(dtype)
+    # Whoever doesn't see a value has a weight of 0 for it, and 0 times NaN would be NaN: of places that nobody's context reaches, or of another
+    # request whose numbers overflow.
+    values = jnp.where(jnp.isfinite(both[..., own_size:]), both[..., own_size:], 0)
     shared = jnp.broadcast_to(latents[:, len(up) :].astype(dtype), (up.shape[1], len(latents), latents.shape[1] - len(up)))
-    return jnp.concatenate([expanded[..., :own_size], shared], axis=-1), values
+    return jnp.concatenate([both[..., :own_size], shared], axis=-1), values
+
+
+def _attend(
+    queries: Float[Array, "N Q H"],
+    keys: Float[Array, "N S H"],
+    values: Float[Array, "N S V"],
+    seen: Bool[Array, "Q S"],
+    scale: float,
+    sums: Sums,
+) -> Sums:
+    """What queries have found, and what they find here."""
+    top, total, out = sums
+    scores = jnp.einsum("nqh,nsh->nqs", queries, keys, preferred_element_type=jnp.float32) * scale
+    scores = jnp.where(seen, scores, _MASKED)
+    new_top = jnp.maximum(top, scores.max(-1))
+    # 0 where masked, once a query has seen a token; whatever comes before that is shrunk to 0 when it does.
+    weights = jnp.exp(scores - new_top[..., None])
+    shrink = jnp.exp(top - new_top)
+    attended = jnp.einsum("nqs,nsv->nqv", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
+    return new_top, total * shrink + weights.sum(-1), out * shrink[..., None] + attended

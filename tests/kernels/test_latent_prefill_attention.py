@@ -124,23 +124,35 @@ def test_rows_may_lie_in_any_order_in_the_batch():
     np.testing.assert_allclose(found, both(case, [q, latents, *rows, up])[1], atol=2e-5)
 
 
-def test_no_context_is_expanded_twice(monkeypatch):
-    """However many chunks of queries see it: expanding is what costs. Nor is anything where there is nothing."""
-    expanded, counted = [], xla._expanded
+def test_no_context_is_expanded_twice_and_no_query_goes_by_in_vain(monkeypatch):
+    """However many chunks of queries see it, expanding is what costs; of its own chunk a query sees what comes before. Where there is nothing,
+    nothing is done."""
+    done = []
 
-    def count(latents, *others):
-        jax.debug.callback(lambda: expanded.append(len(latents)))
-        return counted(latents, *others)
+    def counting(name):
+        counted = getattr(xla, name)
 
-    monkeypatch.setattr(xla, "_expanded", count)
-    for rows, runs in ((((0, 1000),), 2), (((700, 1000),), 4), (((0, 20), (0, 33), (100, 40), (9, 1)), 1)):
+        def count(*arguments):
+            jax.debug.callback(lambda: done.append(name))
+            return counted(*arguments)
+
+        return count
+
+    for name in ("_expanded", "_attend"):
+        monkeypatch.setattr(xla, name, counting(name))
+    for rows, runs, chunks in (  # runs of 512 tokens of context, chunks of 128 queries
+        (((0, 1000),), 2, 8 + 4),
+        (((700, 1000),), 4, 8 + 8 + 6 + 2),
+        (((0, 20), (0, 33), (100, 40), (9, 1)), 1, 2),
+        (((0, 32), (0, 512), (0, 440)), 2, 5 + 4),
+    ):
         case = replace(CASES[-1], rows=rows)
-        q, latents, table, *others, up = arguments(case, 5)
+        q, latents, table, *others, up = arguments(case, 5, num_rows=8)
         table = jnp.pad(table, ((0, 0), (0, 500)))  # room for contexts that are not there
         jax.block_until_ready(latent_prefill_attention(q, latents, LAYER, table, *others, up, **options(case), backend="xla"))
         jax.effects_barrier()
-        assert expanded == [512] * runs
-        expanded.clear()
+        assert (done.count("_expanded"), done.count("_attend")) == (runs, chunks), rows
+        done.clear()
 
 
 def test_what_is_held_does_not_grow_with_contexts_or_the_pool():
