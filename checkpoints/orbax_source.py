@@ -57,7 +57,7 @@ class OrbaxSource:
 
     def stored(self, name: str) -> Stored:
         dtype = self._array(name).dtype.numpy_dtype
-        return Stored(_FORMATS.get(dtype.name, dtype.name.upper()), {last_word(name): Part(self.shape(name), dtype)})
+        return Stored(_FORMATS.get(dtype.name, dtype.name.upper().replace("INT", "I")), {last_word(name): Part(self.shape(name), dtype)})
 
     def read(self, name: str, index: Index | None = None, part: str | None = None) -> np.ndarray:
         array = self._array(name)

@@ -1,10 +1,11 @@
-"""The `jaxinfer` command: serve, generate, batch, demo. Engine flags are EngineConfig's fields; JAX loads when a command needs it."""
+"""The `jaxinfer` command: serve, generate, batch, demo, convert, inspect. Engine flags are EngineConfig's fields; JAX loads when a command needs it."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import dataclasses
+import json
 import logging
 import os
 import socket
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 from rich.console import Console
 
 from checkpoints.source import CheckpointError
-from jaxinfer.config import ConfigError, EngineConfig, flat_fields
+from jaxinfer.config import ConfigError, EngineConfig, flat_fields, parse_bytes
 from jaxinfer.models.config import UnsupportedModelError
 from jaxinfer.request import RequestError, SamplingParams
 from server.config import ServerConfig
@@ -84,7 +85,28 @@ def _parser() -> argparse.ArgumentParser:
 
     for command in (serve, generate, demo, batch):
         add_flags(command, "engine", flat_fields())
+    _add_checkpoint_commands(commands)
     return parser
+
+
+def _add_checkpoint_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    convert = commands.add_parser(
+        "convert", allow_abbrev=False, help="write a checkpoint in another format", description="To a folder of safetensors or Orbax."
+    )
+    convert.add_argument("--format", choices=("safetensors", "orbax"), default="safetensors", help="to write (default: %(default)s)")
+    convert.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="of all weights (default: as stored; once quantised, float32)"
+    )
+    convert.add_argument("--shard-size", default="5GB", metavar="SIZE", help="of a safetensors file, at most (default: %(default)s)")
+    convert.add_argument("--force", action="store_true", help="replace what is in DST")
+    inspect = commands.add_parser(
+        "inspect", allow_abbrev=False, help="what a checkpoint holds, and whether it can be served", description="Reads no weights."
+    )
+    inspect.add_argument("--json", action="store_true", help="for programs: sizes in bytes, every tensor by itself")
+    for command, run in ((convert, _convert), (inspect, _inspect)):
+        command.add_argument("source", metavar="SRC", help="'default', 'minilm', a folder, a .gguf file or a Hugging Face id")
+        command.set_defaults(run=run)
+    convert.add_argument("destination", metavar="DST", type=Path, help="a folder to be made")
 
 
 def _add_generate_flags(parser: argparse.ArgumentParser) -> None:
@@ -243,6 +265,49 @@ def _batch(arguments: argparse.Namespace) -> int:
     except BatchStopped as error:
         console.print(f"jaxinfer: error: {error}; the answers so far are in {arguments.output}: run the same command again for the rest")
         return 1
+    return 0
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # Orbax starts JAX, which would take a GPU that others may be using
+    from checkpoints.convert import check_destination, convert
+    from checkpoints.hub import open_source, resolve
+    from checkpoints.outgoing import DTYPES, outgoing
+    from jaxinfer.tokenizer import Tokenizer
+
+    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns of what is meant to be so
+    shard_size = parse_bytes("shard_size", arguments.shard_size)
+    check_destination(arguments.destination, arguments.force)  # before a long download, which a wrong name would waste
+    console = Console(stderr=True)
+    source = open_source(resolve(arguments.source))
+    tensors = outgoing(source, None if arguments.dtype is None else DTYPES[arguments.dtype])
+    num_bytes = sum(tensor.num_bytes for tensor in tensors)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("weights", total=num_bytes)
+        convert(
+            source,
+            tensors,
+            arguments.destination,
+            arguments.format,
+            shard_size=shard_size,
+            save_tokenizer=lambda file: Tokenizer.from_source(source).save(file),
+            is_forced=arguments.force,
+            advance=lambda written: progress.advance(bar, written),
+        )
+    console.print(f"{len(tensors):,} tensors, {num_bytes / 1e6:,.1f} MB, are in {arguments.destination}", highlight=False, soft_wrap=True)
+    return 0
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # models are built abstractly: no GPU is needed
+    from checkpoints.hub import resolve
+    from server.inspection import inspect
+
+    inspection = inspect(resolve(arguments.source))
+    print(json.dumps(inspection.json(), indent=2) if arguments.json else "\n".join(inspection.lines()))
     return 0
 
 
