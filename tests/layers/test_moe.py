@@ -6,14 +6,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer.layers.matrices import MatrixFormat
-from jaxinfer.layers.moe import Experts, MixtureOfExperts
+from jaxinfer.layers.matrices import ExpertFormat, MatrixFormat
+from jaxinfer.layers.moe import Experts, MixtureOfExperts, why_not
 from jaxinfer.models.config import Routing
 from tests.layers.on_mesh import on_mesh, shapes
 from tests.layers.plain_experts import mixture, silu
 
 SIZE, INNER = 32, 24
 FLOAT32 = MatrixFormat(jnp.dtype("float32"))
+BFLOAT16 = jnp.dtype("bfloat16")
 DEEPSEEK = Routing(16, 3, "sigmoid", has_bias=True, num_groups=4, top_groups=2, normalises=True, scale=2.5)
 KINDS = {
     "llama4": (Routing(8, 1, "sigmoid", scales_input=True), 40),
@@ -112,7 +113,7 @@ def test_what_a_token_comes_out_as_depends_on_no_other() -> None:
 def test_bfloat16_matrices_are_close_and_read_as_they_are() -> None:
     """Rows in float32, as a CPU has them: no copy of the experts is made in another type."""
     routing = Routing(64, 2, "softmax", normalises=True)
-    layer = Experts(SIZE, INNER, routing, MatrixFormat(jnp.dtype("bfloat16")))
+    layer = Experts(SIZE, INNER, routing, MatrixFormat(BFLOAT16))
     values = {name: value.astype("bfloat16").astype(np.float32) for name, value in made(layer).items()}
     random, x = np.random.default_rng(3), rows(12)
     chosen, weights = random.integers(0, 64, (12, 2), np.int32), random.uniform(0, 1, (12, 2)).astype(np.float32)
@@ -128,3 +129,37 @@ def test_experts_of_a_model_of_integers_are_bfloat16() -> None:
     assert [param.dtype for param in (router.kernel, router.bias)] == [jnp.float32] * 2
     assert [param.dtype for param in (experts.gate_up, experts.down)] == [jnp.bfloat16] * 2
     assert shared.down.kernel.dtype == jnp.int8
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bfloat16_activations_stay_bfloat16(kind: str) -> None:
+    """As on a GPU: what each token comes out as is rounded, which experts it goes to is not."""
+    routing, shared_size = KINDS[kind]
+    layer = MixtureOfExperts(SIZE, INNER, routing, MatrixFormat(BFLOAT16), shared_size=shared_size)
+    values, x = made(layer), rows(40).astype(BFLOAT16)
+    values = {name: value if name.startswith("router") else value.astype(BFLOAT16).astype(np.float32) for name, value in values.items()}
+    found, expected = on_mesh(layer, values, (0, 1))(x), mixture(routing, values, x.astype(np.float32))
+    assert found.dtype == BFLOAT16
+    assert np.abs(found.astype(np.float32) - expected).max() < 0.03 * np.abs(expected).max()
+
+
+def test_experts_run_by_the_backend_that_the_form_names() -> None:
+    layer = Experts(SIZE, INNER, Routing(4, 1, "softmax"), MatrixFormat(BFLOAT16, experts=ExpertFormat(backend="mosaic_gpu")))
+    with pytest.raises(ValueError, match="mosaic_gpu can't run: it has no kernel for 32 inputs and 48 outputs"):
+        on_mesh(layer, made(layer))(rows(3).astype(BFLOAT16), np.zeros((3, 1), np.int32), np.ones((3, 1), np.float32))
+
+
+def test_what_the_gpus_kernel_refuses_of_experts_is_told_beforehand() -> None:
+    plain, packed = MatrixFormat(BFLOAT16), MatrixFormat(jnp.dtype("float32"), experts=ExpertFormat(packing="fp8"))
+    assert why_not(7168, 2048, 8, plain, BFLOAT16) is None and why_not(7168, 2048, 8, packed, BFLOAT16) is None
+    assert why_not(7168, 2048, 8, plain, jnp.dtype("float32")) == "it multiplies bfloat16, not float32"
+    assert why_not(7168, 2048, 8, FLOAT32, BFLOAT16) == "it multiplies bfloat16, not float32"
+    assert "for 64 inputs and 7168 outputs" in str(why_not(7168, 512, 8, plain, BFLOAT16))
+    assert "for 7100 inputs and 512 outputs" in str(why_not(7100, 2048, 8, plain, BFLOAT16))
+
+
+def test_a_forms_name_tells_how_experts_are_kept_and_run() -> None:
+    """Compiled programs are kept by it."""
+    kinds = (ExpertFormat(), ExpertFormat(BFLOAT16), ExpertFormat(packing="int4"), ExpertFormat(packing="int4", backend="mosaic_gpu"))
+    assert len({str(MatrixFormat(BFLOAT16, experts=experts)) for experts in kinds}) == len(kinds)
+    assert str(MatrixFormat(BFLOAT16)) == "bfloat16"
