@@ -34,7 +34,7 @@ class SafetensorsSource:
                     raise CheckpointError(f"{tensor.file.path}: tensor {name!r} is in {tensors[name].file.path.name} too; {_AGAIN}")
                 tensors[name] = tensor
         for name, file_name in placed.items():
-            if name not in tensors or tensors[name].file.path != path / file_name:
+            if name not in tensors or tensors[name].file.path.name != file_name:
                 raise CheckpointError(f"{path / _INDEX}: tensor {name!r} is not in {file_name}, where it should be; {_AGAIN}")
         self._tensors = model_tensors(tensors, quantisation)
 

@@ -94,10 +94,11 @@ class Int4Groups:
         rows, columns = ranges
         words = read(packed, [rows, _covering(columns, _PER_WORD)])
         first = columns[0] // _PER_WORD * _PER_WORD
-        values = _INT4[words.astype("<i4", copy=False).view(np.uint8)].reshape(len(words), -1)[:, columns[0] - first : columns[1] - first]
+        codes = np.take(_INT4, words.astype("<i4", copy=False).view(np.uint8), 0).reshape(len(words), -1)
+        values = codes[:, columns[0] - first : columns[1] - first]
         scales = read(scale, [rows, _covering(columns, _GROUP)])
-        # A product of a code and a scale has to be rounded: that is what the model was trained or tuned to run with.
-        return (values * _spread(scales.astype(np.float32), columns, _GROUP, 1)).astype(scales.dtype)
+        values *= _spread(scales.astype(np.float32), columns, _GROUP, 1)
+        return values.astype(scales.dtype)  # a product is rounded as where the model was trained or tuned to run so
 
 
 def _covering(within: tuple[int, int], size: int) -> tuple[int, int]:
