@@ -35,10 +35,14 @@ class LatentAttention(nnx.Module):
         self.sizes, self.interleaved = sizes, interleaved
         self.scale = sizes.head_size**-0.5 * score_factor(scaling)
         heads = {"heads": num_heads, "head_size": sizes.head_size}
-        # One product for the queries' latent, if any, and the keys' and values': few large arrays, each costs the host time a call.
-        self.down = Linear({"embed": size}, {"latent": (sizes.query_rank or 0) + sizes.latent_size}, form, use_bias=use_bias)
-        self.query_norm = None if sizes.query_rank is None else RMSNorm(sizes.query_rank, _EPSILON, form)
-        self.queries = Linear({"embed": size} if sizes.query_rank is None else {"latent": sizes.query_rank}, heads, form)
+        # One product for both latents: few large arrays, each costs the host time a call. A weight map knows parameters by their names alone, so
+        # what comes from other tensors has another name.
+        rank = sizes.query_rank
+        self.down = None if rank is None else Linear({"embed": size}, {"latent": rank + sizes.latent_size}, form, use_bias=use_bias)
+        self.query_norm = None if rank is None else RMSNorm(rank, _EPSILON, form)
+        self.query_up = None if rank is None else Linear({"latent": rank}, heads, form)
+        self.kv_down = Linear({"embed": size}, {"latent": sizes.latent_size}, form, use_bias=use_bias) if rank is None else None
+        self.queries = Linear({"embed": size}, heads, form) if rank is None else None
         self.norm = RMSNorm(sizes.rank, _EPSILON, form)
         # As checkpoints have it, and as decode multiplies it: a matrix a head. In no format but floats, for it is absorbed as well as multiplied.
         up_shape = (num_heads, sizes.nope_size + sizes.value_size, sizes.rank)
@@ -47,9 +51,14 @@ class LatentAttention(nnx.Module):
 
     def project(self, x: Float[Array, "T D"], cos_sin: CosSin) -> tuple[Float[Array, "T N H"], Float[Array, "T C"]]:
         """Queries and latents, both rotated."""
-        sizes, start = self.sizes, self.sizes.query_rank or 0
-        of_queries, latent, shared = jnp.split(self.down(x), (start, start + sizes.rank), axis=1)
-        q = self.queries(x if self.query_norm is None else self.query_norm(of_queries))
+        sizes, rank = self.sizes, self.sizes.query_rank
+        if self.kv_down is not None and self.queries is not None:
+            q = self.queries(x)
+            latent, shared = jnp.split(self.kv_down(x), (sizes.rank,), axis=1)
+        else:
+            assert rank is not None and self.down is not None and self.query_norm is not None and self.query_up is not None
+            of_queries, latent, shared = jnp.split(self.down(x), (rank, rank + sizes.rank), axis=1)
+            q = self.query_up(self.query_norm(of_queries))
         turned = rotate(q[..., sizes.nope_size :], cos_sin, interleaved=self.interleaved)
         key = rotate(shared[:, None], cos_sin, interleaved=self.interleaved)[:, 0]
         return jnp.concatenate([q[..., : sizes.nope_size], turned], axis=-1), jnp.concatenate([self.norm(latent), key], axis=-1)

@@ -78,13 +78,14 @@ def test_the_layer_written_out(sizes: LatentSizes, use_bias: bool) -> None:
         return np.asarray(parameter[...], np.float64)
 
     start, hidden = sizes.query_rank or 0, np.asarray(x, np.float64)
-    up, q_matrix, out_matrix = of(made.up), of(made.queries.kernel), of(made.out.kernel)
+    up, out_matrix = of(made.up), of(made.out.kernel)
+    q_matrix, down_product = of((made.query_up or made.queries).kernel), made.down or made.kv_down
     expected = np.zeros((6, SIZE))
     keys: list[list[np.ndarray]] = [[] for _ in range(NUM_HEADS)]
     values: list[list[np.ndarray]] = [[] for _ in range(NUM_HEADS)]
     scale = (12 + 8) ** -0.5 * (0.1 * np.log(40) + 1) ** 2
     for t in range(6):
-        down = hidden[t] @ of(made.down.kernel) + (of(made.down.bias) if use_bias else 0)
+        down = hidden[t] @ of(down_product.kernel) + (of(down_product.bias) if use_bias else 0)
         latent, shared = norm(down[start : start + 24], made.norm.scale), turn(down[start + 24 :], t)
         origin = norm(down[:start], made.query_norm.scale) if made.query_norm is not None else hidden[t]
         for head in range(NUM_HEADS):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,9 +11,13 @@ import numpy as np
 import pytest
 import torch
 from flax import nnx
+from safetensors.numpy import save_file
 from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
+from checkpoints.loader import load
+from checkpoints.safetensors_source import SafetensorsSource
+from checkpoints.weight_map import Weight, WeightMap
 from jaxinfer.layers.latent_attention import LatentAttention, expanded
 from jaxinfer.layers.matrices import MatrixFormat
 from jaxinfer.layers.rope import angles, inverse_frequencies, rotated_amplitude
@@ -57,34 +62,43 @@ class Dense:
         return jnp.einsum("nts,snv->tnv", jax.nn.softmax(scores, axis=-1), v), pages
 
 
-def ours(theirs: DeepseekV3Attention, config: DeepseekV3Config, scaling: AnyRopeScaling) -> LatentAttention:
-    """Our layer with their weights, joined and reversed as the loader does it by a weight map."""
-    weights = {name: parameter.detach().numpy() for name, parameter in theirs.named_parameters()}
-    sizes = LatentSizes(config.q_lora_rank, config.kv_lora_rank, config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim)
-    form = MatrixFormat(jnp.dtype("float32"))
-    interleaved, use_bias = bool(config.rope_interleave), config.attention_bias
-    made = LatentAttention(config.hidden_size, 4, sizes, form, scaling=scaling, interleaved=interleaved, use_bias=use_bias)
-    down = ("kv_a_proj_with_mqa",) if sizes.query_rank is None else ("q_a_proj", "kv_a_proj_with_mqa")
-    values = {
-        "down.kernel": np.concatenate([weights[f"{name}.weight"] for name in down]).T,
-        "queries.kernel": weights["q_proj.weight" if sizes.query_rank is None else "q_b_proj.weight"].T,
-        "norm.scale": weights["kv_a_layernorm.weight"],
-        "up": weights["kv_b_proj.weight"],
-        "out.kernel": weights["o_proj.weight"].T,
+# As a model's file declares it.
+WEIGHT_MAP = WeightMap(
+    {
+        **{
+            f"{ours}.{kind}": Weight(tuple(f"{name}.{kind_theirs}" for name in theirs), transpose=kind == "kernel", axis=-1)
+            for ours, theirs in (
+                ("down", ("q_a_proj", "kv_a_proj_with_mqa")),
+                ("query_up", ("q_b_proj",)),
+                ("kv_down", ("kv_a_proj_with_mqa",)),
+                ("queries", ("q_proj",)),
+                ("out", ("o_proj",)),
+            )
+            for kind, kind_theirs in (("kernel", "weight"), ("bias", "bias"))
+        },
+        "query_norm.scale": Weight(("q_a_layernorm.weight",)),
+        "norm.scale": Weight(("kv_a_layernorm.weight",)),
+        "up": Weight(("kv_b_proj.weight",)),
     }
-    if sizes.query_rank is not None:
-        values["query_norm.scale"] = weights["q_a_layernorm.weight"]
-    if use_bias:
-        values |= {"down.bias": np.concatenate([weights[f"{name}.bias"] for name in down]), "out.bias": weights["o_proj.bias"]}
+)
+
+
+def ours(theirs: DeepseekV3Attention, config: DeepseekV3Config, scaling: AnyRopeScaling, folder: Path) -> LatentAttention:
+    """Our layer with their weights, saved and loaded."""
+    save_file({name: parameter.detach().numpy() for name, parameter in theirs.named_parameters()}, folder / "model.safetensors")
+    (folder / "config.json").write_text("{}")
+    sizes = LatentSizes(config.q_lora_rank, config.kv_lora_rank, config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim)
+    options: dict[str, Any] = {"interleaved": bool(config.rope_interleave), "use_bias": config.attention_bias, "scaling": scaling}
+    made = LatentAttention(config.hidden_size, 4, sizes, MatrixFormat(jnp.dtype("float32")), **options)
     graph, state = nnx.split(made)
-    filled = {path: values.pop(".".join(map(str, path))).reshape(w.shape) for path, w in nnx.to_flat_state(state)}
-    assert not values
-    leaves = [jnp.asarray(filled[path]) for path, _ in nnx.to_flat_state(state)]
-    return nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), leaves))
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    targets = {".".join(map(str, path)): jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=here) for path, w in nnx.to_flat_state(state)}
+    loaded = load(SafetensorsSource(folder), targets, WEIGHT_MAP)
+    return nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), loaded.values()))
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_layer_gives_what_transformers_gives(case: str) -> None:
+def test_the_layer_gives_what_transformers_gives(case: str, tmp_path: Path) -> None:
     changes, scaling = CASES[case]
     config = DeepseekV3Config(**{**SIZES, **changes}, attn_implementation="eager")
     torch.manual_seed(0)
@@ -98,6 +112,6 @@ def test_the_layer_gives_what_transformers_gives(case: str) -> None:
         expected = theirs(x, DeepseekV3RotaryEmbedding(config)(x, positions), mask)[0][0]
     theta = config.rope_parameters["rope_theta"]
     cos_sin = angles(jnp.asarray(positions[0].numpy()), inverse_frequencies(8, theta, scaling), rotated_amplitude(scaling))
-    found, _ = ours(theirs, config, scaling)(jnp.asarray(x[0].numpy()), cos_sin, None, Dense())
+    found, _ = ours(theirs, config, scaling, tmp_path)(jnp.asarray(x[0].numpy()), cos_sin, None, Dense())
     np.testing.assert_allclose(found, expected, atol=1e-4)
-    assert np.abs(expected).max() > 1
+    assert expected.abs().max() > 1
