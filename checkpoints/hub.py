@@ -19,7 +19,7 @@ DEFAULT_MODEL, EMBEDDING_MODEL = "default", "minilm"
 _EMBEDDED = {DEFAULT_MODEL: embedded.DEFAULT, EMBEDDING_MODEL: embedded.MINILM}
 _HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja"]
 _HUB_NOT = ["consolidated*", "original/*", "onnx/*"]  # the same weights again, in other forms
-_WAYS = f"give a local folder (config.json, tokenizer.json, safetensors), a .gguf file, a Hugging Face id such as org/name, or {DEFAULT_MODEL!r}"
+_WAYS = f"give a local folder (config.json, tokenizer.json, safetensors or Orbax), a .gguf file, a Hugging Face id such as org/name, or {DEFAULT_MODEL!r}"
 
 
 def resolve(model: str) -> Path:
