@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +9,8 @@ import pytest
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxinfer.decode.program import _attend
+from jaxinfer.decode.program import _InLayers, _Place
+from jaxinfer.kv_cache.spec import LayerGroups
 from jaxinfer.layers.matrices import MatrixFormat
 from jaxinfer.layers.rope import angles, inverse_frequencies
 from jaxinfer.models.llama import LlamaBlock
@@ -27,7 +26,7 @@ NUM_LAYERS = 4
 @pytest.mark.parametrize("batch", [1, 32])
 def test_unrolled_layers_copy_no_weights_and_scanned_ones_do(target, batch):
     config = read_config(LLAMA_3_1_8B)
-    graph, state = nnx.split(nnx.eval_shape(lambda: LlamaBlock(config, MatrixFormat(jnp.dtype("bfloat16")))))
+    graph, state = nnx.split(nnx.eval_shape(lambda: LlamaBlock(config, 0, MatrixFormat(jnp.dtype("bfloat16")))))
     leaves, structure = jax.tree.flatten(state)
     mesh = Mesh(np.array(target_devices(target, 1)), (TENSOR,))
     whole = NamedSharding(mesh, PartitionSpec())
@@ -40,12 +39,14 @@ def test_unrolled_layers_copy_no_weights_and_scanned_ones_do(target, batch):
 
     def context(positions, page_ids, table, kv_len):
         cos_sin = angles(positions, inverse_frequencies(config.head_size, config.rope_theta, config.rope_scaling))
-        return cos_sin, partial(_attend, mesh, "mosaic_gpu", page_ids, positions % 16, table, kv_len)
+        groups = LayerGroups.of(config.layer_spans)
+        everywhere = _InLayers(mesh, "mosaic_gpu", groups, (table,), page_ids[:, None], positions % 16, kv_len)
+        return cos_sin, lambda layer: everywhere.at(_Place(layer, table, page_ids))
 
     def unrolled(weights, pages, x, *rows):
         cos_sin, attend = context(*rows)
         for layer, of_layer in enumerate(weights):
-            x, pages = block_of(of_layer)(x, cos_sin, pages, partial(attend, jnp.int32(layer)))
+            x, pages = block_of(of_layer)(x, cos_sin, pages, attend(jnp.int32(layer)))
         return x, pages
 
     def scanned(weights, pages, x, *rows):
@@ -53,7 +54,7 @@ def test_unrolled_layers_copy_no_weights_and_scanned_ones_do(target, batch):
 
         def one(carry, layer_and_weights):
             layer, of_layer = layer_and_weights
-            return block_of(of_layer)(carry[0], cos_sin, carry[1], partial(attend, layer)), None
+            return block_of(of_layer)(carry[0], cos_sin, carry[1], attend(layer)), None
 
         return jax.lax.scan(one, (x, pages), (jnp.arange(NUM_LAYERS, dtype=jnp.int32), weights))[0]
 
