@@ -19,7 +19,7 @@ OUTPUTS, INPUTS = 128, 128  # of a tile
 WORDS = 16  # of a row: 64 bytes
 GROUP = 32  # inputs that share a scale of integers
 LINE = 32  # floats that a scale of a tile is repeated to: the copy engine writes to multiples of 128 bytes
-_INT4_ZERO = 8  # added to integers, which makes them codes
+INT4_ZERO = 8  # added to integers, which makes them codes
 _PER_WORD = GROUP // 4  # codes of 4 bits
 
 
@@ -134,7 +134,7 @@ def dequantised(weights: Weights) -> Float[Array, "E D F"]:
 
 def int4_tile(words: Int32[Array, "*T R 16"], scale: BFloat16[Array, "*T S C"]) -> BFloat16[Array, "*T R 128"]:
     """Weights of rows of a tile, from their words and scales."""
-    integers = (_untiled(words, 4) - _INT4_ZERO).astype(jnp.float32)
+    integers = (_untiled(words, 4) - INT4_ZERO).astype(jnp.float32)
     of_inputs = jnp.repeat(scale.reshape(*words.shape[:-1], INPUTS // GROUP), GROUP, -1).astype(jnp.float32)
     # Said outright: XLA may leave out the rounding of what it goes on with in float32.
     return lax.reduce_precision(integers * of_inputs, exponent_bits=8, mantissa_bits=7).astype(jnp.bfloat16)

@@ -175,14 +175,18 @@ def test_packed_weights_are_the_checkpoints(case):
 
 
 def test_every_code_is_read_as_what_it_stands_for():
+    """Also the smallest, which processors may take for 0. A row that is 1 at one input multiplies to that input's weights."""
+    one_each = jnp.eye(128)
     integers = np.tile(np.arange(-8, 8), 128 * 8).reshape(1, 128, 128)
     words = jnp.asarray(compressed_tensors_words(integers))
     packed = formats.int4_from_compressed_tensors(words, jnp.ones((1, 128, 4), jnp.bfloat16))
     np.testing.assert_array_equal(formats.dequantised(packed)[0].T, integers[0])
+    np.testing.assert_array_equal(run(one_each, packed, jnp.array([128]), backend="xla").T, integers[0])
     codes = np.tile(np.delete(np.arange(256, dtype=np.uint8), (127, 255)), 65)[: 128 * 128]  # without NaN
     numbers = codes.view(jnp.float8_e4m3fn).reshape(1, 128, 128)
     packed = formats.fp8_from_blocks(jnp.asarray(numbers), jnp.ones((1, 1, 1), jnp.float32))
     np.testing.assert_array_equal(formats.dequantised(packed)[0].T, numbers[0].astype(np.float32))
+    np.testing.assert_array_equal(run(one_each, packed, jnp.array([128]), backend="xla").T, numbers[0].astype(np.float32))
 
 
 def test_packed_bytes_are_what_is_kept():
