@@ -11,7 +11,8 @@ from sharding.mesh import TENSOR
 
 Rules = Mapping[str, str]
 
-# Megatron's split (arXiv:1909.08053): columns of the first matrix, rows of the second, one all-reduce after each pair.
+# Megatron's split (arXiv:1909.08053): columns of the first matrix, rows of the second, one all-reduce after each pair. Of a mixture's
+# `experts` every device has its columns of each: all have as much to do whichever a step's tokens go to.
 TENSOR_PARALLEL: Rules = {"heads": TENSOR, "kv_heads": TENSOR, "mlp": TENSOR, "vocab": TENSOR}
 
 # An encoder has no scores over its vocabulary, which seldom divides: its table lies whole on every device.

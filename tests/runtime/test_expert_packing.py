@@ -133,6 +133,14 @@ def test_packed_experts_go_with_integers_and_packed_matrices(tmp_path: Path, kin
         assert np.abs(outputs(laid_out(form), source, (0, 1)) - expected).max() < most * np.abs(expected).max()
 
 
+def test_plain_experts_beside_integers_are_loaded_as_bfloat16(tmp_path: Path) -> None:
+    source = write(tmp_path, "bfloat16")
+    expected = outputs(laid_out(MatrixFormat(FLOAT32)), source, (0,))
+    beside_integers = laid_out(MatrixFormat(jnp.dtype("int8")))
+    assert {leaf.dtype for leaf in beside_integers.leaves if ".experts." in leaf.name} == {jnp.dtype("bfloat16")}
+    assert np.abs(outputs(beside_integers, source, (0, 1)) - expected).max() < 2e-2 * np.abs(expected).max()
+
+
 @pytest.mark.parametrize(("kind", "bits"), [("int4", 4.5), ("fp8", 8 + 8 / 128)])
 def test_what_is_held_and_read_is_what_is_stored(tmp_path: Path, kind: str, bits: float) -> None:
     source, mesh = write(tmp_path, kind), make_mesh((0, 1))
