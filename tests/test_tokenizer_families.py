@@ -57,6 +57,13 @@ def test_decoding_is_the_references_at_once_and_as_tokens_come(family: str) -> N
 
 
 @pytest.mark.parametrize("family", read.NAMES)
+def test_tokens_are_their_bytes(family: str) -> None:
+    for case in read.texts(family):
+        joined = b"".join(map(tokenizer_of(family).token_bytes, case.ids))
+        assert joined.decode() == case.decoded, case.text
+
+
+@pytest.mark.parametrize("family", read.NAMES)
 def test_conversations_render_as_the_references(family: str) -> None:
     num_refused = 0
     for chat in read.chats(family):

@@ -28,8 +28,7 @@ def read_folder(path: Path) -> Parts:
     backend = _backend(path, config)
     backend.no_truncation()
     backend.no_padding()
-    for token in _added(config, backend):
-        backend.add_tokens([token])
+    backend.add_tokens(list(_added(config, backend)))
     named = {name: _content(token) for name, token in _named(config).items()}
     bos = backend.token_to_id(named["bos_token"]) if "bos_token" in named else None
     ends: list[int] = []
@@ -80,10 +79,10 @@ def _added(config: Mapping[str, Any], backend: tokenizers.Tokenizer) -> Iterator
     present = {token.content: _flags(token) for token in backend.get_added_tokens_decoder().values()}
     special = {_content(token) for token in _named(config).values()}
     for _, settings in sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])):
-        flags = {name: settings[name] for name in _FLAGS if name in settings}
-        token = AddedToken(settings["content"], **flags | ({"special": True} if settings["content"] in special else {}))
+        token = AddedToken(settings["content"], **{name: settings[name] for name in _FLAGS if name in settings})
         if present.get(token.content) != _flags(token):
             present[token.content] = _flags(token)
+            token.special = token.special or token.content in special
             yield token
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
     for named in (*_named(config).values(), *(extra if isinstance(extra, list) else ())):

@@ -18,7 +18,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode, generate_merge
 from tests.golden.families import inputs
 
 FOLDER = Path(__file__).parent
-NUM_TOKENS = 700
+NUM_TOKENS = 1200
 NUM_CHARACTERS = 120  # of the SentencePiece kinds; all others are bytes
 UNREACHABLE = ("Ġpresident", "Ġgovernment")  # whole words that no merges lead to, as vocabularies made of ranks have some
 
@@ -143,7 +143,7 @@ SENTENCEPIECE_DECODER = [decoders.Replace("▁", " "), decoders.ByteFallback(), 
 
 def training_text() -> list[str]:
     prompts = json.loads((FOLDER.parent / "prompts.json").read_text(encoding="utf-8"))["prompts"]
-    return [*inputs.texts(), *(prompt.get("text") or prompt["messages"][-1]["content"] for prompt in prompts)]
+    return [*inputs.texts(), *inputs.MORE_TEXTS * 5, *(prompt.get("text") or prompt["messages"][-1]["content"] for prompt in prompts)]
 
 
 def trained(pre_tokenizer: pre_tokenizers.PreTokenizer, num_tokens: int, **trainer: Any) -> tuple[list[str], list[Any]]:
@@ -153,6 +153,12 @@ def trained(pre_tokenizer: pre_tokenizers.PreTokenizer, num_tokens: int, **train
     backend.train_from_iterator(training_text(), trainers.BpeTrainer(vocab_size=num_tokens, show_progress=False, **trainer))
     state = json.loads(backend.to_str())["model"]
     return sorted(state["vocab"], key=state["vocab"].__getitem__), [tuple(pair) for pair in state["merges"]]
+
+
+def trained_across_words() -> tuple[list[str], list[Any]]:
+    """Unlike the families' own: there are tokens that span words, so that text cut in any other place has other ids."""
+    whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return trained(whole, NUM_TOKENS, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
 
 
 def byte_level(
@@ -168,7 +174,7 @@ def byte_level(
     """`special` and `plain` come after the vocabulary; `first` is put before a prompt."""
     cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
     whole = pre_tokenizers.Sequence([*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    tokens, merges = trained(whole, NUM_TOKENS, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    tokens, merges = trained_across_words()
     tokens += [word for word in UNREACHABLE if ignore_merges and word not in tokens]
     backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges, ignore_merges=ignore_merges))
     backend.pre_tokenizer, backend.decoder = whole, decoders.ByteLevel()
@@ -219,9 +225,7 @@ def phi3() -> None:
 
 def kimi() -> None:
     """No tokenizer.json: ranks in tiktoken.model, names in tokenizer_config.json, and code that is not here."""
-    cut = pre_tokenizers.Split(Regex(KIMI), "isolated")
-    byte_pieces = pre_tokenizers.Sequence([cut, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    tokens, _ = trained(byte_pieces, NUM_TOKENS, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    tokens, _ = trained_across_words()
     bytes_of = {character: byte for byte, character in bytes_to_unicode().items()}
     lines = [base64.b64encode(bytes(bytes_of[c] for c in token)).decode() + f" {rank}\n" for rank, token in enumerate(tokens)]
     (FOLDER / "kimi_k2" / "tiktoken.model").write_text("".join(lines))
