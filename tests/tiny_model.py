@@ -48,10 +48,14 @@ def write(folder: Path, **config: Any) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(CONFIG | config))
     save_file(tensors(), folder / "model.safetensors")
+    write_tokenizer(folder)
+    return folder
+
+
+def write_tokenizer(folder: Path) -> None:
     tokenizer().save(str(folder / "tokenizer.json"))
     about = {"eos_token": SPECIAL[0], "chat_template": TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(about))
-    return folder
 
 
 def tensors() -> dict[str, np.ndarray]:

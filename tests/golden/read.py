@@ -41,7 +41,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class GoldenPrompt:
-    """A prompt, the reference's 48 greedy tokens, the scores each was chosen from, and the scores at some of the prompt's positions."""
+    """A prompt, the reference's greedy tokens, the scores each was chosen from, and the scores at some of the prompt's positions."""
 
     name: str
     prompt_ids: list[int]
@@ -51,8 +51,8 @@ class GoldenPrompt:
     prefill: Scores
 
 
-def load() -> list[GoldenPrompt]:
-    with np.load(Path(__file__).parent / "logits.npz") as file:
+def load(path: Path = Path(__file__).parent / "logits.npz") -> list[GoldenPrompt]:
+    with np.load(path) as file:
         arrays = dict(file)
     names = dict.fromkeys(key.partition("/")[0] for key in arrays if "/" in key)
 

@@ -3,7 +3,7 @@
 logits.npz holds for every prompt NAME: NAME/prompt_ids, NAME/tokens (greedy), and for each token's step and for each of
 NAME/prefill_positions (scores after that prompt token) the scores at `vocab_ids`, the 8 best ids and scores, and the logsumexp
 over the whole vocabulary. tokenizer.json holds token ids of all texts and the rendered chats. embeddings.npz: see embeddings.py;
-families: see families/write.py.
+families: see families/write.py; family_logits: see family_logits/write.py.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from checkpoints import hub
 from tests import tiny_encoder
 from tests.golden import embeddings
 from tests.golden.families import write as families
+from tests.golden.family_logits import write as family_logits
+from tests.golden.summaries import summary
 from tests.parity import reference
 
 FOLDER = Path(__file__).parent
@@ -35,6 +37,7 @@ def main() -> None:
     write_logits(inputs, tokenizer, model)
     write_embeddings()
     families.main()
+    family_logits.main([])
 
 
 def write_tokenizer(inputs: dict, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -68,7 +71,7 @@ def write_logits(inputs: dict, tokenizer: PreTrainedTokenizerFast, model: PreTra
         positions = np.unique(np.linspace(0, len(prompt_ids) - 1, NUM_PREFILL_POSITIONS).astype(np.int32))
         prefill_scores = reference.all_logits(model, prompt_ids)[positions]
         of_prompt = {"prompt_ids": np.array(prompt_ids, np.int32), "tokens": tokens, "prefill_positions": positions}
-        of_prompt |= summary("", scores, vocab_ids) | summary("prefill_", prefill_scores, vocab_ids)
+        of_prompt |= summary("", scores, vocab_ids, NUM_BEST) | summary("prefill_", prefill_scores, vocab_ids, NUM_BEST)
         arrays |= {f"{prompt['name']}/{key}": value for key, value in of_prompt.items()}
         margins = of_prompt["best_logits"][:, 0] - of_prompt["best_logits"][:, 1]
         print(f"{prompt['name']}: {len(prompt_ids)} tokens, smallest margin {margins.min():.4f}, {tokenizer.decode(tokens.tolist())!r}")
@@ -91,19 +94,6 @@ def write_embeddings() -> None:
             np.stack([state[0] for state in states]),
         )
     )
-
-
-def summary(prefix: str, scores: np.ndarray, vocab_ids: np.ndarray) -> dict[str, np.ndarray]:
-    """What is kept of scores [N, V]."""
-    best = np.argsort(-scores, axis=-1, kind="stable")[:, :NUM_BEST].astype(np.int32)
-    wide = scores.astype(np.float64)
-    top = wide.max(-1)
-    return {
-        f"{prefix}logits": scores[:, vocab_ids],
-        f"{prefix}best_ids": best,
-        f"{prefix}best_logits": np.take_along_axis(scores, best, -1),
-        f"{prefix}logsumexp": (np.log(np.exp(wide - top[:, None]).sum(-1)) + top).astype(np.float32),
-    }
 
 
 if __name__ == "__main__":
