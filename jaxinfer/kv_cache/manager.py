@@ -41,6 +41,9 @@ class KVManager:
         self._bounds = [(group, most) for group in range(spec.num_groups) if (most := spec.most_runs(group, chunk_size)) is not None]
         self._session_seconds = session_seconds
         self._clock = clock
+        self._kept: dict[
+            int, tuple[int, CachedRun]
+        ] = {}  # of tables, by identity: runs that `_keep_more` has made known, the last one's node
         self.save_evicted: SaveEvicted | None = None  # told of pages that are about to be used anew
 
     @property
@@ -109,13 +112,13 @@ class KVManager:
             return True
         behind = {group: self._behind(table, group, start) for group, _ in self._bounds}
         if any(behind.values()):
-            self.keep(table, token_ids, start, context)
+            self._keep_more(table, token_ids, start, context)
         needed: list[int] = []
         spare: list[int] = []
         for group, _ in self._bounds:
             self._give_back(table, behind[group])
             ahead = self._ahead(table, group, start)
-            num_needed = len([place for place in ahead if place < self.spec.runs_for(end) * self.spec.num_groups])
+            num_needed = len(range(ahead.start, self.spec.runs_for(end) * self.spec.num_groups, self.spec.num_groups))
             needed += ahead[:num_needed]
             spare += ahead[num_needed : len(behind[group])]  # as many as it had, so that it seldom depends on what others took meanwhile
         places = [*needed, *spare] if len(needed) + len(spare) <= self.num_free else needed
@@ -177,8 +180,22 @@ class KVManager:
         tokens = token_bytes(token_ids[: num_runs * self.spec.page_size])
         self._cache.insert(tokens, context.namespace, table, num_runs, self._warm_until(context))
 
+    def _keep_more(self, table: list[int], token_ids: Tokens[int], num_tokens: int, context: RequestContext) -> None:
+        """As `keep`, of a table that grows chunk by chunk: from where the last call ended."""
+        if self._cache is None:
+            return
+        size, num_runs = self.spec.page_size, num_tokens // self.spec.page_size
+        after = self._kept.pop(id(table), None)
+        if after is not None and not self._cache.has(after[1]):
+            after = None
+        tokens = token_bytes(token_ids[(after[0] if after else 0) * size : num_runs * size])
+        node = self._cache.insert(tokens, context.namespace, table, num_runs, self._warm_until(context), after)
+        if node is not None:
+            self._kept[id(table)] = num_runs, node
+
     def free(self, table: list[int]) -> None:
         """Give a table's pages back and empty it."""
+        self._kept.pop(id(table), None)
         # The last first, so that of pages that nobody reads any more leaves come before what they grow from.
         self._allocator.release(page for page in reversed(table) if page != NULL_PAGE)
         table.clear()

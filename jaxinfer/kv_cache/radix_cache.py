@@ -157,31 +157,45 @@ class RadixCache:
                 usable = run + 1
         return usable
 
-    def insert(self, tokens: bytes, namespace: str, table: list[int], num_runs: int, warm_until: float = 0.0) -> None:
-        """Make the first `num_runs` runs of a sequence's page table known as those of `tokens`; they are used as by `match`.
+    def insert(
+        self,
+        tokens: bytes,
+        namespace: str,
+        table: list[int],
+        num_runs: int,
+        warm_until: float = 0.0,
+        after: tuple[int, CachedRun] | None = None,
+    ) -> CachedRun | None:
+        """Make the first `num_runs` runs of a sequence's page table known as those of `tokens`; they are used as by `match`. Returns the last
+        one's node, if it got that far. `after`: how many runs an earlier call made known, and what it returned; `tokens` are those after them.
 
         Where the tree has another page of an unbounded group for the same run, the table takes that one, and the sequence's own is given
         back: so a step that is yet to start must see the table as it is afterwards.
         """
-        assert num_runs * self._key_size <= len(tokens), f"{num_runs} runs of {len(tokens) // TOKEN_BYTES} tokens"
+        first, node = after or (0, self._roots.get(_encoded(namespace)))
+        assert (num_runs - first) * self._key_size <= len(tokens), f"{num_runs - first} runs of {len(tokens) // TOKEN_BYTES} tokens"
         self._tick += 1
         size, num_groups = self._key_size, self._num_groups
-        node = self._roots.get(_encoded(namespace))
-        for i in range(num_runs):
+        for i in range(first, num_runs):
             if node is None:
                 root = _encoded(namespace)
                 node = self._roots[root] = CachedRun(root, [NULL_PAGE], None)
-            key, at = tokens[i * size : (i + 1) * size], i * num_groups
+            key, at = tokens[(i - first) * size : (i - first + 1) * size], i * num_groups
             child = node.children.get(key)
             if child is None:
                 child = node.children[key] = CachedRun(key, [NULL_PAGE] * num_groups, node)
             elif self._is_shared_copy(child, table, at):
-                return
+                return None
             self._take_up(child, table, at)
             self._touch(child, warm_until, is_in_span=any(table[at + group] != NULL_PAGE for group in self._bounded))
             node = child
         if node is not None:  # it has no page where all groups are bounded and have left it behind
             self._prune(node, self._clock())
+        return node
+
+    def has(self, node: CachedRun) -> bool:
+        """Whether a node is in the tree still: then all before it are."""
+        return node.parent is None or node.parent.children.get(node.tokens) is node
 
     def _is_shared_copy(self, node: CachedRun, table: list[int], at: int) -> bool:
         """Whether siblings started from a table's own page of this run: they would read those after it, and not the tree's before them."""
