@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -59,7 +59,7 @@ def test_prompts_of_unequal_lengths_are_continued_together_as_the_reference_does
 
 def test_a_conversation_goes_on_from_the_pages_of_its_beginning(family: Family) -> None:
     golden, num_answered = family.goldens[-1], 20
-    family.llm.generate([golden.prompt_ids], GREEDY)
+    family.llm.generate([golden.prompt_ids], replace(GREEDY, max_tokens=num_answered))
     (output,) = family.llm.generate([golden.prompt_ids + golden.tokens[:num_answered]], GREEDY)
     assert output.cached_tokens > len(golden.prompt_ids)
     check_continuation(golden, output, num_answered)

@@ -43,7 +43,7 @@ def saved_shapes(config: Mapping[str, Any], folder: Path) -> dict[str, tuple[int
     model = _class(config)(_reference_config(config))
     model.save_pretrained(folder)
     with safe_open(folder / "model.safetensors", "np") as file:
-        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in sorted(file.keys())}
     for file in folder.iterdir():
         file.unlink()
     return shapes
