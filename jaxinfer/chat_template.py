@@ -20,7 +20,6 @@ from jaxinfer.request import RequestError
 _GIVEN = ("messages", "tools", "documents", "add_generation_prompt")
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one thing; templates read the first, GPT-OSS's the second
 _MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # of a text to be continued; templates that strip it leave the mark without its space
-_REFUSED = "the model's chat template does not take these messages"
 
 
 class ChatTemplate:
@@ -58,15 +57,16 @@ class ChatTemplate:
         if reserved := [name for name in _GIVEN if name in (variables or {})]:
             raise RequestError(f"{reserved[0]} can't be a variable of the template: it is given by that name", "chat_template_kwargs")
         source = self._source_for(tools)
-        plain: list[dict[str, Any]] = _plain([{k: v for k, v in message.items() if v is not None} for message in messages])
-        chat = [_with_reasoning(message) for message in plain]
-        final = _mark_final(chat, source) if continue_final_message else ""
-        given = {"tools": _plain(tools), "documents": _plain(documents), **self._special_tokens, **_plain(variables or {})}
         try:
+            chat = [_with_reasoning(_plain({k: v for k, v in message.items() if v is not None})) for message in messages]
+            final = _mark_final(chat, source) if continue_final_message else ""
+            given = {"tools": _plain(tools), "documents": _plain(documents), **self._special_tokens, **_plain(variables or {})}
             text = self._compiled(source)(messages=chat, add_generation_prompt=add_generation_prompt, **given)
+        except RequestError:
+            raise
         except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RuntimeError) as error:
             # The template's own refusals (roles out of order, say) come as TemplateError; the others from odd messages.
-            raise RequestError(f"{_REFUSED}: {error}", "messages") from error
+            raise RequestError(f"the model's chat template does not take these messages: {error}", "messages") from error
         return _cut_at_mark(text, final) if continue_final_message else text
 
     @cached_property

@@ -165,6 +165,18 @@ def test_tools_that_must_not_be_called_are_not_shown(config):
     assert asked_with(template, {"tools": []}, config) == "null 1"
 
 
+def test_a_schema_nested_too_deep_is_refused(config):
+    tokenizer = byte_tokenizer("{{ tools | tojson }}")
+    deep: dict = {}
+    for _ in range(900):
+        deep = {"a": deep}
+    tool = {"type": "function", "function": {"name": "f", "parameters": deep}}
+    with TestClient(create_app(FakeBackend(tokenizer), tokenizer, config)) as client:
+        response = client.post("/v1/chat/completions", json=BODY | {"tools": [tool]})
+    assert response.status_code == 400
+    assert "recursion" in response.json()["error"]["message"]
+
+
 def test_variables_reach_the_template(config):
     template = "{{ enable_thinking is defined and not enable_thinking }}"
     assert asked_with(template, {"chat_template_kwargs": {"enable_thinking": False}}, config) == "True"
