@@ -100,8 +100,23 @@ def test_a_beginning_is_added_where_the_file_says_so(tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer.encode("the and")) == "the and"
 
 
-def test_an_end_of_turn_ends_a_reply_too(tmp_path: Path) -> None:
-    assert gguf_tokenizer(tmp_path, eot_token_id=5).eos_token_ids == (0, 5)
+def test_an_end_of_turn_or_message_ends_a_reply_too(tmp_path: Path) -> None:
+    assert gguf_tokenizer(tmp_path, eot_token_id=5, eom_token_id=6).eos_token_ids == (0, 5, 6)
+
+
+def test_an_end_is_added_where_the_file_says_so(tmp_path: Path) -> None:
+    tokenizer = gguf_tokenizer(tmp_path, add_bos_token=True, add_eos_token=True)
+    ids = tokenizer.encode("the")
+    assert (ids[0], ids[-1]) == (1, 0)
+    assert ids[1:-1] == tokenizer.encode("the", add_special_tokens=False)
+
+
+def test_a_gguf_may_have_a_template_for_tools(tmp_path: Path) -> None:
+    templates = {"tokenizer.chat_template": "plain", "tokenizer.chat_template.tool_use": "{{ tools | length }}"}
+    tiny.write_gguf(tmp_path / "tiny.gguf", metadata=templates)
+    tokenizer = Tokenizer.from_source(GGUFSource(tmp_path / "tiny.gguf"))
+    messages = [{"role": "user", "content": "hi"}]
+    assert (tokenizer.render_chat(messages), tokenizer.render_chat(messages, tools=[{}])) == ("plain", "1")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from jaxinfer.tokenizer.parts import Parts, with_ends
 from jaxinfer.tokenizer.sentencepiece import SPACE, merges_of, sentencepiece
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # `tokenizer.ggml.token_type`
-_NAMES = {"bos": "bos_token", "eos": "eos_token", "eot": "eot_token", "unknown": "unk_token", "padding": "pad_token"}
+_NAMES = {"bos": "bos_token", "eos": "eos_token", "eot": "eot_token", "eom": "eom_token", "unknown": "unk_token", "padding": "pad_token"}
 _AGAIN = "fetch or convert the file again"
 _USE_FOLDER = "use the model's folder with tokenizer.json"
 
@@ -57,7 +57,7 @@ def read_gguf(path: Path, metadata: Mapping[str, Any]) -> Parts:
     after = [(tokens[eos], eos)] if eos is not None and about.get("add_eos_token", False) else []
     if before or after:
         backend.post_processor = with_ends(before, after)
-    ends = [named[name] for name in ("eos", "eot") if name in named]
+    ends = [named[name] for name in ("eos", "eot", "eom") if name in named]
     variables = {_NAMES[name]: tokens[i] for name, i in named.items()}
     return Parts(backend, bos, ends, ChatTemplate(_templates(metadata), variables))
 
