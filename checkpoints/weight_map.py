@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from checkpoints.source import CheckpointError
 
@@ -47,11 +47,14 @@ class WeightMap:
     "layers.{layer}.attention.out.kernel": Weight(("model.layers.{layer}.self_attn.o_proj.weight",), transpose=True).
     `ignored`: shell patterns of tensors that may be in a checkpoint though no parameter takes them.
     `renamed`: how tensors' names may begin in a checkpoint, and how they begin here instead, such as ("language_model.model.", "model.")
-    for the text model within a multimodal one; the first that fits counts. All names in `weights` and `ignored` are those from here."""
+    for the text model within a multimodal one; the first that fits counts. All names in `weights` and `ignored` are those from here.
+    `optional`: counts in config.json of parts that a checkpoint may lack all the same, each with a pattern of names, as they are there, of
+    which it then has none."""
 
     weights: Mapping[str, Weight]
     ignored: tuple[str, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
+    optional: Mapping[str, str] = field(default_factory=dict)
 
     def find(self, path: str) -> Weight:
         """The checkpoint tensors of a parameter such as "layers.3.attention.out.kernel"; `CheckpointError` if the table has none."""

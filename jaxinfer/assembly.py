@@ -27,7 +27,7 @@ from jaxinfer.kv_transfer.handoff import KVTransfer
 from jaxinfer.kv_transfer.page_moves import PageMover, gather_programs, scatter_programs
 from jaxinfer.kv_transfer.same_mesh import SameMeshTransfer
 from jaxinfer.kv_transfer.tiers import TierTransfer
-from jaxinfer.models.registry import read_config
+from jaxinfer.models.registry import config_of
 from jaxinfer.plan import Plan, RolePlan, make_plan
 from jaxinfer.prefill.batch import empty_batch as empty_prefill_batch
 from jaxinfer.prefill.pace import Pace
@@ -77,7 +77,7 @@ def assemble(config: EngineConfig, stats: EngineStats) -> Parts:
     # First, so that the plan's pages are of the memory that it leaves.
     encode = load_encoder(config, stats, clocks[0]) if config.model.embedding_model else None
     source = open_source(resolve(config.model.model))
-    plan = make_plan(config, read_config(source.config))
+    plan = make_plan(config, config_of(source))
     tokenizer = Tokenizer.from_source(source)
     spec, schedule = plan.page_spec, config.schedule
 

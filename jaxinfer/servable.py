@@ -14,7 +14,7 @@ from jaxinfer.layers.matrices import MatrixFormat
 from jaxinfer.models.bert import Bert
 from jaxinfer.models.config import SUPPORTED_ENCODERS
 from jaxinfer.models.encoder_config import EncoderConfig
-from jaxinfer.models.registry import read_config
+from jaxinfer.models.registry import config_of
 from jaxinfer.runtime.template import Template, make_template, template_of
 from jaxinfer.tokenizer import Tokenizer
 
@@ -30,7 +30,7 @@ def served_as(source: TensorSource) -> str:
         template = template_of(Bert, EncoderConfig.from_hf(source.config, read_sentence_files(source.path)), _FORM, _FORM.vector_dtype)
     else:
         flag = "--model"
-        template = make_template(read_config(source.config), _FORM)
+        template = make_template(config_of(source), _FORM)
     shapes = {
         path: jax.ShapeDtypeStruct(leaf.shape[1:] if leaf.is_stack else leaf.shape, leaf.dtype)
         for leaf in template.leaves

@@ -16,7 +16,7 @@ from checkpoints.hub import open_source
 from jaxinfer.kv_cache.pages import PagePool
 from jaxinfer.kv_cache.spec import PageSpec
 from jaxinfer.layers.matrices import MatrixFormat
-from jaxinfer.models.registry import read_config
+from jaxinfer.models.registry import config_of
 from jaxinfer.plain_forward import PlainForward
 from jaxinfer.runtime.load import load_weights
 from jaxinfer.runtime.template import ModelTemplate, Weights, make_template
@@ -49,7 +49,7 @@ def put(
     folder: Path, device_ids: tuple[int, ...], *, num_pages: int = 64, page_size: int = 8, dtype: Any = jnp.float32, is_packed: bool = True
 ) -> OnMesh:
     source = open_source(folder)
-    config = read_config(source.config)
+    config = config_of(source)
     template, mesh = make_template(config, MatrixFormat(jnp.dtype(dtype), is_packed)), make_mesh(device_ids)
     spec = PageSpec.of(config, page_size, jnp.dtype(dtype).itemsize)
     pool = PagePool(spec, num_pages, template.activation_dtype, mesh, TENSOR_PARALLEL)

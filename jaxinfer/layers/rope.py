@@ -22,7 +22,8 @@ def inverse_frequencies(head_size: int, theta: float, scaling: AnyRopeScaling) -
         kept = _kept_by_yarn(head_size, theta, scaling)
     else:
         turns = scaling.original_context * frequencies / (2 * math.pi)  # of each pair over the original context
-        kept = np.clip((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor), 0.0, 1.0)
+        between = (scaling.high_freq_factor - scaling.low_freq_factor) or 1e-9  # one bound for both (Llama 4 Scout): none between
+        kept = np.clip((turns - scaling.low_freq_factor) / between, 0.0, 1.0)
     factor = 1.0 if scaling is None else scaling.factor
     return ((1 - kept) * frequencies / factor + kept * frequencies).astype(np.float32)
 

@@ -148,6 +148,14 @@ class ArchitectureConfig:
         )
 
 
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Of a model that takes images too: its text model's part, under the name of the whole."""
+    found = config.get("text_config")
+    if not isinstance(found, Mapping):
+        raise UnsupportedModelError(f"text_config is {found!r}: it must be an object")
+    return {**found, "architectures": config["architectures"]}
+
+
 def check_activation(config: Mapping[str, Any], supported: Sequence[str] = ("silu", "swish"), key: str = "hidden_act") -> None:
     """Raise `UnsupportedModelError` for an activation function that a family's layers don't have; the first is its default."""
     activation = config.get(key, supported[0])

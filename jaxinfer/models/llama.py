@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from flax import nnx
@@ -22,7 +22,17 @@ from jaxinfer.models.config import ArchitectureConfig, check_activation
 
 
 class LlamaBlock(nnx.Module):
-    def __init__(self, config: ArchitectureConfig, layer: int, form: MatrixFormat) -> None:
+    """`mlp`: the feed-forward part where it is another; `normalises_heads`: those of queries and keys."""
+
+    def __init__(
+        self,
+        config: ArchitectureConfig,
+        layer: int,
+        form: MatrixFormat,
+        *,
+        mlp: nnx.Module | None = None,
+        normalises_heads: bool = False,
+    ) -> None:
         size = config.hidden_size
         self.attention_norm = RMSNorm(size, config.rms_norm_eps, form)
         self.attention = Attention(
@@ -33,9 +43,10 @@ class LlamaBlock(nnx.Module):
             form,
             use_bias=config.attention_bias,
             how=How(config.head_size**-0.5, config.layer_spans[layer]),
+            norm_epsilon=config.rms_norm_eps if normalises_heads else None,
         )
         self.mlp_norm = RMSNorm(size, config.rms_norm_eps, form)
-        self.mlp = GatedMLP(size, config.mlp_size, form, use_bias=config.mlp_bias)
+        self.mlp = mlp or GatedMLP(size, config.mlp_size, form, use_bias=config.mlp_bias)
 
     def __call__(self, x: Float[Array, "T D"], cos_sin: CosSin, pages: Pages, attend: Attend) -> tuple[Float[Array, "T D"], Pages]:
         attended, pages = self.attention(self.attention_norm(x), cos_sin, pages, attend)
@@ -44,6 +55,7 @@ class LlamaBlock(nnx.Module):
 
 
 class Llama(nnx.Module):
+    block: ClassVar[type[Any]] = LlamaBlock  # of every layer, made of the configuration, its number and the form
     weight_map = WeightMap(
         {
             "embedding.table": Weight(("model.embed_tokens.weight",)),
@@ -76,7 +88,7 @@ class Llama(nnx.Module):
     def __init__(self, config: ArchitectureConfig, form: MatrixFormat, activation_dtype: jnp.dtype) -> None:
         self.config = config
         self.embedding = Embedding(config.vocab_size, config.hidden_size, form, activation_dtype)
-        self.blocks = nnx.List([LlamaBlock(config, layer, form) for layer in range(config.num_layers)])
+        self.blocks = nnx.List([self.block(config, layer, form) for layer in range(config.num_layers)])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, form)
         self.head = None if config.tie_word_embeddings else Embedding(config.vocab_size, config.hidden_size, form, activation_dtype)
 

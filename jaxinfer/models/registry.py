@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
+from checkpoints.source import TensorSource
 from jaxinfer.models.base import CausalLM
 from jaxinfer.models.config import SUPPORTED_ENCODERS, ArchitectureConfig, UnsupportedModelError
+from jaxinfer.models.deepseek_v3 import DeepseekV3, KimiK25
 from jaxinfer.models.llama import Llama
+from jaxinfer.models.llama4 import Llama4, Llama4WithImages
 from jaxinfer.models.mistral import Mistral
 
 MODELS: dict[str, type[CausalLM]] = {
+    "DeepseekV3ForCausalLM": DeepseekV3,
+    "KimiK25ForConditionalGeneration": KimiK25,
     "LlamaForCausalLM": Llama,
+    "Llama4ForCausalLM": Llama4,
+    "Llama4ForConditionalGeneration": Llama4WithImages,
     "MistralForCausalLM": Mistral,
 }
 
@@ -23,6 +31,15 @@ def read_config(config: Mapping[str, Any]) -> ArchitectureConfig:
         hint = " (an encoder is given as --embedding-model)" if architectures in [[name] for name in SUPPORTED_ENCODERS] else ""
         raise UnsupportedModelError(f"architectures is {architectures!r}: supported are {', '.join(MODELS)}{hint}")
     return MODELS[architectures[0]].read_config(config)
+
+
+def config_of(source: TensorSource) -> ArchitectureConfig:
+    """`read_config` of a checkpoint's, less the parts that it lacks and may lack."""
+    config = read_config(source.config)
+    optional, names = model_class(config).weight_map.optional, source.names()
+    lacking = {key: 0 for key, pattern in optional.items() if not any(fnmatchcase(name, pattern) for name in names)}
+    inside = {"text_config": {**source.config["text_config"], **lacking}} if "text_config" in source.config else {}
+    return read_config({**source.config, **lacking, **inside}) if lacking else config
 
 
 def model_class(config: ArchitectureConfig) -> type[CausalLM]:

@@ -1,0 +1,189 @@
+"""Llama 4: experts in all layers or every other one; layers that rotate attend within chunks, the others, without positions, to everything."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from checkpoints.weight_map import Weight, WeightMap
+from jaxinfer.kv_cache.pages import Pages
+from jaxinfer.layers.attention import Attend, AttendInLayers, Attention, How
+from jaxinfer.layers.matrices import MatrixFormat
+from jaxinfer.layers.mlp import GatedMLP
+from jaxinfer.layers.moe import MixtureOfExperts
+from jaxinfer.layers.norm import RMSNorm
+from jaxinfer.layers.rope import CosSin, angles, inverse_frequencies, rotate, rotated_amplitude
+from jaxinfer.models.base import run_blocks
+from jaxinfer.models.config import (
+    ArchitectureConfig,
+    Routing,
+    UnsupportedModelError,
+    check_activation,
+    integer,
+    positive,
+    read_spans,
+    text_config,
+)
+from jaxinfer.models.llama import Llama
+from pallas_kernels.span import EVERYTHING, Span
+
+_MLP = "model.layers.{layer}.feed_forward."
+
+
+@dataclass(frozen=True, slots=True)
+class Llama4Config:
+    is_rotated: tuple[bool, ...]  # of each layer: whether it knows positions
+    has_experts: tuple[bool, ...]  # of each layer
+    routing: Routing
+    expert_size: int  # inner; of the one that every token takes besides, too
+    normalises: bool  # queries and keys of layers that rotate
+    tempering: tuple[float, float] | None  # of scores in the others: tokens between its steps, and how much it grows
+
+
+class Llama4Block(nnx.Module):
+    def __init__(self, config: ArchitectureConfig, layer: int, form: MatrixFormat) -> None:
+        family, size = config.family, config.hidden_size
+        self.is_rotated = family.is_rotated[layer]
+        self.is_tempered = family.tempering is not None and not self.is_rotated
+        self.epsilon = config.rms_norm_eps if family.normalises and self.is_rotated else None
+        self.attention_norm = RMSNorm(size, config.rms_norm_eps, form)
+        self.attention = Attention(
+            size,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_size,
+            form,
+            use_bias=config.attention_bias,
+            how=How(config.head_size**-0.5, config.layer_spans[layer]),
+        )
+        self.mlp_norm = RMSNorm(size, config.rms_norm_eps, form)
+        self.mlp = (
+            MixtureOfExperts(size, family.expert_size, family.routing, form, shared_size=family.expert_size)
+            if family.has_experts[layer]
+            else GatedMLP(size, config.mlp_size, form, use_bias=False)
+        )
+
+    def __call__(
+        self, x: Float[Array, "T D"], cos_sin: CosSin, temper: Float[Array, " T"], pages: Pages, attend: Attend
+    ) -> tuple[Float[Array, "T D"], Pages]:
+        q, k, v = self.attention.project(self.attention_norm(x))
+        if self.is_rotated:
+            q, k = rotate(q, cos_sin, interleaved=True), rotate(k, cos_sin, interleaved=True)
+        if self.epsilon is not None:
+            q, k = _normalised(q, self.epsilon), _normalised(k, self.epsilon)
+        if self.is_tempered:
+            q = (q.astype(jnp.float32) * temper[:, None, None]).astype(q.dtype)
+        attended, pages = attend(q, k, v, pages, self.attention.how)
+        x = x + self.attention.out(attended)
+        return x + self.mlp(self.mlp_norm(x)), pages
+
+
+class Llama4(Llama):
+    block = Llama4Block
+    weight_map = WeightMap(
+        {
+            **{path: found for path, found in Llama.weight_map.weights.items() if ".mlp." not in path},
+            **{
+                f"blocks.{{layer}}.mlp.{ours}.kernel": Weight(
+                    tuple(f"{_MLP}{name}_proj.weight" for name in theirs), transpose=True, axis=-2
+                )
+                for ours, theirs in (
+                    ("gate_up", ("gate", "up")),
+                    ("down", ("down",)),
+                    ("shared.gate_up", ("shared_expert.gate", "shared_expert.up")),
+                    ("shared.down", ("shared_expert.down",)),
+                )
+            },
+            "blocks.{layer}.mlp.router.kernel": Weight((_MLP + "router.weight",), transpose=True),
+            "blocks.{layer}.mlp.experts.gate_up": Weight((_MLP + "experts.gate_up_proj",)),
+            "blocks.{layer}.mlp.experts.down": Weight((_MLP + "experts.down_proj",)),
+        },
+        ignored=Llama.weight_map.ignored,
+    )
+
+    @classmethod
+    def read_config(cls, config: Mapping[str, Any]) -> ArchitectureConfig:
+        """See `CausalLM`."""
+        check_activation(config)
+        read = ArchitectureConfig.from_hf(config)
+        layers, expert_size = range(read.num_layers), integer(config, "intermediate_size")
+        interval = integer(config, "no_rope_layer_interval", 4)
+        rotates = config.get("no_rope_layers") or [int((layer + 1) % interval != 0) for layer in layers]  # in spite of its name
+        if len(rotates) != read.num_layers or any(value not in (0, 1) for value in rotates):
+            raise UnsupportedModelError(f"no_rope_layers is {rotates!r}: it must be 0 or 1 for each of {read.num_layers} layers")
+        with_experts = config.get("moe_layers")
+        if with_experts is None:
+            step = integer(config, "interleave_moe_layer_step", 1)
+            with_experts = layers[step - 1 :: step]
+        chunk = None if config.get("attention_chunk_size") is None else integer(config, "attention_chunk_size")
+        spans = read_spans(
+            config,
+            read.num_layers,
+            {"full_attention": EVERYTHING, "chunked_attention": Span(chunk=chunk)},
+            ["chunked_attention" if rotated else "full_attention" for rotated in rotates],
+        )
+        family = Llama4Config(
+            is_rotated=tuple(map(bool, rotates)),
+            has_experts=tuple(layer in with_experts for layer in layers),
+            routing=_routing(config),
+            expert_size=expert_size,
+            normalises=bool(config.get("use_qk_norm", True)),
+            tempering=(positive(config, "floor_scale", 8192), positive(config, "attn_scale", 0.1))
+            if config.get("attn_temperature_tuning", True)
+            else None,
+        )
+        return replace(read, mlp_size=integer(config, "intermediate_size_mlp", expert_size), spans=spans, family=family)
+
+    def __call__(
+        self, token_ids: Int[Array, " T"], positions: Int[Array, " T"], pages: Pages, attend: AttendInLayers
+    ) -> tuple[Float[Array, "T D"], Pages]:
+        config = self.config
+        frequencies = inverse_frequencies(config.head_size, config.rope_theta, config.rope_scaling)
+        cos_sin = angles(positions, frequencies, rotated_amplitude(config.rope_scaling))
+        temper = _temper(positions, *(config.family.tempering or (1.0, 0.0)))
+        x, pages = run_blocks(
+            self.blocks,
+            self.embedding(token_ids),
+            pages,
+            attend,
+            lambda block, x, pages, attend: block(x, cos_sin, temper, pages, attend),
+        )
+        return self.norm(x), pages
+
+
+class Llama4WithImages(Llama4):
+    """The text model of one that takes images too."""
+
+    weight_map = replace(
+        Llama4.weight_map,
+        ignored=(*Llama4.weight_map.ignored, "vision_model.*", "multi_modal_projector.*"),
+        renamed=(("language_model.", ""),),
+    )
+
+    @classmethod
+    def read_config(cls, config: Mapping[str, Any]) -> ArchitectureConfig:
+        """See `CausalLM`."""
+        return super().read_config(text_config(config))
+
+
+def _temper(positions: Int[Array, " T"], floor: float, growth: float) -> Float[Array, " T"]:
+    """What scores are multiplied by so that they stay sharp over long contexts (arXiv:2501.19399)."""
+    return jnp.log1p(jnp.floor((positions.astype(jnp.float32) + 1) / floor)) * growth + 1
+
+
+def _normalised(x: Float[Array, "T N H"], epsilon: float) -> Float[Array, "T N H"]:
+    wide = x.astype(jnp.float32)
+    return (wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)).astype(x.dtype)
+
+
+def _routing(config: Mapping[str, Any]) -> Routing:
+    num_experts, top_k = integer(config, "num_local_experts"), integer(config, "num_experts_per_tok", 1)
+    if top_k > num_experts:
+        raise UnsupportedModelError(f"num_experts_per_tok is {top_k}: num_local_experts is {num_experts}")
+    return Routing(num_experts, top_k, "sigmoid", scales_input=True)
