@@ -53,7 +53,7 @@ class AttendInLayers(Protocol):
 
 
 class Attention(nnx.Module):
-    """`norm_epsilon`: queries and keys are normalised, each head by itself, before they are rotated; None: they are not."""
+    """`norm_epsilon`: queries and keys are normalised by a `norm`, each head by itself, before they are rotated; None: they are not."""
 
     def __init__(
         self,
@@ -66,6 +66,7 @@ class Attention(nnx.Module):
         use_bias: bool,
         how: How | None = None,
         norm_epsilon: float | None = None,
+        norm: type[RMSNorm] = RMSNorm,
     ) -> None:
         self.heads_per_kv = num_heads // num_kv_heads
         self.how = how or How(head_size**-0.5)
@@ -73,8 +74,8 @@ class Attention(nnx.Module):
         group = {"kv_heads": num_kv_heads, "q_k_v": self.heads_per_kv + 2, "head_size": head_size}
         self.qkv = Linear({"embed": size}, group, form, use_bias=use_bias)
         self.out = Linear({"heads": num_heads, "head_size": head_size}, {"embed": size}, form, use_bias=use_bias)
-        self.q_norm = None if norm_epsilon is None else RMSNorm(head_size, norm_epsilon, form)
-        self.k_norm = None if norm_epsilon is None else RMSNorm(head_size, norm_epsilon, form)
+        self.q_norm = None if norm_epsilon is None else norm(head_size, norm_epsilon, form)
+        self.k_norm = None if norm_epsilon is None else norm(head_size, norm_epsilon, form)
 
     def project(self, x: Float[Array, "T D"]) -> tuple[Float[Array, "T N H"], Float[Array, "T K H"], Float[Array, "T K H"]]:
         """Queries, keys and values."""

@@ -23,6 +23,15 @@ class RMSNorm(nnx.Module):
         return wide.astype(x.dtype) * self.scale[...].astype(x.dtype)
 
 
+class OffsetRMSNorm(RMSNorm):
+    """Gemma's: the scale is 1 more than its parameter, and multiplies in float32."""
+
+    def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        wide = x.astype(jnp.float32)
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
+        return (wide * (1 + self.scale[...].astype(jnp.float32))).astype(x.dtype)
+
+
 class LayerNorm(nnx.Module):
     """Layer norm (arXiv:1607.06450), computed in float32 whatever x's type."""
 

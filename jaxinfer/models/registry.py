@@ -10,17 +10,23 @@ from checkpoints.source import TensorSource
 from jaxinfer.models.base import CausalLM
 from jaxinfer.models.config import SUPPORTED_ENCODERS, ArchitectureConfig, UnsupportedModelError
 from jaxinfer.models.deepseek_v3 import DeepseekV3, KimiK25
+from jaxinfer.models.gemma3 import Gemma3
 from jaxinfer.models.llama import Llama
 from jaxinfer.models.llama4 import Llama4, Llama4WithImages
 from jaxinfer.models.mistral import Mistral
+from jaxinfer.models.qwen3 import Qwen3, Qwen3Moe
 
 MODELS: dict[str, type[CausalLM]] = {
     "DeepseekV3ForCausalLM": DeepseekV3,
     "KimiK25ForConditionalGeneration": KimiK25,
+    "Gemma3ForCausalLM": Gemma3,
+    "Gemma3ForConditionalGeneration": Gemma3,
     "LlamaForCausalLM": Llama,
     "Llama4ForCausalLM": Llama4,
     "Llama4ForConditionalGeneration": Llama4WithImages,
     "MistralForCausalLM": Mistral,
+    "Qwen3ForCausalLM": Qwen3,
+    "Qwen3MoeForCausalLM": Qwen3Moe,
 }
 
 

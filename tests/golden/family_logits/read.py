@@ -10,6 +10,7 @@ FOLDER = Path(__file__).parent
 NAMES = tuple(sorted(file.parent.name for file in FOLDER.glob("*/golden.npz")))
 NUM_TOKENS = 32  # greedy, of each prompt
 MIN_MARGIN = 0.01  # between the best two scores of every greedy step: far more than rounding changes
+MIN_KINDS = 9  # of tokens among them
 
 
 def load(family: str) -> list[read.GoldenPrompt]:

@@ -1,0 +1,178 @@
+"""Gemma 3 (arXiv:2503.19786), the text model: a norm before and after each part of a block, most layers over a sliding window."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from checkpoints.weight_map import Weight, WeightMap
+from jaxinfer.kv_cache.pages import Pages
+from jaxinfer.layers.argmax import argmax_of_rows
+from jaxinfer.layers.attention import Attend, AttendInLayers, Attention, How
+from jaxinfer.layers.embedding import Embedding
+from jaxinfer.layers.matrices import MatrixFormat
+from jaxinfer.layers.mlp import GatedMLP, gelu_tanh
+from jaxinfer.layers.norm import OffsetRMSNorm
+from jaxinfer.layers.rope import CosSin, angles, inverse_frequencies, rotated_amplitude
+from jaxinfer.models.base import run_blocks
+from jaxinfer.models.config import (
+    AnyRopeScaling,
+    ArchitectureConfig,
+    UnsupportedModelError,
+    check_activation,
+    integer,
+    positive,
+    read_rope,
+    read_spans,
+    text_config,
+)
+from jaxinfer.models.llama import Llama
+from pallas_kernels.span import EVERYTHING, Span
+
+# What published configurations leave out.
+_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131_072,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Gemma3Settings:
+    query_scalar: float  # scores are divided by its root
+    local_rope: tuple[float, AnyRopeScaling]  # base and scaling in layers with a window; the configuration's own are those of the others
+    final_soft_cap: float | None  # of scores over the vocabulary
+
+
+class Gemma3Block(nnx.Module):
+    def __init__(self, config: ArchitectureConfig, layer: int, form: MatrixFormat) -> None:
+        size, epsilon = config.hidden_size, config.rms_norm_eps
+        span = config.layer_spans[layer]
+        self.is_local = span != EVERYTHING
+        self.attention_norm = OffsetRMSNorm(size, epsilon, form)
+        self.attention = Attention(
+            size,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_size,
+            form,
+            use_bias=config.attention_bias,
+            how=How(config.family.query_scalar**-0.5, span, config.soft_cap),
+            norm_epsilon=epsilon,
+            norm=OffsetRMSNorm,
+        )
+        self.attended_norm = OffsetRMSNorm(size, epsilon, form)
+        self.mlp_norm = OffsetRMSNorm(size, epsilon, form)
+        self.mlp = GatedMLP(size, config.mlp_size, form, use_bias=False, activation=gelu_tanh)
+        self.mlp_out_norm = OffsetRMSNorm(size, epsilon, form)
+
+    def __call__(self, x: Float[Array, "T D"], cos_sin: CosSin, pages: Pages, attend: Attend) -> tuple[Float[Array, "T D"], Pages]:
+        attended, pages = self.attention(self.attention_norm(x), cos_sin, pages, attend)
+        x = x + self.attended_norm(attended)
+        return x + self.mlp_out_norm(self.mlp(self.mlp_norm(x))), pages
+
+
+class Gemma3(nnx.Module):
+    weight_map = WeightMap(
+        {
+            **Llama.weight_map.weights,
+            **{
+                f"blocks.{{layer}}.{ours}.scale": Weight((f"model.layers.{{layer}}.{theirs}.weight",))
+                for ours, theirs in (
+                    ("attention.q_norm", "self_attn.q_norm"),
+                    ("attention.k_norm", "self_attn.k_norm"),
+                    ("attended_norm", "post_attention_layernorm"),
+                    ("mlp_norm", "pre_feedforward_layernorm"),
+                    ("mlp_out_norm", "post_feedforward_layernorm"),
+                )
+            },
+        },
+        ignored=("lm_head.weight", "*vision_tower.*", "*multi_modal_projector.*"),
+        # Within the model of images and texts, as first published and as transformers holds it now.
+        renamed=(("language_model.model.", "model."), ("language_model.lm_head.", "lm_head."), ("model.language_model.", "model.")),
+    )
+
+    @classmethod
+    def read_config(cls, config: Mapping[str, Any]) -> ArchitectureConfig:
+        """See `CausalLM`. Of a model of images and texts it is `text_config`."""
+        text = _DEFAULTS | dict(text_config(config) if "text_config" in config else config)
+        check_activation(text, ("gelu_pytorch_tanh",), "hidden_activation")
+        if text.get("use_bidirectional_attention"):
+            raise UnsupportedModelError("use_bidirectional_attention is True: supported is False, attention to what came before")
+        read = ArchitectureConfig.from_hf(text)
+        window = text["sliding_window"] and Span(window=integer(text, "sliding_window"))
+        kinds = {"full_attention": EVERYTHING} | ({"sliding_attention": window} if window else {})
+        pattern = integer(text, "sliding_window_pattern", 6)
+        default = ["sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in range(read.num_layers)]
+        theta, scaling, local_rope = _read_ropes(text)
+        caps = [
+            None if text.get(key) is None else positive(text, key, None) for key in ("attn_logit_softcapping", "final_logit_softcapping")
+        ]
+        return replace(
+            read,
+            rope_theta=theta,
+            rope_scaling=scaling,
+            spans=read_spans(text, read.num_layers, kinds, default),
+            soft_cap=caps[0],
+            family=Gemma3Settings(positive(text, "query_pre_attn_scalar", 256.0), local_rope, caps[1]),
+        )
+
+    def __init__(self, config: ArchitectureConfig, form: MatrixFormat, activation_dtype: jnp.dtype) -> None:
+        size = config.hidden_size
+        self.config = config
+        self.embedding = Embedding(config.vocab_size, size, form, activation_dtype)
+        # Rounded to the weights' type, as the model was trained.
+        self.embedding_scale = float(jnp.dtype(form.vector_dtype).type(size**0.5))
+        self.blocks = nnx.List([Gemma3Block(config, layer, form) for layer in range(config.num_layers)])
+        self.norm = OffsetRMSNorm(size, config.rms_norm_eps, form)
+        self.head = None if config.tie_word_embeddings else Embedding(config.vocab_size, size, form, activation_dtype)
+
+    def __call__(
+        self, token_ids: Int[Array, " T"], positions: Int[Array, " T"], pages: Pages, attend: AttendInLayers
+    ) -> tuple[Float[Array, "T D"], Pages]:
+        config = self.config
+        x = self.embedding(token_ids) * self.embedding_scale
+        of_global, of_local = (
+            angles(positions, inverse_frequencies(config.head_size, theta, scaling), rotated_amplitude(scaling))
+            for theta, scaling in ((config.rope_theta, config.rope_scaling), config.family.local_rope)
+        )
+        x, pages = run_blocks(
+            self.blocks,
+            x,
+            pages,
+            attend,
+            lambda block, x, pages, attend: block(x, of_local if block.is_local else of_global, pages, attend),
+        )
+        return self.norm(x), pages
+
+    def logits(self, hidden: Float[Array, "X D"]) -> Float[Array, "X V"]:
+        scores, cap = (self.head or self.embedding).logits(hidden), self.config.family.final_soft_cap
+        return scores if cap is None else jnp.tanh(scores / cap) * cap
+
+    def best(self, hidden: Float[Array, "X D"]) -> Int[Array, " X"]:
+        if self.config.family.final_soft_cap is not None:
+            return argmax_of_rows(self.logits(hidden))  # what the cap makes equal is as equal here
+        return (self.head or self.embedding).best(hidden)
+
+
+def _read_ropes(text: Mapping[str, Any]) -> tuple[float, AnyRopeScaling, tuple[float, AnyRopeScaling]]:
+    """Base and scaling of global layers, then of those with a window. transformers 5 has both in `rope_parameters`."""
+    both = text.get("rope_parameters")
+    if both is None:
+        older = {"rope_theta": text.get("rope_local_base_freq", 10_000.0)}
+        return *read_rope(text, default_theta=1e6), read_rope(text, older)
+    if not isinstance(both, Mapping) or not {"full_attention", "sliding_attention"} <= both.keys():
+        raise UnsupportedModelError(f"rope_parameters is {both!r}: it must have full_attention and sliding_attention")
+    return *read_rope(text, both["full_attention"], 1e6), read_rope(text, both["sliding_attention"], 1e4)

@@ -1,0 +1,93 @@
+"""Qwen3 (arXiv:2505.09388): Llama whose queries and keys are normalised; in its larger models, layers of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from checkpoints.weight_map import Weight, WeightMap
+from jaxinfer.layers.matrices import MatrixFormat
+from jaxinfer.layers.moe import MixtureOfExperts
+from jaxinfer.models.config import ArchitectureConfig, Routing, UnsupportedModelError, integer, read_spans
+from jaxinfer.models.llama import Llama, LlamaBlock
+from pallas_kernels.span import EVERYTHING, Span
+
+
+@dataclass(frozen=True, slots=True)
+class Qwen3Experts:
+    routing: Routing
+    inner_size: int
+    layers: tuple[int, ...]  # those that have experts; the others are dense
+
+
+class Qwen3Block(LlamaBlock):
+    def __init__(self, config: ArchitectureConfig, layer: int, form: MatrixFormat) -> None:
+        experts, mlp = config.family, None
+        if experts is not None and layer in experts.layers:
+            mlp = MixtureOfExperts(config.hidden_size, experts.inner_size, experts.routing, form)
+        super().__init__(config, layer, form, mlp=mlp, normalises_heads=True)
+
+
+class Qwen3(Llama):
+    block = Qwen3Block
+    weight_map = WeightMap(
+        {
+            **Llama.weight_map.weights,
+            **{
+                f"blocks.{{layer}}.attention.{part}_norm.scale": Weight((f"model.layers.{{layer}}.self_attn.{part}_norm.weight",))
+                for part in ("q", "k")
+            },
+        },
+        ignored=Llama.weight_map.ignored,
+    )
+
+    @classmethod
+    def read_config(cls, config: Mapping[str, Any]) -> ArchitectureConfig:
+        """See `CausalLM`."""
+        read, window = super().read_config(config), _window(config)
+        first = integer(config, "max_window_layers", 28)
+        kinds = {"full_attention": EVERYTHING} | ({"sliding_attention": window} if window != EVERYTHING else {})
+        default = ["sliding_attention" if window != EVERYTHING and layer >= first else "full_attention" for layer in range(read.num_layers)]
+        return replace(read, spans=read_spans(config, read.num_layers, kinds, default))
+
+
+class Qwen3Moe(Qwen3):
+    weight_map = WeightMap(
+        {
+            **Qwen3.weight_map.weights,
+            "blocks.{layer}.mlp.router.kernel": Weight(("model.layers.{layer}.mlp.gate.weight",), transpose=True),
+            "blocks.{layer}.mlp.experts.gate_up": Weight(
+                tuple(f"model.layers.{{layer}}.mlp.experts.{{expert}}.{part}_proj.weight" for part in ("gate", "up")),
+                transpose=True,
+                axis=-2,
+            ),
+            "blocks.{layer}.mlp.experts.down": Weight(
+                ("model.layers.{layer}.mlp.experts.{expert}.down_proj.weight",),
+                transpose=True,
+            ),
+        },
+        ignored=Qwen3.weight_map.ignored,
+    )
+
+    @classmethod
+    def read_config(cls, config: Mapping[str, Any]) -> ArchitectureConfig:
+        """See `CausalLM`. Its layers attend alike: to a window, or to all."""
+        read = Llama.read_config(config)
+        num_experts = integer(config, "num_local_experts" if "num_experts" not in config else "num_experts")  # transformers 5 says local
+        top_k, step = integer(config, "num_experts_per_tok", 8), integer(config, "decoder_sparse_step", 1)
+        if top_k > num_experts:
+            raise UnsupportedModelError(f"num_experts_per_tok is {top_k}: there are {num_experts} experts")
+        dense = config.get("mlp_only_layers") or []
+        experts = Qwen3Experts(
+            Routing(num_experts, top_k, "softmax", normalises=bool(config.get("norm_topk_prob", False))),
+            integer(config, "moe_intermediate_size"),
+            tuple(layer for layer in range(read.num_layers) if layer not in dense and (layer + 1) % step == 0),
+        )
+        return replace(read, spans=(_window(config),) * read.num_layers, family=experts)
+
+
+def _window(config: Mapping[str, Any]) -> Span:
+    """What layers with a sliding window attend to; everything where there are none."""
+    has_window = config.get("use_sliding_window", False) and config.get("sliding_window") is not None
+    return Span(window=integer(config, "sliding_window")) if has_window else EVERYTHING
