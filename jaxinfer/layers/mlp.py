@@ -12,7 +12,6 @@ from jaxtyping import Array, Float
 from jaxinfer.layers.linear import Linear, silu
 from jaxinfer.layers.matrices import MatrixFormat
 
-
 Activation: TypeAlias = Callable[[Float[Array, "..."]], Float[Array, "..."]]
 
 
