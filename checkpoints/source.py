@@ -14,6 +14,7 @@ import numpy as np
 Index = tuple[slice, ...]
 Ranges = list[tuple[int, int]]  # (start, stop) of each dimension
 
+PLAIN = ("F64", "F32", "F16", "BF16")  # formats that hold weights as they are
 FP8_BLOCKS = "FP8 128x128"  # float8_e4m3fn with a scale for every 128 x 128, as DeepSeek-V3 has it
 INT4_GROUPS = "INT4 32"  # integers of 4 bits with a scale for 32 of a row, as compressed-tensors' pack-quantized (Kimi K2.x) has them
 BY_HAND = "give the model's bf16 checkpoint or a GGUF file of it"

@@ -10,9 +10,8 @@ import ml_dtypes
 import numpy as np
 
 from checkpoints.safetensors_file import FileTensor
-from checkpoints.source import FP8_BLOCKS, INT4_GROUPS, CheckpointError, Part, Ranges, Stored, last_word
+from checkpoints.source import FP8_BLOCKS, INT4_GROUPS, PLAIN, CheckpointError, Part, Ranges, Stored, last_word
 
-_PLAIN = ("F64", "F32", "F16", "BF16")  # types that hold weights as they are
 _BLOCK, _GROUP = 128, 32  # values that share a scale: of each side of a block, of a row
 _PER_WORD = 8  # codes of 4 bits
 _SCALE_INV = "_scale_inv"
@@ -58,8 +57,8 @@ class Plain:
         return self._tensor.type
 
     def values(self, name: str, read: Read, ranges: Ranges) -> np.ndarray:
-        if self.format not in _PLAIN:
-            raise CheckpointError(f"{self._tensor.file.path}: tensor {name!r} has type {self.format}: {', '.join(_PLAIN)} are supported")
+        if self.format not in PLAIN:
+            raise CheckpointError(f"{self._tensor.file.path}: tensor {name!r} has type {self.format}: {', '.join(PLAIN)} are supported")
         return read(self._tensor, ranges)
 
 

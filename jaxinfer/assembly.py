@@ -77,7 +77,7 @@ def assemble(config: EngineConfig, stats: EngineStats) -> Parts:
     # First, so that the plan's pages are of the memory that it leaves.
     encode = load_encoder(config, stats, clocks[0]) if config.model.embedding_model else None
     source = open_source(resolve(config.model.model))
-    plan = make_plan(config, config_of(source))
+    plan = make_plan(config, config_of(source), source)
     tokenizer = Tokenizer.from_source(source)
     spec, schedule = plan.page_spec, config.schedule
 

@@ -9,16 +9,19 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 
+from checkpoints.source import TensorSource
 from jaxinfer.config import ConfigError, EngineConfig, ModelConfig, format_bytes, parse_bytes
 from jaxinfer.kv_cache.spec import PageSpec
-from jaxinfer.layers.matrices import MatrixFormat
+from jaxinfer.layers import moe
+from jaxinfer.layers.matrices import ExpertFormat, MatrixFormat
 from jaxinfer.models.config import ArchitectureConfig
 from jaxinfer.runtime.buckets import query_tile
+from jaxinfer.runtime.expert_packing import choose_packing, report_dequantised
 from jaxinfer.runtime.template import ModelTemplate, Template, make_template
 from pallas_kernels.dispatch import Backend
 from pallas_kernels.latent_prefill_attention import op as latent_prefill_attention
@@ -66,14 +69,18 @@ class Plan:
         return self.prefill.mesh == self.decode.mesh
 
 
-def make_plan(config: EngineConfig, architecture: ArchitectureConfig) -> Plan:
-    """Lay a model out on the configured devices.
+def make_plan(config: EngineConfig, architecture: ArchitectureConfig, source: TensorSource) -> Plan:
+    """Lay a checkpoint's model out on the configured devices.
 
-    Raises `ConfigError` for devices that do not exist, axes that do not divide, and memory that holds no page.
+    Raises `CheckpointError` for tensors that are missing, and `ConfigError` for devices that do not exist, axes that do not divide, and
+    memory that holds no page.
     """
     devices = {"prefill": config.devices.prefill_devices, "decode": config.devices.decode_devices}
     meshes = {role: _mesh(role, ids) for role, ids in devices.items()}
     template = lay_out(partial(make_template, architecture), config.model, [(mesh, RULES[role]) for role, mesh in meshes.items()])
+    template = _with_experts(template, architecture, source, list(meshes.values()))
+    if not config.model.random_weights:
+        report_dequantised(template, source)
     spec = PageSpec.of(architecture, config.cache.page_size, template.activation_dtype.itemsize)
     roles = {role: _plan_role(role, mesh, template, architecture, spec, config) for role, mesh in meshes.items()}
     # A request must fit alone in either pool, or it could wait for ever.
@@ -136,6 +143,24 @@ def choose_formats(config: ModelConfig, platform: str, *, keeps_types: bool = Fa
     reason = "asked for" if config.matmul_backend != "auto" else against or "a kernel made for this processor"
     logger.info("matmul backend for %s: %s (%s)", dtype, "packed" if is_packed else "xla", reason)
     return MatrixFormat(dtype, is_packed), jnp.dtype("float32" if platform == "cpu" else name)
+
+
+def _with_experts(
+    template: ModelTemplate, architecture: ArchitectureConfig, source: TensorSource, meshes: Sequence[jax.sharding.Mesh]
+) -> ModelTemplate:
+    """With experts, if any, as the checkpoint has them where that can be, and the best products with them that run here."""
+    matrices = [leaf for leaf in template.leaves if leaf.is_of_experts]
+    if not matrices:
+        return template
+    sizes = dict(zip(matrices[0].axes, matrices[0].shape, strict=True))
+    num_devices = [mesh.size for mesh in meshes]
+    form = replace(template.form, experts=ExpertFormat(packing=choose_packing(template, source, num_devices)))
+    against = _wrong_device("mosaic_gpu", meshes[0].devices.flat[0]) or moe.why_not(
+        sizes["embed"], sizes["mlp"], max(num_devices), form, template.activation_dtype
+    )
+    backend: Literal["mosaic_gpu", "xla"] = "xla" if against else "mosaic_gpu"
+    logger.info("products with experts: %s (%s)", backend, against or "a kernel made for this device")
+    return make_template(architecture, replace(form, experts=replace(form.experts, backend=backend)), template.activation_dtype)
 
 
 def choose_attention(
@@ -206,7 +231,8 @@ def _plan_role(
         num_pages = per_device.num_pages(_kv_budget(config.cache.kv_memory, mesh, weights))
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    group = architecture.num_heads // spec.num_kv_heads  # latents: all query heads read the one
+    # All query heads that a device has read its one head of latents.
+    group = architecture.num_heads // (spec.num_kv_heads if spec.num_sides == 2 else mesh.size)
     attention = choose_attention(
         role,
         config.devices.attention_backend,

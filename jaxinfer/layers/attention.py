@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import jax
 from flax import nnx
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxinfer.kv_cache.pages import Pages
@@ -81,7 +83,9 @@ class Attention(nnx.Module):
         """Queries, keys and values."""
         qkv, g = self.qkv(x), self.heads_per_kv
         q, k, v = qkv[:, :, :g], qkv[:, :, g], qkv[:, :, g + 1]
-        q = q.reshape(len(q), -1, q.shape[-1])
+        # Said outright: a reshape that takes away a single KV head takes its sharding away too.
+        heads = PartitionSpec(None, jax.typeof(q).sharding.spec[1], None)
+        q = jax.lax.reshape(q, (len(q), k.shape[1] * g, q.shape[-1]), out_sharding=heads if heads[1] is not None else None)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         return q, k, v

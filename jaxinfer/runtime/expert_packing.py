@@ -1,16 +1,17 @@
-"""Whether a mixture's experts can be kept in memory as their checkpoint has them, quantised."""
+"""What of a quantised checkpoint is kept in memory as it is there: a mixture's experts, where they can be; what is not, the log says."""
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
 
-from checkpoints.source import FP8_BLOCKS, INT4_GROUPS, TensorSource
+from checkpoints.source import FP8_BLOCKS, INT4_GROUPS, PLAIN, TensorSource
 from checkpoints.weight_map import Weight, WeightMap
-from jaxinfer.runtime.template import Leaf, Template
+from jaxinfer.runtime.template import SCALE, Leaf, Template
 from pallas_kernels.grouped_matmul.formats import INPUTS, OUTPUTS, PARTS
 
 logger = logging.getLogger(__name__)
@@ -24,12 +25,24 @@ _TILE = max(OUTPUTS, INPUTS)
 def choose_packing(template: Template[Any], source: TensorSource, num_devices: Sequence[int]) -> Packing | None:
     """The packing for a model whose experts are plain in this template, on meshes of so many devices each; None where they have to stay so:
     not quantised, in another way, or of sizes that tiles don't divide. Raises `CheckpointError` for tensors that are missing."""
-    matrices = [leaf for leaf in template.leaves if len(leaf.shape) > 2 and leaf.axes[0] == "experts"]
+    matrices = [leaf for leaf in template.leaves if leaf.is_of_experts]
     if not matrices:
         return None
     packing, reason = _packing_of(matrices, template.model.weight_map, source, max(num_devices))
     logger.info("experts: kept as %s (%s)", packing or matrices[0].dtype, reason)
     return packing
+
+
+def report_dequantised(template: Template[Any], source: TensorSource) -> None:
+    """Say in the log what is quantised in the checkpoint but not as this template has it. Raises `CheckpointError` for tensors that are missing."""
+    weight_map = template.model.weight_map
+    names = weight_map.names_in(source.names())
+    # Scales are made with what they belong to.
+    of_leaves = [(path, leaf) for leaf in template.leaves if leaf.part is None for path in leaf.paths if not path.endswith(SCALE)]
+    tensors = {name for path, leaf in of_leaves for name in _tensors(weight_map.find(path), leaf)}
+    formats = Counter(source.stored(names.get(name, name)).format for name in tensors)
+    for name in sorted(formats.keys() - set(PLAIN)):
+        logger.info("%d tensors in %s are dequantised to %s", formats[name], name, template.form.dtype)
 
 
 def _packing_of(matrices: Sequence[Leaf], weight_map: WeightMap, source: TensorSource, num_devices: int) -> tuple[Packing | None, str]:

@@ -53,6 +53,11 @@ class Leaf:
         return self.is_packed or len(self.paths) > 1
 
     @property
+    def is_of_experts(self) -> bool:
+        """Whether it is of a matrix for each of a mixture's experts."""
+        return self.axes[0] == "experts" and len(self.shape) > 2
+
+    @property
     def axes_of_one(self) -> tuple[str | None, ...]:
         """Without the stack's own."""
         return self.axes[1:] if self.is_stack else self.axes
