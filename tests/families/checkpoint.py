@@ -50,6 +50,7 @@ def shapes_of(family: str) -> Shapes:
 
 def write(folder: Path, config: Mapping[str, Any], shapes: Shapes) -> Path:
     """A checkpoint's folder, with tests/tiny_model.py's tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
     tiny_model.write_tokenizer(folder)
     (folder / "config.json").write_text(json.dumps(config))
     save_file(tensors(config, shapes), folder / "model.safetensors", {"format": "pt"})
