@@ -1,11 +1,13 @@
 """What the tests share: eight CPU devices, and engines that are built once.
 
-An engine costs seconds, so tests take theirs from `llms`, which keeps one for each configuration of a session.
+An engine costs seconds, so tests take theirs from `llms`, which keeps one for each configuration while the tests of a folder run. Then they
+are let go: a compiled program takes some ten memory mappings, of which Linux gives a process 65,530, and past them compilers crash.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,17 @@ use_persistent_cache()
 TINY = {"kv_memory": "512KiB", "max_batch_size": 32, "decode_buckets": (1, 8, 32), "prefill_buckets": (32, 128), "prefill_chunk_size": 128}
 
 MakeLLM = Callable[..., LLM]
+_MADE = pytest.StashKey[dict[Any, LLM]]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Let go of a folder's engines, and of what JAX keeps of them, after its last test."""
+    yield
+    if nextitem is not None and nextitem.path.parent != item.path.parent:
+        item.config.stash.get(_MADE, {}).clear()
+        gc.collect()
+        jax.clear_caches()
 
 
 @pytest.fixture(scope="session")
@@ -35,9 +48,9 @@ def tiny_model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def llms(tiny_model_path: Path) -> MakeLLM:
+def llms(tiny_model_path: Path, pytestconfig: pytest.Config) -> MakeLLM:
     """Gives the LLM over the tiny model with these settings changed, made on first use."""
-    made: dict[tuple[tuple[str, Any], ...], LLM] = {}
+    made = pytestconfig.stash.setdefault(_MADE, {})
 
     def make(**settings: Any) -> LLM:
         key = tuple(sorted(settings.items()))
@@ -48,15 +61,23 @@ def llms(tiny_model_path: Path) -> MakeLLM:
     return make
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def llm(llms: MakeLLM) -> LLM:
     """The tiny model on one device."""
     return llms()
 
 
-@pytest.fixture(scope="session")
-def default_llm() -> LLM:
+@pytest.fixture
+def default_llm(pytestconfig: pytest.Config) -> LLM:
     """The embedded default model, SmolLM2-135M-Instruct, on one device."""
-    return LLM(
-        kv_memory="256MiB", max_model_len=1024, max_batch_size=8, decode_buckets=(1, 8), prefill_buckets=(32, 128), prefill_chunk_size=128
-    )
+    made = pytestconfig.stash.setdefault(_MADE, {})
+    if "default" not in made:
+        made["default"] = LLM(
+            kv_memory="256MiB",
+            max_model_len=1024,
+            max_batch_size=8,
+            decode_buckets=(1, 8),
+            prefill_buckets=(32, 128),
+            prefill_chunk_size=128,
+        )
+    return made["default"]

@@ -10,10 +10,10 @@ import pytest
 
 from jaxinfer.config import DeviceConfig
 from jaxinfer.engine import Engine
-from jaxinfer.llm import LLM
 from server.config import ServerConfig
 from server.local_backend import LocalBackend
 from server.openai.app import create_app
+from tests.conftest import MakeLLM
 from tests.server.serving import served
 
 
@@ -24,9 +24,9 @@ class Served:
 
 
 @pytest.fixture(scope="module", params=["one device", "two devices"])  # module: its engine's thread ends with it
-def tiny_server(request: pytest.FixtureRequest, llm: LLM) -> Iterator[Served]:
+def tiny_server(request: pytest.FixtureRequest, llms: MakeLLM) -> Iterator[Served]:
     """A server with an engine of its own, so that `llm` can be asked for what is expected meanwhile."""
-    config = llm.engine.config
+    config = llms().engine.config
     if request.param == "two devices":
         config = replace(config, devices=DeviceConfig(prefill_devices=(1,), decode_devices=(0,)))
     engine = Engine(config)

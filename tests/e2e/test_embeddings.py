@@ -20,6 +20,7 @@ from server.config import ServerConfig
 from server.local_backend import LocalBackend
 from server.openai.app import create_app
 from tests import tiny_encoder
+from tests.conftest import MakeLLM
 from tests.engine.workload import workload
 from tests.golden import embeddings
 from tests.server.serving import served
@@ -36,8 +37,8 @@ def encoder_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def config(llm: LLM, encoder_path: Path) -> EngineConfig:
-    config = llm.engine.config
+def config(llms: MakeLLM, encoder_path: Path) -> EngineConfig:
+    config = llms().engine.config
     return replace(config, model=replace(config.model, embedding_model=str(encoder_path)))
 
 

@@ -2,15 +2,15 @@ from __future__ import annotations
 
 import pytest
 
-from jaxinfer.llm import LLM
+from tests.conftest import MakeLLM
 from tests.engine import workload
 from tests.engine.simulated import Clock
 
 
 @pytest.fixture(scope="session")
-def expected(llm: LLM) -> list[list[list[int]]]:
+def expected(llms: MakeLLM) -> list[list[list[int]]]:
     """The workload's tokens, each request alone on one device."""
-    return workload.alone(llm, *workload.workload())
+    return workload.alone(llms(), *workload.workload())
 
 
 @pytest.fixture

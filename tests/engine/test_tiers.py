@@ -19,7 +19,7 @@ from jaxinfer.llm import LLM
 from jaxinfer.request import SamplingParams
 from jaxinfer.stats import TierStats
 from tests import tiny_model
-from tests.conftest import TINY
+from tests.conftest import TINY, MakeLLM
 from tests.engine.page_audit import assert_all_free
 from tests.engine.test_token_equality import LAYOUTS, SMALL
 from tests.engine.workload import tokens_of, workload
@@ -48,8 +48,8 @@ def make(tiny_model_path: Path) -> Iterator[Make]:
 
 
 @pytest.fixture(scope="module")
-def long_tokens(llm: LLM) -> list[list[list[int]]]:
-    return tokens_of(llm.generate(LONG, GREEDY))
+def long_tokens(llms: MakeLLM) -> list[list[list[int]]]:
+    return tokens_of(llms().generate(LONG, GREEDY))
 
 
 def tier_stats(llm: LLM) -> TierStats:
