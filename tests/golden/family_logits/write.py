@@ -14,7 +14,9 @@ import numpy as np
 import torch
 import transformers
 from safetensors import safe_open
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import eager_mask
+from transformers.models.gemma3 import modeling_gemma3
 
 from tests.families import checkpoint
 from tests.golden import summaries
@@ -53,7 +55,8 @@ def saved_shapes(config: Mapping[str, Any], folder: Path) -> dict[str, tuple[int
 def load(folder: Path) -> PreTrainedModel:
     """The class that config.json names over a folder's checkpoint, in float32. Every tensor must find its place."""
     config = json.loads((folder / "config.json").read_text())
-    model, info = _class(config).from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True)
+    attention = "capped" if config.get("text_config", config).get("attn_logit_softcapping") else "eager"
+    model, info = _class(config).from_pretrained(folder, dtype=torch.float32, attn_implementation=attention, output_loading_info=True)
     assert not any(info.values()), info
     return model.eval()
 
@@ -99,6 +102,14 @@ def _published(name: str) -> str:
 def _reference_config(config: Mapping[str, Any]) -> transformers.PreTrainedConfig:
     return _class(config).config_class(**config)
 
+
+def _capped(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Gemma 3's attention with the cap that its configuration may have: transformers 5 hands it over in Gemma 2 alone."""
+    return modeling_gemma3.eager_attention_forward(module, *args, softcap=module.attn_logit_softcapping, **kwargs)
+
+
+AttentionInterface.register("capped", _capped)
+AttentionMaskInterface.register("capped", eager_mask)
 
 if __name__ == "__main__":
     main(sys.argv[1:])
