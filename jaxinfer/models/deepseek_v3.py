@@ -191,8 +191,8 @@ class KimiK25(DeepseekV3):
 
     weight_map = replace(
         DeepseekV3.weight_map,
-        ignored=(*DeepseekV3.weight_map.ignored, "vision_tower.*", "mm_projector.*"),
-        renamed=(("language_model.", ""),),
+        ignored=(*DeepseekV3.weight_map.ignored, "vision_tower.*", "mm_projector.*", "model.mm_projector.*"),
+        renamed=(("language_model.model.blocks.", "model.layers."), ("language_model.", "")),  # the first as transformers 5 saves it
     )
 
     @classmethod

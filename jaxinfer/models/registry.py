@@ -19,6 +19,7 @@ from jaxinfer.models.qwen3 import Qwen3, Qwen3Moe
 MODELS: dict[str, type[CausalLM]] = {
     "DeepseekV3ForCausalLM": DeepseekV3,
     "KimiK25ForConditionalGeneration": KimiK25,
+    "Kimi_K25ForConditionalGeneration": KimiK25,  # as transformers calls it
     "Gemma3ForCausalLM": Gemma3,
     "Gemma3ForConditionalGeneration": Gemma3,
     "LlamaForCausalLM": Llama,
