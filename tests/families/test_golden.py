@@ -4,30 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
-import numpy as np
 import pytest
 
-from jaxinfer import LLM, SamplingParams
-from jaxinfer.request import RequestOutput
-from tests.families import checkpoint
+from jaxinfer import LLM
+from tests.families.serving import GREEDY, check_continuation, plain_logits, serve
 from tests.golden import read
 from tests.golden.family_logits.read import MIN_KINDS, MIN_MARGIN, NAMES, NUM_TOKENS, load
-
-# Prompts of up to 70 tokens and 32 more, in chunks of 32 and pages of 8.
-SETTINGS: dict[str, Any] = {
-    "dtype": "float32",
-    "kv_memory": "2MiB",
-    "page_size": 8,
-    "max_model_len": 256,
-    "prefill_buckets": (32,),
-    "prefill_chunk_size": 32,
-    "max_batch_size": 4,
-    "decode_buckets": (4,),
-}
-GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=8)
-PADDED = 128  # tokens of every plain forward pass, so that one program serves all; what comes later changes nothing
 
 
 @dataclass(frozen=True)
@@ -38,15 +21,12 @@ class Family:
 
 @pytest.fixture(scope="module", params=NAMES)
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Family]:
-    name = request.param
-    folder = checkpoint.write(tmp_path_factory.mktemp(name), checkpoint.config_of(name), checkpoint.shapes_of(name))
-    yield Family(LLM(str(folder), **SETTINGS), load(name))
+    yield Family(serve(tmp_path_factory.mktemp("family"), request.param), load(request.param))
 
 
 def test_logits_of_the_plain_pass_are_the_references(family: Family) -> None:
     for golden in family.goldens:
-        ids = golden.prompt_ids + golden.tokens[:-1]
-        logits = family.llm.logits(ids + [0] * (PADDED - len(ids)))[: len(ids)]
+        logits = plain_logits(family.llm, golden.prompt_ids + golden.tokens[:-1])
         assert golden.prefill.difference(logits[golden.prefill_positions]) < read.MAX_LOGIT_DIFFERENCE, golden.name
         assert golden.steps.difference(logits[len(golden.prompt_ids) - 1 :]) < read.MAX_LOGIT_DIFFERENCE, golden.name
 
@@ -57,23 +37,17 @@ def test_prompts_of_unequal_lengths_are_continued_together_as_the_reference_does
         check_continuation(golden, output)
 
 
+def test_without_log_probabilities_the_tokens_are_the_same(family: Family) -> None:
+    outputs = family.llm.generate([golden.prompt_ids for golden in family.goldens], replace(GREEDY, logprobs=None))
+    assert [output.outputs[0].token_ids for output in outputs] == [golden.tokens for golden in family.goldens]
+
+
 def test_a_conversation_goes_on_from_the_pages_of_its_beginning(family: Family) -> None:
     golden, num_answered = family.goldens[-1], 20
     family.llm.generate([golden.prompt_ids], replace(GREEDY, max_tokens=num_answered))
     (output,) = family.llm.generate([golden.prompt_ids + golden.tokens[:num_answered]], GREEDY)
     assert output.cached_tokens > len(golden.prompt_ids)
     check_continuation(golden, output, num_answered)
-
-
-def check_continuation(golden: read.GoldenPrompt, output: RequestOutput, start: int = 0) -> None:
-    """Of all steps from `start` on: the reference's token, and its log-probabilities of the best."""
-    (answer,) = output.outputs
-    assert answer.token_ids[: NUM_TOKENS - start] == golden.tokens[start:], golden.name
-    assert answer.logprobs is not None
-    expected = golden.steps.best_logits - golden.steps.logsumexp[:, None]
-    for step in range(start, NUM_TOKENS):
-        found = [logprob for _, logprob in answer.logprobs[step - start].top]
-        np.testing.assert_allclose(found, expected[step], atol=read.MAX_LOGIT_DIFFERENCE)
 
 
 @pytest.mark.parametrize("name", NAMES)
