@@ -55,7 +55,8 @@ class AttendInLayers(Protocol):
 
 
 class Attention(nnx.Module):
-    """`norm_epsilon`: queries and keys are normalised by a `norm`, each head by itself, before they are rotated; None: they are not."""
+    """`norm_epsilon`: queries and keys are normalised by a `norm` before they are rotated, each head by itself or, where
+    `norms_heads_as_one`, over the whole width; None: they are not."""
 
     def __init__(
         self,
@@ -69,6 +70,7 @@ class Attention(nnx.Module):
         how: How | None = None,
         norm_epsilon: float | None = None,
         norm: type[RMSNorm] = RMSNorm,
+        norms_heads_as_one: bool = False,
     ) -> None:
         self.heads_per_kv = num_heads // num_kv_heads
         self.how = how or How(head_size**-0.5)
@@ -76,8 +78,9 @@ class Attention(nnx.Module):
         group = {"kv_heads": num_kv_heads, "q_k_v": self.heads_per_kv + 2, "head_size": head_size}
         self.qkv = Linear({"embed": size}, group, form, use_bias=use_bias)
         self.out = Linear({"heads": num_heads, "head_size": head_size}, {"embed": size}, form, use_bias=use_bias)
-        self.q_norm = None if norm_epsilon is None else norm(head_size, norm_epsilon, form)
-        self.k_norm = None if norm_epsilon is None else norm(head_size, norm_epsilon, form)
+        of_q, of_k = ({"heads": num_heads}, {"kv_heads": num_kv_heads}) if norms_heads_as_one else (None, None)
+        self.q_norm = None if norm_epsilon is None else norm(head_size, norm_epsilon, form, of_q)
+        self.k_norm = None if norm_epsilon is None else norm(head_size, norm_epsilon, form, of_k)
 
     def project(self, x: Float[Array, "T D"]) -> tuple[Float[Array, "T N H"], Float[Array, "T K H"], Float[Array, "T K H"]]:
         """Queries, keys and values."""

@@ -14,6 +14,7 @@ from jaxinfer.models.gemma3 import Gemma3
 from jaxinfer.models.llama import Llama
 from jaxinfer.models.llama4 import Llama4, Llama4WithImages
 from jaxinfer.models.mistral import Mistral
+from jaxinfer.models.olmo2 import Olmo2
 from jaxinfer.models.qwen3 import Qwen3, Qwen3Moe
 
 MODELS: dict[str, type[CausalLM]] = {
@@ -26,6 +27,7 @@ MODELS: dict[str, type[CausalLM]] = {
     "Llama4ForCausalLM": Llama4,
     "Llama4ForConditionalGeneration": Llama4WithImages,
     "MistralForCausalLM": Mistral,
+    "Olmo2ForCausalLM": Olmo2,
     "Qwen3ForCausalLM": Qwen3,
     "Qwen3MoeForCausalLM": Qwen3Moe,
 }
