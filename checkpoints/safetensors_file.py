@@ -63,7 +63,8 @@ class SafetensorsFile:
         except FileNotFoundError:
             raise CheckpointError(f"{path}: missing, though the index names it; fetch the checkpoint again") from None
         except (SafetensorError, OSError, ValueError) as error:  # ValueError: an empty file can't be mapped
-            raise CheckpointError(f"{path}: truncated or corrupt safetensors file ({error}); fetch it again") from error
+            why = _where_it_ends(path) or error
+            raise CheckpointError(f"{path}: truncated or corrupt safetensors file ({why}); fetch it again") from error
         start = 8 + int.from_bytes(self.data[:8].tobytes(), "little")
         header = json.loads(self.data[8:start].tobytes())
         self.tensors = {
@@ -71,3 +72,17 @@ class SafetensorsFile:
             for name, about in header.items()
             if name != "__metadata__"
         }
+
+
+def _where_it_ends(path: Path) -> str | None:
+    """Of a file that ends too early, in which tensor; None where that can't be told."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            start = 8 + int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(start - 8)) if start <= size else {}
+        ends = {name: start + int(about["data_offsets"][1]) for name, about in header.items() if name != "__metadata__"}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return None
+    cut = min((name for name, end in ends.items() if end > size), key=ends.__getitem__, default=None)
+    return None if cut is None else f"tensor {cut!r} ends at byte {ends[cut]}, the file at {size}"
