@@ -120,7 +120,9 @@ class Llama4(Llama):
         with_experts = config.get("moe_layers")
         if with_experts is None:
             step = integer(config, "interleave_moe_layer_step", 1)
-            with_experts = layers[step - 1 :: step]
+            with_experts = list(layers[step - 1 :: step])
+        if not isinstance(with_experts, list) or not set(with_experts) <= set(layers):
+            raise UnsupportedModelError(f"moe_layers is {with_experts!r}: it must list layers, of {read.num_layers}")
         chunk = None if config.get("attention_chunk_size") is None else integer(config, "attention_chunk_size")
         spans = read_spans(
             config,
