@@ -108,11 +108,12 @@ class Gemma3(nnx.Module):
     def read_config(cls, config: Mapping[str, Any]) -> ArchitectureConfig:
         """See `CausalLM`. Of a model of images and texts it is `text_config`."""
         text = _DEFAULTS | dict(text_config(config) if "text_config" in config else config)
+        text["tie_word_embeddings"] = config.get("tie_word_embeddings", text["tie_word_embeddings"])
         check_activation(text, ("gelu_pytorch_tanh",), "hidden_activation")
         if text.get("use_bidirectional_attention"):
             raise UnsupportedModelError("use_bidirectional_attention is True: supported is False, attention to what came before")
         read = ArchitectureConfig.from_hf(text)
-        window = text["sliding_window"] and Span(window=integer(text, "sliding_window"))
+        window = None if text["sliding_window"] is None else Span(window=integer(text, "sliding_window"))
         kinds = {"full_attention": EVERYTHING} | ({"sliding_attention": window} if window else {})
         pattern = integer(text, "sliding_window_pattern", 6)
         default = ["sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in range(read.num_layers)]

@@ -46,7 +46,7 @@ class Qwen3(Llama):
     def read_config(cls, config: Mapping[str, Any]) -> ArchitectureConfig:
         """See `CausalLM`."""
         read, window = super().read_config(config), _window(config)
-        first = integer(config, "max_window_layers", 28)
+        first = 0 if config.get("max_window_layers") == 0 else integer(config, "max_window_layers", 28)
         kinds = {"full_attention": EVERYTHING} | ({"sliding_attention": window} if window != EVERYTHING else {})
         default = ["sliding_attention" if window != EVERYTHING and layer >= first else "full_attention" for layer in range(read.num_layers)]
         return replace(read, spans=read_spans(config, read.num_layers, kinds, default))
@@ -79,6 +79,8 @@ class Qwen3Moe(Qwen3):
         if top_k > num_experts:
             raise UnsupportedModelError(f"num_experts_per_tok is {top_k}: there are {num_experts} experts")
         dense = config.get("mlp_only_layers") or []
+        if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
+            raise UnsupportedModelError(f"mlp_only_layers is {dense!r}: it must be a list of layers' numbers, or null")
         experts = Qwen3Experts(
             Routing(num_experts, top_k, "softmax", normalises=bool(config.get("norm_topk_prob", False))),
             integer(config, "moe_intermediate_size"),
