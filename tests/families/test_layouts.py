@@ -17,15 +17,17 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "two devices each": {"prefill_devices": (0, 1), "decode_devices": (2, 3)},
     "plain matrices": {"matmul_backend": "xla"},
 }
-# Windows beside global layers, and experts.
+# Windows or chunks beside global layers, latents, and experts.
 CASES = (
+    ("deepseek_v3", "two devices each"),
     ("gemma_3", "two meshes"),
     ("gemma_3", "two devices each"),
+    ("llama_4", "two devices each"),
     ("qwen3_moe", "two devices each"),
     ("qwen3_moe", "plain matrices"),
 )
 # Experts are bfloat16 beside integers: what differs by float32's rounding is rounded otherwise there.
-INTEGERS = {"gemma_3": MAX_LOGIT_DIFFERENCE, "qwen3_moe": 1e-2}
+INTEGERS = {"deepseek_v3": 3e-2, "gemma_3": MAX_LOGIT_DIFFERENCE, "llama_4": 1e-2, "qwen3_moe": 1e-2}
 
 
 @pytest.mark.parametrize(("family", "layout"), CASES)
