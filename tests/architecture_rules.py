@@ -73,6 +73,7 @@ JAX_FREE = (
     "jaxinfer/runtime/buckets.py",
     "jaxinfer/models/config.py",
     "jaxinfer/models/encoder_config.py",
+    "jaxinfer/models/shapes.py",
     "checkpoints/source.py",
     "checkpoints/digest.py",
     "checkpoints/weight_map.py",

@@ -15,9 +15,9 @@ from jaxinfer.layers.matrices import MatrixFormat
 from jaxinfer.layers.rope import angles, inverse_frequencies
 from jaxinfer.models.llama import LlamaBlock
 from jaxinfer.models.registry import read_config
+from jaxinfer.models.shapes import model_shape
 from sharding.mesh import TENSOR
 from sharding.targets import target_devices
-from tests.aot.test_programs import LLAMA_3_1_8B
 
 pytestmark = pytest.mark.aot
 NUM_LAYERS = 4
@@ -25,7 +25,7 @@ NUM_LAYERS = 4
 
 @pytest.mark.parametrize("batch", [1, 32])
 def test_unrolled_layers_copy_no_weights_and_scanned_ones_do(target, batch):
-    config = read_config(LLAMA_3_1_8B)
+    config = read_config(model_shape("llama-3.1-8b"))
     graph, state = nnx.split(nnx.eval_shape(lambda: LlamaBlock(config, 0, MatrixFormat(jnp.dtype("bfloat16")))))
     leaves, structure = jax.tree.flatten(state)
     mesh = Mesh(np.array(target_devices(target, 1)), (TENSOR,))
