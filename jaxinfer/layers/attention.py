@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from jaxinfer.kv_cache.pages import Pages
 from jaxinfer.layers.linear import Linear
 from jaxinfer.layers.matrices import MatrixFormat
-from jaxinfer.layers.norm import RMSNorm
+from jaxinfer.layers.norm import HeadsRMSNorm, RMSNorm
 from jaxinfer.layers.rope import CosSin, rotate
 from pallas_kernels.span import EVERYTHING, Span
 
@@ -55,8 +55,8 @@ class AttendInLayers(Protocol):
 
 
 class Attention(nnx.Module):
-    """`norm_epsilon`: queries and keys are normalised by a `norm` before they are rotated, each head by itself or, where
-    `norms_heads_as_one`, over the whole width; None: they are not."""
+    """`norm_epsilon`: queries and keys are normalised before they are rotated, each head by itself by a `norm` or, where
+    `norms_heads_as_one`, a token's whole width by root mean square; None: they are not."""
 
     def __init__(
         self,
@@ -67,6 +67,7 @@ class Attention(nnx.Module):
         form: MatrixFormat,
         *,
         use_bias: bool,
+        has_out_bias: bool = True,
         how: How | None = None,
         norm_epsilon: float | None = None,
         norm: type[RMSNorm] = RMSNorm,
@@ -77,10 +78,15 @@ class Attention(nnx.Module):
         # One product for all three, by KV head: its query heads, its key, its value. Few large arrays: each costs the host time a call.
         group = {"kv_heads": num_kv_heads, "q_k_v": self.heads_per_kv + 2, "head_size": head_size}
         self.qkv = Linear({"embed": size}, group, form, use_bias=use_bias)
-        self.out = Linear({"heads": num_heads, "head_size": head_size}, {"embed": size}, form, use_bias=use_bias)
-        of_q, of_k = ({"heads": num_heads}, {"kv_heads": num_kv_heads}) if norms_heads_as_one else (None, None)
-        self.q_norm = None if norm_epsilon is None else norm(head_size, norm_epsilon, form, of_q)
-        self.k_norm = None if norm_epsilon is None else norm(head_size, norm_epsilon, form, of_k)
+        self.out = Linear({"heads": num_heads, "head_size": head_size}, {"embed": size}, form, use_bias=use_bias and has_out_bias)
+        self.q_norm, self.k_norm = (
+            None
+            if norm_epsilon is None
+            else HeadsRMSNorm(count * head_size, norm_epsilon, form, axis)
+            if norms_heads_as_one
+            else norm(head_size, norm_epsilon, form)
+            for axis, count in (("heads", num_heads), ("kv_heads", num_kv_heads))
+        )
 
     def project(self, x: Float[Array, "T D"]) -> tuple[Float[Array, "T N H"], Float[Array, "T K H"], Float[Array, "T K H"]]:
         """Queries, keys and values."""

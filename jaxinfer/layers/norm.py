@@ -2,39 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxinfer.layers.matrices import MatrixFormat, weight
 
 
 class RMSNorm(nnx.Module):
-    """Root mean square norm (arXiv:1910.07467), computed in float32 whatever x's type. `heads`: their axis and number, where all of a
-    token's are normalised as one, `[T, N, H]`."""
+    """Root mean square norm (arXiv:1910.07467), computed in float32 whatever x's type."""
 
-    def __init__(self, size: int, epsilon: float, form: MatrixFormat, heads: Mapping[str, int] | None = None) -> None:
-        axes = {**(heads or {}), "embed": size}
-        self.epsilon, self.dims = epsilon, tuple(range(-len(axes), 0))
-        self.scale = weight(tuple(axes.values()), tuple(axes), form.vector_dtype)
+    def __init__(self, size: int, epsilon: float, form: MatrixFormat, axis: str = "embed") -> None:
+        self.epsilon = epsilon
+        self.scale = weight((size,), (axis,), form.vector_dtype)
 
-    def normalised(self, x: Float[Array, "T ... D"]) -> Float[Array, "T ... D"]:
-        """float32, not scaled yet."""
+    def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         wide = x.astype(jnp.float32)
-        return wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=self.dims, keepdims=True) + self.epsilon)
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
+        return wide.astype(x.dtype) * self.scale[...].astype(x.dtype)
 
-    def __call__(self, x: Float[Array, "T ... D"]) -> Float[Array, "T ... D"]:
-        return self.normalised(x).astype(x.dtype) * self.scale[...].astype(x.dtype)
+
+class HeadsRMSNorm(RMSNorm):
+    """All heads of a token as one. The scale is flat: vectors of all layers lie in one array, what has more axes each in its own."""
+
+    def __call__(self, x: Float[Array, "T N H"]) -> Float[Array, "T N H"]:
+        num_tokens, num_heads, head_size = x.shape
+        heads = jax.typeof(x).sharding.spec[1]
+        flat, apart = (PartitionSpec(None, heads), PartitionSpec(None, heads, None)) if heads is not None else (None, None)
+        wide = jax.lax.reshape(x, (num_tokens, num_heads * head_size), out_sharding=flat)
+        return jax.lax.reshape(super().__call__(wide), x.shape, out_sharding=apart)
 
 
 class OffsetRMSNorm(RMSNorm):
     """Gemma's: the scale is 1 more than its parameter, and multiplies in float32."""
 
-    def __call__(self, x: Float[Array, "T ... D"]) -> Float[Array, "T ... D"]:
-        return (self.normalised(x) * (1 + self.scale[...].astype(jnp.float32))).astype(x.dtype)
+    def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        wide = x.astype(jnp.float32)
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
+        return (wide * (1 + self.scale[...].astype(jnp.float32))).astype(x.dtype)
 
 
 class LayerNorm(nnx.Module):

@@ -17,12 +17,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "two devices each": {"prefill_devices": (0, 1), "decode_devices": (2, 3)},
     "plain matrices": {"matmul_backend": "xla"},
 }
-# Windows or chunks beside global layers, latents, and experts.
+# Windows or chunks beside global layers, latents, experts, and norms over heads of both devices.
 CASES = (
     ("deepseek_v3", "two devices each"),
     ("gemma_3", "two meshes"),
     ("gemma_3", "two devices each"),
     ("llama_4", "two devices each"),
+    ("olmo2", "two devices each"),
     ("qwen3_moe", "two devices each"),
     ("qwen3_moe", "plain matrices"),
 )

@@ -41,6 +41,18 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {  # a family, and what is chang
         },
     ),
     "mistral_without_a_window": ("mistral", {"sliding_window": None, "num_attention_heads": 6, "num_key_value_heads": 1, "head_dim": 24}),
+    "qwen2_with_windows": (
+        "qwen2",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 14,
+            "max_window_layers": 1,
+            "rope_scaling": YARN,
+            "tie_word_embeddings": False,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+        },
+    ),
     "qwen3_with_yarn": (
         "qwen3",
         {
@@ -83,6 +95,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {  # a family, and what is chang
             "tie_word_embeddings": False,
         },
     ),
+    "olmo2_with_biases": ("olmo2", {"attention_bias": True, "num_key_value_heads": 1, "tie_word_embeddings": True, "rms_norm_eps": 1e-2}),
     "deepseek_v3_of_another_kind": (
         "deepseek_v3",
         {
