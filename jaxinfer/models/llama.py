@@ -22,7 +22,8 @@ from jaxinfer.models.config import ArchitectureConfig, check_activation
 
 
 class LlamaBlock(nnx.Module):
-    """`mlp`: the feed-forward part where it is another; `normalises_heads`: those of queries and keys."""
+    """`mlp`: the feed-forward part where it is another; `normalises_heads`: those of queries and keys; `has_out_bias`: where the other
+    projections of attention have one."""
 
     def __init__(
         self,
@@ -32,6 +33,7 @@ class LlamaBlock(nnx.Module):
         *,
         mlp: nnx.Module | None = None,
         normalises_heads: bool = False,
+        has_out_bias: bool = True,
     ) -> None:
         size = config.hidden_size
         self.attention_norm = RMSNorm(size, config.rms_norm_eps, form)
@@ -44,6 +46,7 @@ class LlamaBlock(nnx.Module):
             use_bias=config.attention_bias,
             how=How(config.head_size**-0.5, config.layer_spans[layer]),
             norm_epsilon=config.rms_norm_eps if normalises_heads else None,
+            has_out_bias=has_out_bias,
         )
         self.mlp_norm = RMSNorm(size, config.rms_norm_eps, form)
         self.mlp = mlp or GatedMLP(size, config.mlp_size, form, use_bias=config.mlp_bias)

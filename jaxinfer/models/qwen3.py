@@ -9,9 +9,9 @@ from typing import Any
 from checkpoints.weight_map import Weight, WeightMap
 from jaxinfer.layers.matrices import MatrixFormat
 from jaxinfer.layers.moe import MixtureOfExperts
-from jaxinfer.models.config import ArchitectureConfig, Routing, UnsupportedModelError, integer, read_spans
+from jaxinfer.models.config import ArchitectureConfig, Routing, UnsupportedModelError, integer
 from jaxinfer.models.llama import Llama, LlamaBlock
-from pallas_kernels.span import EVERYTHING, Span
+from jaxinfer.models.qwen2 import window_of, with_windows
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +45,7 @@ class Qwen3(Llama):
     @classmethod
     def read_config(cls, config: Mapping[str, Any]) -> ArchitectureConfig:
         """See `CausalLM`."""
-        read, window = super().read_config(config), _window(config)
-        first = 0 if config.get("max_window_layers") == 0 else integer(config, "max_window_layers", 28)
-        kinds = {"full_attention": EVERYTHING} | ({"sliding_attention": window} if window != EVERYTHING else {})
-        default = ["sliding_attention" if window != EVERYTHING and layer >= first else "full_attention" for layer in range(read.num_layers)]
-        return replace(read, spans=read_spans(config, read.num_layers, kinds, default))
+        return with_windows(super().read_config(config), config)
 
 
 class Qwen3Moe(Qwen3):
@@ -86,10 +82,4 @@ class Qwen3Moe(Qwen3):
             integer(config, "moe_intermediate_size"),
             tuple(layer for layer in range(read.num_layers) if layer not in dense and (layer + 1) % step == 0),
         )
-        return replace(read, spans=(_window(config),) * read.num_layers, family=experts)
-
-
-def _window(config: Mapping[str, Any]) -> Span:
-    """What layers with a sliding window attend to; everything where there are none."""
-    has_window = config.get("use_sliding_window", False) and config.get("sliding_window") is not None
-    return Span(window=integer(config, "sliding_window")) if has_window else EVERYTHING
+        return replace(read, spans=(window_of(config),) * read.num_layers, family=experts)

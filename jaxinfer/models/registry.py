@@ -15,6 +15,7 @@ from jaxinfer.models.llama import Llama
 from jaxinfer.models.llama4 import Llama4, Llama4WithImages
 from jaxinfer.models.mistral import Mistral
 from jaxinfer.models.olmo2 import Olmo2
+from jaxinfer.models.qwen2 import Qwen2
 from jaxinfer.models.qwen3 import Qwen3, Qwen3Moe
 
 MODELS: dict[str, type[CausalLM]] = {
@@ -28,6 +29,7 @@ MODELS: dict[str, type[CausalLM]] = {
     "Llama4ForConditionalGeneration": Llama4WithImages,
     "MistralForCausalLM": Mistral,
     "Olmo2ForCausalLM": Olmo2,
+    "Qwen2ForCausalLM": Qwen2,
     "Qwen3ForCausalLM": Qwen3,
     "Qwen3MoeForCausalLM": Qwen3Moe,
 }

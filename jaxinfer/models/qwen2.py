@@ -1,0 +1,41 @@
+"""Qwen2 and 2.5 (arXiv:2412.15115): Llama whose queries, keys and values have biases; its later layers may attend to a window."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from jaxinfer.layers.matrices import MatrixFormat
+from jaxinfer.models.config import ArchitectureConfig, integer, read_spans
+from jaxinfer.models.llama import Llama, LlamaBlock
+from pallas_kernels.span import EVERYTHING, Span
+
+
+class Qwen2Block(LlamaBlock):
+    def __init__(self, config: ArchitectureConfig, layer: int, form: MatrixFormat) -> None:
+        super().__init__(config, layer, form, has_out_bias=False)
+
+
+class Qwen2(Llama):
+    block = Qwen2Block
+
+    @classmethod
+    def read_config(cls, config: Mapping[str, Any]) -> ArchitectureConfig:
+        """See `CausalLM`."""
+        return with_windows(replace(super().read_config(config), attention_bias=True), config)
+
+
+def with_windows(read: ArchitectureConfig, config: Mapping[str, Any]) -> ArchitectureConfig:
+    """With the spans of a dense model's layers."""
+    window, has_window = window_of(config), window_of(config) != EVERYTHING
+    first = 0 if config.get("max_window_layers") == 0 else integer(config, "max_window_layers", 28)
+    kinds = {"full_attention": EVERYTHING} | ({"sliding_attention": window} if has_window else {})
+    default = ["sliding_attention" if has_window and layer >= first else "full_attention" for layer in range(read.num_layers)]
+    return replace(read, spans=read_spans(config, read.num_layers, kinds, default))
+
+
+def window_of(config: Mapping[str, Any]) -> Span:
+    """What layers with a sliding window attend to; everything where there are none."""
+    has_window = config.get("use_sliding_window", False) and config.get("sliding_window") is not None
+    return Span(window=integer(config, "sliding_window")) if has_window else EVERYTHING
