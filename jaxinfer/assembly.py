@@ -28,7 +28,7 @@ from jaxinfer.kv_transfer.page_moves import PageMover, gather_programs, scatter_
 from jaxinfer.kv_transfer.same_mesh import SameMeshTransfer
 from jaxinfer.kv_transfer.tiers import TierTransfer
 from jaxinfer.models.registry import config_of
-from jaxinfer.plan import Plan, RolePlan, make_plan
+from jaxinfer.plan import Plan, RolePlan, make_plan, most_tokens
 from jaxinfer.prefill.batch import empty_batch as empty_prefill_batch
 from jaxinfer.prefill.pace import Pace
 from jaxinfer.prefill.queue import WaitingQueue
@@ -265,6 +265,10 @@ def _report(stats: EngineStats, config: EngineConfig, plan: Plan, programs: dict
     stats.prefill_devices = tuple(str(d) for d in plan.prefill.mesh.devices.flat)
     stats.decode_devices = tuple(str(d) for d in plan.decode.mesh.devices.flat)
     stats.prefill_pages, stats.decode_pages = plan.prefill.num_pages - 1, plan.decode.num_pages - 1
+    unpacked = ", ".join(f"{count} {name}" for name, count in plan.dequantised.items())
+    stats.weights = f"{plan.template.form}{unpacked and f' (dequantised: {unpacked})'}"
+    most, chunk_size = plan.decode.num_pages * plan.page_spec.page_size, config.schedule.prefill_buckets[-1]
+    stats.kv_tokens = most_tokens(plan.page_spec, stats.decode_pages, chunk_size, most)
     names = ("shared",) if plan.shares_mesh else ("prefill", "decode")
     counts = plan.template.config.vocab_size * (np.dtype(bool).itemsize + np.dtype(np.int32).itemsize)
     slots, rows = config.schedule.max_batch_size + 1, prefill_rows(config.schedule.prefill_buckets[-1])

@@ -6,7 +6,7 @@ import logging
 import math
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeVar, cast
@@ -21,7 +21,7 @@ from jaxinfer.layers import moe
 from jaxinfer.layers.matrices import ExpertFormat, MatrixFormat
 from jaxinfer.models.config import ArchitectureConfig
 from jaxinfer.runtime.buckets import query_tile
-from jaxinfer.runtime.expert_packing import choose_packing, report_dequantised
+from jaxinfer.runtime.expert_packing import choose_packing, dequantised
 from jaxinfer.runtime.template import ModelTemplate, Template, make_template
 from pallas_kernels.dispatch import Backend
 from pallas_kernels.latent_prefill_attention import op as latent_prefill_attention
@@ -63,6 +63,7 @@ class Plan:
     prefill: RolePlan
     decode: RolePlan
     max_model_len: int  # tokens, prompt plus output
+    dequantised: Mapping[str, int]  # tensors of the checkpoint, by format, that are not kept as they are there
 
     @property
     def shares_mesh(self) -> bool:
@@ -79,8 +80,6 @@ def make_plan(config: EngineConfig, architecture: ArchitectureConfig, source: Te
     meshes = {role: _mesh(role, ids) for role, ids in devices.items()}
     template = lay_out(partial(make_template, architecture), config.model, [(mesh, RULES[role]) for role, mesh in meshes.items()])
     template = _with_experts(template, architecture, source, list(meshes.values()))
-    if not config.model.random_weights:
-        report_dequantised(template, source)
     spec = PageSpec.of(architecture, config.cache.page_size, template.activation_dtype.itemsize)
     roles = {role: _plan_role(role, mesh, template, architecture, spec, config) for role, mesh in meshes.items()}
     # A request must fit alone in either pool, or it could wait for ever.
@@ -95,7 +94,8 @@ def make_plan(config: EngineConfig, architecture: ArchitectureConfig, source: Te
                 f"max_model_len is {wanted} tokens, but kv_memory holds {capacity}: give kv_memory at least "
                 f"{format_bytes((spec.most_pages(wanted, chunk_size) + 1) * spec.page_bytes)} or lower max_model_len"
             )
-    return Plan(template, spec, roles["prefill"], roles["decode"], min(wanted, capacity))
+    unpacked = {} if config.model.random_weights else dequantised(template, source)
+    return Plan(template, spec, roles["prefill"], roles["decode"], min(wanted, capacity), unpacked)
 
 
 def most_tokens(spec: PageSpec, num_pages: int, chunk_size: int, wanted: int) -> int:

@@ -65,6 +65,8 @@ class EngineStats:
     num_programs: int = 0
     num_compilations: int = 0  # XLA compilations of this process, cached ones not counted
     num_compilations_after_ready: int = 0  # in the engine's steps; stays 0: every program was compiled before "ready"
+    weights: str = ""  # how matrices are kept, and what of the checkpoint was dequantised for it
+    kv_tokens: int = 0  # that the decode mesh's pages hold, if one context has them all
     # Memory, by what holds it: weights, kv pages, slots, ... for each mesh ("prefill weights": bytes)
     memory: dict[str, int] = field(default_factory=dict)
     prefill_devices: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""What of a quantised checkpoint is kept in memory as it is there: a mixture's experts, where they can be; what is not, the log says."""
+"""What of a quantised checkpoint is kept in memory as it is there: a mixture's experts, where they can be; and what is not."""
 
 from __future__ import annotations
 
@@ -33,16 +33,19 @@ def choose_packing(template: Template[Any], source: TensorSource, num_devices: S
     return packing
 
 
-def report_dequantised(template: Template[Any], source: TensorSource) -> None:
-    """Say in the log what is quantised in the checkpoint but not as this template has it. Raises `CheckpointError` for tensors that are missing."""
+def dequantised(template: Template[Any], source: TensorSource) -> dict[str, int]:
+    """How many tensors are quantised in the checkpoint, by format, but not as this template has them; the log says it too. Raises
+    `CheckpointError` for tensors that are missing."""
     weight_map = template.model.weight_map
     names = weight_map.names_in(source.names())
     # Scales are made with what they belong to.
     of_leaves = [(path, leaf) for leaf in template.leaves if leaf.part is None for path in leaf.paths if not path.endswith(SCALE)]
     tensors = {name for path, leaf in of_leaves for name in _tensors(weight_map.find(path), leaf)}
     formats = Counter(source.stored(names.get(name, name)).format for name in tensors)
-    for name in sorted(formats.keys() - set(PLAIN)):
-        logger.info("%d tensors in %s are dequantised to %s", formats[name], name, template.form.dtype)
+    found = {name: formats[name] for name in sorted(formats.keys() - set(PLAIN))}
+    for name, count in found.items():
+        logger.info("%d tensors in %s are dequantised to %s", count, name, template.form.dtype)
+    return found
 
 
 def _packing_of(matrices: Sequence[Leaf], weight_map: WeightMap, source: TensorSource, num_devices: int) -> tuple[Packing | None, str]:

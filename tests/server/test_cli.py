@@ -131,7 +131,18 @@ def test_generate_without_chat_continues_the_text_itself(engines, capsys, monkey
 def test_demo_tells_what_ran_where_and_how_fast(engines, capsys):
     assert run("demo", "--max-tokens", "4") == 0
     table = capsys.readouterr().err
-    for row in ("prefill mesh", "decode mesh", "load", "compile", "time to first token", "decode", "KV pages", "compiled after ready"):
+    for row in (
+        "prefill mesh",
+        "decode mesh",
+        "load",
+        "compile",
+        "matrices",
+        "KV",
+        "time to first token",
+        "decode",
+        "KV pages",
+        "compiled after ready",
+    ):
         assert row in table
 
 
