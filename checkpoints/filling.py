@@ -91,6 +91,10 @@ def _runs_of_one(dims: Shape, within: tuple[tuple[int, int], ...]) -> Ranges:
 
 
 def _check_shapes(source: TensorSource, path: str, weight: Weight, target: Shape) -> None:
+    if weight.is_stack:  # each by itself: there may be one a layer
+        for name in weight.tensors:
+            _check_shapes(source, path, replace(weight, tensors=(name,), is_stack=False), target[1:])
+        return
     found = places(source, weight, target)
     fit = all(_groups(_oriented(source, name, weight), place.shape) is not None for name, place in found.items())
     if not fit or sum(place.size for place in found.values()) != target[weight.axis % len(target)]:

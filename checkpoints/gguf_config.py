@@ -14,6 +14,7 @@ from checkpoints.source import CheckpointError
 _MODELS = {  # by general.architecture: Hugging Face's class and model_type
     "llama": ("LlamaForCausalLM", "llama"),
     "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
+    "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
     "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
 }

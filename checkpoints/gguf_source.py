@@ -71,7 +71,7 @@ class _Tensor:
 
 
 class GGUFSource:
-    """Architectures llama, gemma3, qwen3 and qwen3moe, any type that `gguf.quants` can dequantise. `path` may be any of a GGUF's parts.
+    """Architectures llama, gemma3, qwen2, qwen3 and qwen3moe, any type that `gguf.quants` can dequantise. `path` may be any of a GGUF's parts.
     `metadata` also holds the tokenizer. What is read with `part` has its rows in the file's order."""
 
     def __init__(self, path: Path) -> None:

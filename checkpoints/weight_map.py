@@ -29,6 +29,7 @@ class Weight:
     tensors: tuple[str, ...]
     transpose: bool = False
     axis: int = 0  # of the parameter, along which several tensors lie; each takes as much of it as its size calls for
+    is_stack: bool = False  # each tensor fills one place of the parameter's first axis
     part: str | None = None  # of what the tensors are stored as, such as "weight_packed", which fills the parameter as it lies
 
     @property
@@ -71,7 +72,7 @@ class WeightMap:
         """With one more entry: parameters of one shape, each of one tensor, stacked along a new first axis."""
         found = [self.find(path) for path in paths]
         assert all(len(weight.tensors) == 1 and not weight.transpose for weight in found), paths
-        return replace(self, weights={**self.weights, name: Weight(tuple(weight.tensors[0] for weight in found))})
+        return replace(self, weights={**self.weights, name: Weight(tuple(weight.tensors[0] for weight in found), is_stack=True)})
 
     def names_in(self, checkpoint: Sequence[str]) -> dict[str, str]:
         """The checkpoint's tensors by their names here. Raises `CheckpointError` for two that have the same."""

@@ -73,8 +73,7 @@ class Plan:
 def make_plan(config: EngineConfig, architecture: ArchitectureConfig, source: TensorSource) -> Plan:
     """Lay a checkpoint's model out on the configured devices.
 
-    Raises `CheckpointError` for tensors that are missing, and `ConfigError` for devices that do not exist, axes that do not divide, and
-    memory that holds no page.
+    Raises `ConfigError` for devices that do not exist, axes that do not divide, and memory that holds no page.
     """
     devices = {"prefill": config.devices.prefill_devices, "decode": config.devices.decode_devices}
     meshes = {role: _mesh(role, ids) for role, ids in devices.items()}

@@ -24,7 +24,7 @@ _TILE = max(OUTPUTS, INPUTS)
 
 def choose_packing(template: Template[Any], source: TensorSource, num_devices: Sequence[int]) -> Packing | None:
     """The packing for a model whose experts are plain in this template, on meshes of so many devices each; None where they have to stay so:
-    not quantised, in another way, or of sizes that tiles don't divide. Raises `CheckpointError` for tensors that are missing."""
+    missing, not quantised, in another way, or of sizes that tiles don't divide."""
     matrices = [leaf for leaf in template.leaves if leaf.is_of_experts]
     if not matrices:
         return None
@@ -34,14 +34,14 @@ def choose_packing(template: Template[Any], source: TensorSource, num_devices: S
 
 
 def dequantised(template: Template[Any], source: TensorSource) -> dict[str, int]:
-    """How many tensors are quantised in the checkpoint, by format, but not as this template has them; the log says it too. Raises
-    `CheckpointError` for tensors that are missing."""
+    """How many tensors are quantised in the checkpoint, by format, but not as this template has them; the log says it too."""
     weight_map = template.model.weight_map
     names = weight_map.names_in(source.names())
     # Scales are made with what they belong to.
     of_leaves = [(path, leaf) for leaf in template.leaves if leaf.part is None for path in leaf.paths if not path.endswith(SCALE)]
     tensors = {name for path, leaf in of_leaves for name in _tensors(weight_map.find(path), leaf)}
-    formats = Counter(source.stored(names.get(name, name)).format for name in tensors)
+    # What is missing is told of, with all that it belongs to, before anything is loaded.
+    formats = Counter(source.stored(names[name]).format for name in tensors if name in names)
     found = {name: formats[name] for name in sorted(formats.keys() - set(PLAIN))}
     for name, count in found.items():
         logger.info("%d tensors in %s are dequantised to %s", count, name, template.form.dtype)
@@ -52,7 +52,9 @@ def _packing_of(matrices: Sequence[Leaf], weight_map: WeightMap, source: TensorS
     """And why."""
     names = weight_map.names_in(source.names())
     tensors = [name for leaf in matrices for name in _tensors(weight_map.find(leaf.name), leaf)]
-    stored = [source.stored(names.get(name, name)) for name in tensors]
+    if missing := sum(name not in names for name in tensors):
+        return None, f"{missing} tensors of them are missing"
+    stored = [source.stored(names[name]) for name in tensors]
     formats = sorted({one.format for one in stored})
     if len(formats) > 1 or formats[0] not in _PACKINGS:
         return None, f"the checkpoint has them in {' and '.join(formats)}: packed are {' and '.join(_PACKINGS)}"

@@ -9,6 +9,7 @@ families: see families/write.py; family_logits: see family_logits/write.py.
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 from pathlib import Path
 
@@ -30,7 +31,11 @@ NUM_BEST = 8
 NUM_PREFILL_POSITIONS = 12
 
 
-def main() -> None:
+def main(names: list[str]) -> None:
+    """All of it; with names of model families theirs alone."""
+    if names:
+        family_logits.main(names)
+        return
     inputs = json.loads((FOLDER / "prompts.json").read_text(encoding="utf-8"))
     tokenizer, model = reference.load_tokenizer(), reference.load_model()
     write_tokenizer(inputs, tokenizer)
@@ -97,4 +102,4 @@ def write_embeddings() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
