@@ -1,4 +1,4 @@
-"""Each family's kind of tokenizer and template: ids, texts and prompts equal to transformers' (tests/golden/families)."""
+"""Each family's kind of tokenizer and template: ids, texts and prompts equal to transformers' (tests/golden/tokenizers)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jaxinfer.request import RequestError
 from jaxinfer.tokenizer import Tokenizer
 from jaxinfer.tokenizer.gguf import read_gguf
 from tests.checkpoints import tiny
-from tests.golden.families import read
+from tests.golden.tokenizers import read
 
 # GGUF's name of each way to cut words; a file has the vocabulary, the merges and each token's type.
 PRE = {

@@ -3,7 +3,7 @@
 logits.npz holds for every prompt NAME: NAME/prompt_ids, NAME/tokens (greedy), and for each token's step and for each of
 NAME/prefill_positions (scores after that prompt token) the scores at `vocab_ids`, the 8 best ids and scores, and the logsumexp
 over the whole vocabulary. tokenizer.json holds token ids of all texts and the rendered chats. embeddings.npz: see embeddings.py;
-families: see families/write.py; family_logits: see family_logits/write.py.
+tokenizers: see tokenizers/write.py; family_logits: see family_logits/write.py.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 from checkpoints import hub
 from tests import tiny_encoder
 from tests.golden import embeddings
-from tests.golden.families import write as families
 from tests.golden.family_logits import write as family_logits
 from tests.golden.summaries import summary
+from tests.golden.tokenizers import write as tokenizers
 from tests.parity import reference
 
 FOLDER = Path(__file__).parent
@@ -41,7 +41,7 @@ def main(names: list[str]) -> None:
     write_tokenizer(inputs, tokenizer)
     write_logits(inputs, tokenizer, model)
     write_embeddings()
-    families.main()
+    tokenizers.main()
     family_logits.main([])
 
 

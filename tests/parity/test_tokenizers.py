@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from jaxinfer.request import RequestError
 from jaxinfer.tokenizer import Tokenizer
-from tests.golden.families import inputs, read, write
+from tests.golden.tokenizers import inputs, read, write
 
 pytestmark = pytest.mark.parity
 

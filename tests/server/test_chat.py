@@ -7,7 +7,7 @@ from fastapi.testclient import TestClient
 
 from jaxinfer.request import SamplingParams
 from server.openai.app import create_app
-from tests.golden.families import inputs, read
+from tests.golden.tokenizers import inputs, read
 from tests.server.fakes import ANSWER, MAX_MODEL_LEN, FakeBackend, byte_tokenizer
 from tests.server.sse import chunks_of
 

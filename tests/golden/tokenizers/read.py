@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.golden.families import inputs
+from tests.golden.tokenizers import inputs
 
 FOLDER = Path(__file__).parent
 NAMES = tuple(sorted(file.parent.name for file in FOLDER.glob("*/tokenizer_config.json")))

@@ -1,4 +1,4 @@
-"""Small tokenizers of each family's kind, in folders as the families publish them: `python -m tests.golden.families.build`, with transformers.
+"""Small tokenizers of each family's kind, in folders as the families publish them: `python -m tests.golden.tokenizers.build`, with transformers.
 
 The families' own vocabularies are large and their licences differ, so these are trained here: on prompts.json, with each family's way to
 cut words, normalise, fall back to bytes, name tokens and decode. A folder's chat_template.jinja is written by hand.
@@ -15,7 +15,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers.convert_slow_tokenizer import bytes_to_unicode, generate_merges
 
-from tests.golden.families import inputs
+from tests.golden.tokenizers import inputs
 
 FOLDER = Path(__file__).parent
 NUM_TOKENS = 1200

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import tiktoken
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from tests.golden.families import build, inputs
-from tests.golden.families.read import FOLDER, NAMES
+from tests.golden.tokenizers import build, inputs
+from tests.golden.tokenizers.read import FOLDER, NAMES
 
 IDS_OF = ("several turns", "special tokens in what was said", "a call, its reply and an answer", "unicode")
 
