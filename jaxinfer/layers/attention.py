@@ -56,7 +56,7 @@ class AttendInLayers(Protocol):
 
 class Attention(nnx.Module):
     """`norm_epsilon`: queries and keys are normalised before they are rotated, each head by itself by a `norm` or, where
-    `norms_heads_as_one`, a token's whole width by root mean square; None: they are not."""
+    `norms_heads_as_one`, a token's whole width by root mean square; None: they are not. `has_out_bias`: where the others have biases."""
 
     def __init__(
         self,

@@ -27,13 +27,14 @@ def test_a_gguf_of_gemma_3_is_served_with_the_references_tokens(tmp_path: Path) 
 
 # A GGUF of Qwen3 has no windows, one of its models of experts has them in every layer.
 QWEN: dict[gguf.MODEL_ARCH, tuple[str, dict[str, Any]]] = {
+    gguf.MODEL_ARCH.QWEN2: ("qwen2", {"head_dim": 8}),
     gguf.MODEL_ARCH.QWEN3: ("qwen3", {"use_sliding_window": False, "sliding_window": None}),
     gguf.MODEL_ARCH.QWEN3MOE: ("qwen3_moe", {"num_hidden_layers": 2, "decoder_sparse_step": 1, "mlp_only_layers": []}),
 }
 
 
 @pytest.mark.parametrize("architecture", QWEN, ids=lambda architecture: architecture.name)
-def test_a_gguf_of_qwen3_gives_the_logits_of_its_safetensors(tmp_path: Path, architecture: gguf.MODEL_ARCH) -> None:
+def test_a_gguf_of_qwen_gives_the_logits_of_its_safetensors(tmp_path: Path, architecture: gguf.MODEL_ARCH) -> None:
     family, changes = QWEN[architecture]
     config, shapes = checkpoint.config_of(family) | changes, checkpoint.shapes_of(family)
     if "decoder_sparse_step" in changes:  # the second layer twice: it has experts

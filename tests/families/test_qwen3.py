@@ -51,9 +51,9 @@ def test_a_published_configuration_has_experts_in_every_layer_and_no_window() ->
 
 
 def test_experts_are_in_each_so_many_layers_but_for_those_that_are_named() -> None:
-    assert read_config(EXPERTS).family.layers == (1, 5)  # of 6, each second, but for the fourth
-    assert read_config({**EXPERTS, "mlp_only_layers": None}).family.layers == (1, 3, 5)
-    assert read_config({**EXPERTS, "decoder_sparse_step": 1, "mlp_only_layers": [0, 4]}).family.layers == (1, 2, 3, 5)
+    assert read_config(EXPERTS).family.layers == (1,)  # of 4, each second, but for the last
+    assert read_config({**EXPERTS, "mlp_only_layers": None}).family.layers == (1, 3)
+    assert read_config({**EXPERTS, "decoder_sparse_step": 1, "mlp_only_layers": [0]}).family.layers == (1, 2, 3)
     assert not read_config({**EXPERTS, "norm_topk_prob": False}).family.routing.normalises
 
 
