@@ -1,0 +1,50 @@
+"""Layers of windows and chunks beside layers that attend to everything, with too few pages: who gives way computes again and says the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from jaxinfer.kv_cache.spec import NULL_PAGE, PageSpec
+from jaxinfer.models.registry import read_config
+from tests.families import checkpoint
+from tests.families.serving import GREEDY, SETTINGS, check_continuation, serve
+from tests.golden.family_logits.read import load
+
+CONTEXT = 104  # tokens: the longest prompt and its answer
+
+
+@pytest.mark.parametrize("is_shared", [True, False], ids=["one mesh", "two meshes"])
+@pytest.mark.parametrize("family", ["gemma_3", "llama_4"])
+def test_preemption_changes_no_token_and_pages_stay_bounded(tmp_path: Path, family: str, is_shared: bool) -> None:
+    spec = PageSpec.of(read_config(checkpoint.config_of(family)), SETTINGS["page_size"], 4)
+    assert any(spec.is_bounded)
+    num_pages = spec.most_pages(CONTEXT, 32) + 1
+    devices = {} if is_shared else {"prefill_devices": (0,), "decode_devices": (1,)}
+    llm = serve(tmp_path, family, kv_memory=f"{num_pages * spec.page_bytes}B", max_model_len=CONTEXT, **devices)
+    assert llm.engine.stats.decode_pages == num_pages - 1
+    goldens = load(family) * 3
+    for golden, output in zip(goldens, llm.generate([golden.prompt_ids for golden in goldens], GREEDY), strict=True):
+        check_continuation(golden, output)
+    stats = llm.engine.stats
+    assert stats.num_preemptions > 0
+    assert stats.num_compilations_after_ready == 0
+    assert stats.prefill_pages_used == stats.decode_pages_used == 0
+
+
+@pytest.mark.parametrize("family", ["gemma_3", "llama_4"])
+def test_a_long_context_holds_the_pages_of_its_spans_alone(tmp_path: Path, family: str) -> None:
+    llm = serve(tmp_path, family)
+    engine, (*_, golden) = llm.engine, load(family)
+    manager = engine._parts.decode_manager
+    spec, most = manager.spec, 0
+    engine.add_request("long", golden.prompt_ids, GREEDY)
+    while engine.has_work:
+        engine.step()
+        for sequence in engine._parts.decode.scheduler.running:
+            for group, is_bounded in enumerate(spec.is_bounded):
+                held = sum(page != NULL_PAGE for page in sequence.decode_pages[group :: spec.num_groups])
+                assert held <= (spec.most_runs(group, 1) + 1 if is_bounded else spec.runs_for(len(sequence.token_ids)))
+            most = max(most, manager.num_used)
+    assert 0 < most < spec.num_groups * spec.runs_for(CONTEXT - 2)
