@@ -1,4 +1,4 @@
-"""The `jaxinfer` command: serve, generate, batch, demo, convert, inspect. Engine flags are EngineConfig's fields; JAX loads when a command needs it."""
+"""The `jaxinfer` command: serve, generate, batch, demo, convert, inspect, plan. Engine flags are EngineConfig's fields; JAX loads when a command needs it."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from checkpoints.source import CheckpointError
 from jaxinfer.config import ConfigError, EngineConfig, flat_fields, parse_bytes
@@ -86,7 +88,20 @@ def _parser() -> argparse.ArgumentParser:
     for command in (serve, generate, demo, batch):
         add_flags(command, "engine", flat_fields())
     _add_checkpoint_commands(commands)
+    _add_plan_command(commands)
     return parser
+
+
+def _add_plan_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    plan = commands.add_parser(
+        "plan", allow_abbrev=False, help="what a model takes on cards that need not be here", description="Needs no weights and no GPU."
+    )
+    plan.add_argument("--model", required=True, metavar="NAME", help="a known shape, such as llama-3.1-8b, or a config.json")
+    plan.add_argument("--target", required=True, metavar="NxCARD", help="such as 8xh100 or 2xh200")
+    plan.add_argument("--context", type=int, metavar="N", help="tokens that one request may have (default: 8192, or the model's)")
+    plan.add_argument("--batch", type=int, default=32, metavar="N", help="rows of the decode program (default: %(default)s)")
+    plan.add_argument("--json", action="store_true", help="for programs")
+    plan.set_defaults(run=_plan)
 
 
 def _add_checkpoint_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -171,6 +186,28 @@ def _stream_to_terminal(engine: Engine, token_ids: list[int], params: SamplingPa
     print(flush=True)
     first, last = first or start, last or start
     return Measured(len(token_ids), num_tokens, first - start, last - first)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from jaxinfer.dry_run import Target, describe, dry_run, smallest_that_fits
+    from jaxinfer.models.shapes import read_shape
+
+    if arguments.batch < 1 or (arguments.context is not None and arguments.context < 1):
+        raise ConfigError(f"batch is {arguments.batch} and context {arguments.context}: both must be at least 1")
+    shape, target = read_shape(arguments.model), Target.of(arguments.target)
+    with Console(stderr=True).status(f"compiling {arguments.model} for {target}"):
+        run = dry_run(shape, target, context=arguments.context, batch=arguments.batch)
+    if arguments.json:
+        print(json.dumps(run.as_json(), indent=1))
+        return 0
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for name, value in describe(run):
+        table.add_row(f"[bold]{name}", escape(value))
+    Console().print(table)
+    if not run.fits:
+        larger = smallest_that_fits(shape, run)
+        print(f"does not fit: {run.context:,} tokens of context have no room" + (f"; {larger} would do, by arithmetic" if larger else ""))
+    return 0
 
 
 def _serve(arguments: argparse.Namespace) -> int:

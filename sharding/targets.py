@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,6 +11,18 @@ from jax.experimental import topologies
 
 _FOLDER = Path(__file__).parent / "gpu_targets"
 _FILES = {"h100": "h100_sxm.txtpb", "h200": "h200.txtpb"}
+
+
+def known_cards() -> list[str]:
+    """Names of the cards that there is a description of."""
+    return sorted(_FILES)
+
+
+def card_memory(name: str) -> int:
+    """Bytes of a card's memory."""
+    found = re.search(r"device_memory_size: (\d+)", (_FOLDER / _FILES[name]).read_text())
+    assert found is not None, name
+    return int(found[1])
 
 
 def target_devices(name: str, num_devices: int) -> Sequence[jax.Device]:

@@ -25,7 +25,15 @@ ARROWS: dict[str, tuple[str, ...]] = {
 # jaxinfer from top to bottom: a module imports from its own layer or lower ones.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("jaxinfer", "jaxinfer.llm"),
-    ("jaxinfer.engine", "jaxinfer.embedder", "jaxinfer.assembly", "jaxinfer.servable", "jaxinfer.output", "jaxinfer.plain_forward"),
+    (
+        "jaxinfer.engine",
+        "jaxinfer.embedder",
+        "jaxinfer.assembly",
+        "jaxinfer.servable",
+        "jaxinfer.output",
+        "jaxinfer.plain_forward",
+        "jaxinfer.dry_run",
+    ),
     ("jaxinfer.prefill", "jaxinfer.decode", "jaxinfer.encode", "jaxinfer.kv_transfer", "jaxinfer.plan"),
     ("jaxinfer.runtime", "jaxinfer.speculative", "jaxinfer.sampling", "jaxinfer.structured_output"),
     ("jaxinfer.models",),

@@ -25,7 +25,8 @@ class ExpertFormat:
     backend: Literal["mosaic_gpu", "xla"] = "xla"  # of `grouped_matmul`
 
     def __str__(self) -> str:
-        return f"{self.packing or self.dtype or 'alike'} by {self.backend}"
+        kept = self.packing or self.dtype
+        return f"{kept} by {self.backend}" if kept else f"by {self.backend}"
 
 
 @dataclass(frozen=True)

@@ -232,6 +232,12 @@ def integer(config: Mapping[str, Any], key: str, default: int | None = None, ins
     return value
 
 
+def count(config: Mapping[str, Any], key: str, default: int = 0) -> int:
+    """The same of a field that may be 0, as it is where it is null."""
+    value = config.get(key, default)
+    return 0 if value in (None, 0) and not isinstance(value, bool) else integer(config, key, default)
+
+
 def positive(config: Mapping[str, Any], key: str, default: float | None, inside: str = "") -> float:
     """The same of a positive number."""
     value = config.get(key)

@@ -27,6 +27,7 @@ from jaxinfer.models.config import (
     Routing,
     UnsupportedModelError,
     check_activation,
+    count,
     integer,
     positive,
     text_config,
@@ -168,11 +169,11 @@ class DeepseekV3(Llama):
         )
         expert_size = integer(config, "moe_intermediate_size")
         family = DeepseekV3Config(
-            num_dense_layers=_count(config, "first_k_dense_replace"),
+            num_dense_layers=count(config, "first_k_dense_replace"),
             routing=_routing(config),
             expert_size=expert_size,
-            shared_size=_count(config, "n_shared_experts") * expert_size or None,
-            num_mtp=_count(config, "num_nextn_predict_layers"),
+            shared_size=count(config, "n_shared_experts") * expert_size or None,
+            num_mtp=count(config, "num_nextn_predict_layers"),
             is_interleaved=bool(config.get("rope_interleave", True)),
         )
         # As in transformers head_dim is of what is rotated, and every head has a key and a value of its own.
@@ -224,8 +225,3 @@ def _routing(config: Mapping[str, Any]) -> Routing:
             f"num_experts_per_tok is {routing.top_k}: topk_group ({routing.top_groups}) of {size} experts have fewer"
         )
     return routing
-
-
-def _count(config: Mapping[str, Any], key: str) -> int:
-    """0 where the field is missing or null."""
-    return integer(config, key) if config.get(key) else 0

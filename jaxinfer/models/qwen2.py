@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxinfer.layers.matrices import MatrixFormat
-from jaxinfer.models.config import ArchitectureConfig, integer, read_spans
+from jaxinfer.models.config import ArchitectureConfig, count, integer, read_spans
 from jaxinfer.models.llama import Llama, LlamaBlock
 from pallas_kernels.span import EVERYTHING, Span
 
@@ -29,7 +29,7 @@ class Qwen2(Llama):
 def with_windows(read: ArchitectureConfig, config: Mapping[str, Any]) -> ArchitectureConfig:
     """With the spans of a dense model's layers."""
     window, has_window = window_of(config), window_of(config) != EVERYTHING
-    first = 0 if config.get("max_window_layers") == 0 else integer(config, "max_window_layers", 28)
+    first = count(config, "max_window_layers", 28)
     kinds = {"full_attention": EVERYTHING} | ({"sliding_attention": window} if has_window else {})
     default = ["sliding_attention" if has_window and layer >= first else "full_attention" for layer in range(read.num_layers)]
     return replace(read, spans=read_spans(config, read.num_layers, kinds, default))

@@ -112,7 +112,10 @@ def test_llama_3_scaling_is_recognised_from_its_table(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ({"general.architecture": "mamba"}, "general.architecture is 'mamba'.*'llama', 'gemma3', 'qwen2', 'qwen3', 'qwen3moe' are supported"),
+        (
+            {"general.architecture": "mamba"},
+            "general.architecture is 'mamba'.*'llama', 'gemma3', 'qwen2', 'qwen3', 'qwen3moe' are supported",
+        ),
         ({"llama.block_count": None}, "'llama.block_count' is missing; fetch or convert"),
         ({"llama.attention.head_count": "nine"}, "head_count' is 'nine': it must be a positive integer"),
         ({"llama.attention.head_count": 5}, "q_proj.weight' has 64 rows, but its metadata says 5 heads of 16"),
