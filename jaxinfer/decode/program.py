@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.decode.batch import ON_DEVICE, DecodeBatch
-from jaxinfer.kv_cache.pages import Pages, write
+from jaxinfer.kv_cache.pages import Pages
 from jaxinfer.kv_cache.spec import LayerGroups
-from jaxinfer.layers.attention import Attend, How
+from jaxinfer.layers.attention import How
+from jaxinfer.layers.attention_over_pages import AttendOverPages, Place
 from jaxinfer.layers.latent_attention import absorbed
 from jaxinfer.models.base import CausalLM
 from jaxinfer.runtime.template import ModelTemplate, Weights
@@ -25,7 +24,6 @@ from jaxinfer.sampling.penalties import add_sampled
 from jaxinfer.sampling.sampler import Sampled, sample
 from pallas_kernels.dispatch import Backend
 from pallas_kernels.paged_attention.op import paged_attention
-from sharding.mesh import TENSOR
 
 
 class DecodeState(NamedTuple):
@@ -79,104 +77,45 @@ def forward(
     groups = LayerGroups.of(model.config.layer_spans)
     by_group = page_table[batch.slots].reshape(len(batch.slots), -1, len(groups.spans))
     tables = tuple(by_group[:, :, group] for group in range(len(groups.spans)))
-    return model(
-        tokens, batch.positions, pages, _InLayers(mesh, attention, groups, tables, batch.pages, batch.positions % pages.shape[4], kv_len)
-    )
-
-
-class _Place(NamedTuple):
-    """A layer's own."""
-
-    layer: Int[Any, ""]  # in its group's pages
-    page_table: Int[Any, "B W"]
-    page_ids: Int[Any, " B"]
+    page_ids = tuple(batch.pages[:, group] for group in range(len(groups.spans)))
+    attend = AttendOverPages(mesh, _Kernels(attention), groups, tables, page_ids, batch.positions % pages.shape[4], kv_len)
+    return model(tokens, batch.positions, pages, attend)
 
 
 @dataclass(frozen=True)
-class _InLayers:
-    """Attention of one token a row in any layer; see `AttendInLayers`."""
+class _Kernels:
+    """One token a request; `rows` is kv_len. See `Kernels`."""
 
-    mesh: Mesh
     backend: Backend
-    groups: LayerGroups
-    tables: tuple[Int[Array, "B W"], ...]  # of each group
-    page_ids: Int[Array, "B C"]  # into which each token's keys and values go
-    offsets: Int[Array, " B"]
-    kv_len: Int[Array, " B"]
 
-    def place(self, layer: int) -> Any:
-        group, place = self.groups.places[layer]
-        return _Place(jnp.int32(place), self.tables[group], self.page_ids[:, group])
+    def attend(self, q: Float[Array, "B N H"], pages: Pages, place: Place, rows: Int[Array, " B"], how: How) -> Float[Array, "B N H"]:
+        return paged_attention(
+            q,
+            pages,
+            place.layer,
+            place.page_table,
+            rows,
+            scale=how.scale,
+            pool_is_finite=True,
+            span=how.span,
+            soft_cap=how.soft_cap,
+            backend=self.backend,
+        )
 
-    def at(self, place: Any) -> Attend:
-        return _InLayer(self, place)
-
-
-@dataclass(frozen=True)
-class _InLayer:
-    """In one layer; see `Attend`."""
-
-    all: _InLayers
-    place: _Place
-
-    def __call__(
-        self, q: Float[Array, "B N H"], k: Float[Array, "B K H"], v: Float[Array, "B K H"], pages: Pages, how: How
-    ) -> tuple[Float[Array, "B N H"], Pages]:
-        def local(q: Array, k: Array, v: Array, pages: Pages, place: _Place, offsets: Array, kv_len: Array) -> tuple[Array, Pages]:
-            pages = write(pages, place.layer, (k, v), place.page_ids, offsets)
-            attended = paged_attention(
+    def attend_to_latents(
+        self, q: Float[Array, "B N H"], up: Float[Array, "R N E"], pages: Pages, place: Place, rows: Int[Array, " B"], scale: float
+    ) -> Float[Array, "B N V"]:
+        def attend(q: Float[Array, "B N C"]) -> Float[Array, "B N R"]:
+            return paged_attention(
                 q,
                 pages,
                 place.layer,
                 place.page_table,
-                kv_len,
-                scale=how.scale,
-                pool_is_finite=True,
-                span=how.span,
-                soft_cap=how.soft_cap,
-                backend=self.all.backend,
-            )
-            return attended, pages
-
-        # Heads are independent: each device attends with its own, over its own part of every page.
-        heads, whole = PartitionSpec(None, TENSOR), PartitionSpec()
-        kv_heads = PartitionSpec(None, None, None, TENSOR)
-        over_heads = jax.shard_map(
-            local,
-            mesh=self.all.mesh,
-            in_specs=(heads, heads, heads, kv_heads, whole, whole, whole),
-            out_specs=(heads, kv_heads),
-            check_vma=False,
-        )
-        attended, written = over_heads(q, k, v, pages, self.place, self.all.offsets, self.all.kv_len)
-        return attended, written
-
-    def latents(
-        self, q: Float[Array, "B N H"], latents: Float[Array, "B C"], up: Float[Array, "R N E"], pages: Pages, scale: float
-    ) -> tuple[Float[Array, "B N V"], Pages]:
-        def local(q: Array, latents: Array, up: Array, pages: Pages, place: _Place, offsets: Array, kv_len: Array) -> tuple[Array, Pages]:
-            pages = write(pages, place.layer, (latents[:, None],), place.page_ids, offsets)
-            attend = partial(
-                paged_attention,
-                kv_pages=pages,
-                layer=place.layer,
-                page_table=place.page_table,
-                kv_len=kv_len,
+                rows,
                 scale=scale,
                 pool_is_finite=True,
                 value_size=len(up),
-                backend=self.all.backend,
+                backend=self.backend,
             )
-            return absorbed(q, up, latents.shape[1], attend), pages
 
-        # Each device has its own heads, and all of the latents.
-        heads, whole = PartitionSpec(None, TENSOR), PartitionSpec()
-        over_heads = jax.shard_map(
-            local,
-            mesh=self.all.mesh,
-            in_specs=(heads, whole, heads, whole, whole, whole, whole),
-            out_specs=(heads, whole),
-            check_vma=False,
-        )
-        attended, written = over_heads(q, latents, up, pages, self.place, self.all.offsets, self.all.kv_len)
-        return attended, written
+        return absorbed(q, up, pages.shape[5], attend)

@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxinfer.kv_cache.pages import Pages, write
+from jaxinfer.kv_cache.pages import Pages
 from jaxinfer.kv_cache.spec import NULL_PAGE, LayerGroups
-from jaxinfer.layers.attention import Attend, How
+from jaxinfer.layers.attention import How
+from jaxinfer.layers.attention_over_pages import AttendOverPages, Place
 from jaxinfer.models.base import CausalLM
 from jaxinfer.prefill.batch import PrefillBatch
 from jaxinfer.request import MAX_TOP_LOGPROBS
@@ -24,7 +25,6 @@ from jaxinfer.sampling.sampler import Sampled, sample, token_logprobs
 from pallas_kernels.dispatch import Backend
 from pallas_kernels.latent_prefill_attention.op import latent_prefill_attention
 from pallas_kernels.ragged_prefill_attention.op import ragged_prefill_attention
-from sharding.mesh import TENSOR
 
 _SCORED_AT_ONCE = 32  # prompt tokens whose logits exist at a time when prompt log-probabilities are asked for
 
@@ -37,6 +37,7 @@ class PromptScores(NamedTuple):
     top_logprobs: Float[Any, "T 20"]
 
 
+Rows = tuple[Int[Array, " R"], Int[Array, " R"], Int[Array, " R"]]
 PrefillStep = Callable[[Weights, Pages, TokenCounts, PrefillBatch], tuple[Pages, Sampled, PromptScores]]
 
 
@@ -65,7 +66,8 @@ def forward(
     tables = tuple(by_group[:, :, group] for group in range(len(groups.spans)))
     page_ids = tuple(jnp.where(in_use, table[row, positions // page_size], NULL_PAGE) for table in tables)
     rows = (batch.query_start, batch.query_len, batch.kv_len)
-    return model(batch.token_ids, positions, pages, _InLayers(mesh, attention, groups, tables, page_ids, positions % page_size, rows))
+    attend = AttendOverPages(mesh, _Kernels(attention), groups, tables, page_ids, positions % page_size, rows)
+    return model(batch.token_ids, positions, pages, attend)
 
 
 def _rows_of_tokens(batch: PrefillBatch, num_tokens: int) -> tuple[Int[Array, " T"], Int[Array, " T"], Bool[Array, " T"]]:
@@ -76,111 +78,42 @@ def _rows_of_tokens(batch: PrefillBatch, num_tokens: int) -> tuple[Int[Array, " 
     return row, jnp.take_along_axis(place, row[:, None], axis=1)[:, 0], is_of_row.any(axis=1)
 
 
-class _Place(NamedTuple):
-    """A layer's own."""
-
-    layer: Int[Any, ""]  # in its group's pages
-    page_table: Int[Any, "R W"]
-    page_ids: Int[Any, " T"]
-
-
 @dataclass(frozen=True)
-class _InLayers:
-    """Attention of packed chunks in any layer; see `AttendInLayers`."""
+class _Kernels:
+    """Packed chunks of several requests; `rows` are query_start, query_len and kv_len. See `Kernels`."""
 
-    mesh: Mesh
     backend: Backend
-    groups: LayerGroups
-    tables: tuple[Int[Array, "R W"], ...]  # of each group
-    page_ids: tuple[Int[Array, " T"], ...]  # into which each token's keys and values go
-    offsets: Int[Array, " T"]
-    rows: tuple[Int[Array, " R"], Int[Array, " R"], Int[Array, " R"]]  # query_start, query_len, kv_len
 
-    def place(self, layer: int) -> Any:
-        group, place = self.groups.places[layer]
-        return _Place(jnp.int32(place), self.tables[group], self.page_ids[group])
-
-    def at(self, place: Any) -> Attend:
-        return _InLayer(self, place)
-
-
-@dataclass(frozen=True)
-class _InLayer:
-    """In one layer; see `Attend`."""
-
-    all: _InLayers
-    place: _Place
-
-    def __call__(
-        self, q: Float[Array, "T N H"], k: Float[Array, "T K H"], v: Float[Array, "T K H"], pages: Pages, how: How
-    ) -> tuple[Float[Array, "T N H"], Pages]:
-        def local(
-            q: Array, k: Array, v: Array, pages: Pages, place: _Place, offsets: Array, rows: tuple[Array, ...]
-        ) -> tuple[Array, Pages]:
-            pages = write(pages, place.layer, (k, v), place.page_ids, offsets)
-            attended = ragged_prefill_attention(
-                q,
-                pages,
-                place.layer,
-                place.page_table,
-                *rows,
-                scale=how.scale,
-                query_tile=query_tile(q.shape[0]),
-                pool_is_finite=True,
-                span=how.span,
-                soft_cap=how.soft_cap,
-                backend=self.all.backend,
-            )
-            return attended, pages
-
-        # Heads are independent: each device attends with its own, over its own part of every page.
-        heads, whole = PartitionSpec(None, TENSOR), PartitionSpec()
-        kv_heads = PartitionSpec(None, None, None, TENSOR)
-        over_heads = jax.shard_map(
-            local,
-            mesh=self.all.mesh,
-            in_specs=(heads, heads, heads, kv_heads, whole, whole, whole),
-            out_specs=(heads, kv_heads),
-            check_vma=False,
+    def attend(self, q: Float[Array, "T N H"], pages: Pages, place: Place, rows: Rows, how: How) -> Float[Array, "T N H"]:
+        return ragged_prefill_attention(
+            q,
+            pages,
+            place.layer,
+            place.page_table,
+            *rows,
+            scale=how.scale,
+            query_tile=query_tile(len(q)),
+            pool_is_finite=True,
+            span=how.span,
+            soft_cap=how.soft_cap,
+            backend=self.backend,
         )
-        attended, written = over_heads(q, k, v, pages, self.place, self.all.offsets, self.all.rows)
-        return attended, written
 
-    def latents(
-        self, q: Float[Array, "T N H"], latents: Float[Array, "T C"], up: Float[Array, "R N E"], pages: Pages, scale: float
-    ) -> tuple[Float[Array, "T N V"], Pages]:
-        def local(
-            q: Array, latents: Array, up: Array, pages: Pages, place: _Place, offsets: Array, rows: tuple[Array, ...]
-        ) -> tuple[Array, Pages]:
-            pages = write(pages, place.layer, (latents[:, None],), place.page_ids, offsets)
-            query_start, query_len, kv_len = rows
-            attended = latent_prefill_attention(
-                q,
-                pages,
-                place.layer,
-                place.page_table,
-                query_start,
-                query_len,
-                kv_len,
-                up,
-                scale=scale,
-                query_tile=query_tile(q.shape[0]),
-                pool_is_finite=True,
-                backend=self.all.backend,
-            )
-            return attended, pages
-
-        # Each device has its own heads, and all of the latents.
-        heads, whole = PartitionSpec(None, TENSOR), PartitionSpec()
-        over_heads = jax.shard_map(
-            local,
-            mesh=self.all.mesh,
-            in_specs=(heads, whole, heads, whole, whole, whole, whole),
-            out_specs=(heads, whole),
-            check_vma=False,
+    def attend_to_latents(
+        self, q: Float[Array, "T N H"], up: Float[Array, "R N E"], pages: Pages, place: Place, rows: Rows, scale: float
+    ) -> Float[Array, "T N V"]:
+        return latent_prefill_attention(
+            q,
+            pages,
+            place.layer,
+            place.page_table,
+            *rows,
+            up,
+            scale=scale,
+            query_tile=query_tile(len(q)),
+            pool_is_finite=True,
+            backend=self.backend,
         )
-        attended, written = over_heads(q, latents, up, pages, self.place, self.all.offsets, self.all.rows)
-        return attended, written
 
 
 def _score_prompt(model: CausalLM, hidden: Float[Array, "T D"], targets: Int[Array, " T"], wanted: Bool[Array, ""]) -> PromptScores:

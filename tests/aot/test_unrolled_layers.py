@@ -9,8 +9,9 @@ import pytest
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxinfer.decode.program import _InLayers, _Place
+from jaxinfer.decode.program import _Kernels
 from jaxinfer.kv_cache.spec import LayerGroups
+from jaxinfer.layers.attention_over_pages import AttendOverPages, Place
 from jaxinfer.layers.matrices import MatrixFormat
 from jaxinfer.layers.rope import angles, inverse_frequencies
 from jaxinfer.models.llama import LlamaBlock
@@ -40,8 +41,8 @@ def test_unrolled_layers_copy_no_weights_and_scanned_ones_do(target, batch):
     def context(positions, page_ids, table, kv_len):
         cos_sin = angles(positions, inverse_frequencies(config.head_size, config.rope_theta, config.rope_scaling))
         groups = LayerGroups.of(config.layer_spans)
-        everywhere = _InLayers(mesh, "mosaic_gpu", groups, (table,), page_ids[:, None], positions % 16, kv_len)
-        return cos_sin, lambda layer: everywhere.at(_Place(layer, table, page_ids))
+        everywhere = AttendOverPages(mesh, _Kernels("mosaic_gpu"), groups, (table,), (page_ids,), positions % 16, kv_len)
+        return cos_sin, lambda layer: everywhere.at(Place(layer, table, page_ids))
 
     def unrolled(weights, pages, x, *rows):
         cos_sin, attend = context(*rows)

@@ -1,0 +1,95 @@
+"""Attention of a program's tokens over pages, in any layer of a model: what they keep is written, then the program's kernels read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from jaxinfer.kv_cache.pages import Pages, write
+from jaxinfer.kv_cache.spec import LayerGroups
+from jaxinfer.layers.attention import Attend, How
+from sharding.mesh import TENSOR
+
+
+class Place(NamedTuple):
+    """Where a layer's pages are."""
+
+    layer: Int[Any, ""]  # in its group's pages
+    page_table: Int[Any, "R W"]
+    page_ids: Int[Any, " T"]  # into which each token's keys and values go
+
+
+class Kernels(Protocol):
+    """A program's, for the heads of one device. `rows` is whatever says which of the tokens are whose."""
+
+    def attend(self, q: Float[Array, "T N H"], pages: Pages, place: Place, rows: Any, how: How) -> Float[Array, "T N H"]: ...
+
+    def attend_to_latents(
+        self, q: Float[Array, "T N H"], up: Float[Array, "R N E"], pages: Pages, place: Place, rows: Any, scale: float
+    ) -> Float[Array, "T N V"]: ...
+
+
+@dataclass(frozen=True)
+class AttendOverPages:
+    """See `AttendInLayers`. A page table, and page ids, for each of the model's groups of layers."""
+
+    mesh: Mesh
+    kernels: Kernels
+    groups: LayerGroups
+    page_tables: tuple[Int[Array, "R W"], ...]
+    page_ids: tuple[Int[Array, " T"], ...]
+    offsets: Int[Array, " T"]  # of each token in its page
+    rows: Any
+
+    def place(self, layer: int) -> Any:
+        group, place = self.groups.places[layer]
+        return Place(jnp.int32(place), self.page_tables[group], self.page_ids[group])
+
+    def at(self, place: Any) -> Attend:
+        return _InLayer(self, place)
+
+
+@dataclass(frozen=True)
+class _InLayer:
+    """See `Attend`. Heads are independent: each device attends with its own."""
+
+    program: AttendOverPages
+    place: Place
+
+    def __call__(
+        self, q: Float[Array, "T N H"], k: Float[Array, "T K H"], v: Float[Array, "T K H"], pages: Pages, how: How
+    ) -> tuple[Float[Array, "T N H"], Pages]:
+        def local(q: Array, k: Array, v: Array, pages: Pages, place: Place, offsets: Array, rows: Any) -> tuple[Array, Pages]:
+            pages = write(pages, place.layer, (k, v), place.page_ids, offsets)
+            return self.program.kernels.attend(q, pages, place, rows, how), pages
+
+        return self._over_heads(local, (_HEADS, _HEADS, _HEADS, _KV_HEADS), _KV_HEADS)(q, k, v, pages)
+
+    def latents(
+        self, q: Float[Array, "T N H"], latents: Float[Array, "T C"], up: Float[Array, "R N E"], pages: Pages, scale: float
+    ) -> tuple[Float[Array, "T N V"], Pages]:
+        def local(q: Array, latents: Array, up: Array, pages: Pages, place: Place, offsets: Array, rows: Any) -> tuple[Array, Pages]:
+            pages = write(pages, place.layer, (latents[:, None],), place.page_ids, offsets)
+            return self.program.kernels.attend_to_latents(q, up, pages, place, rows, scale), pages
+
+        return self._over_heads(local, (_HEADS, _WHOLE, _HEADS, _WHOLE), _WHOLE)(q, latents, up, pages)
+
+    def _over_heads(self, local: Any, specs: tuple[PartitionSpec, ...], of_pages: PartitionSpec) -> Any:
+        """`local` on every device, with its part of what it is called with, by these specs, and the layer's place, offsets and rows."""
+        over_heads = jax.shard_map(
+            local,
+            mesh=self.program.mesh,
+            in_specs=(*specs, _WHOLE, _WHOLE, _WHOLE),
+            out_specs=(_HEADS, of_pages),
+            check_vma=False,
+        )
+        return lambda *arguments: over_heads(*arguments, self.place, self.program.offsets, self.program.rows)
+
+
+_HEADS, _WHOLE = PartitionSpec(None, TENSOR), PartitionSpec()
+_KV_HEADS = PartitionSpec(None, None, None, TENSOR)  # of pages: each device has its own heads' part of every one
