@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxinfer.config import ConfigError
 from jaxinfer.kv_cache.spec import NULL_PAGE, PageSpec
 from jaxinfer.models.registry import read_config
 from tests.families import checkpoint
@@ -48,3 +49,8 @@ def test_a_long_context_holds_the_pages_of_its_spans_alone(tmp_path: Path, famil
                 assert held <= (spec.most_runs(group, 1) + 1 if is_bounded else spec.runs_for(len(sequence.token_ids)))
             most = max(most, manager.num_used)
     assert 0 < most < spec.num_groups * spec.runs_for(CONTEXT - 2)
+
+
+def test_tiers_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="kv_host_memory is given, but this model has layers of bounded spans"):
+        serve(tmp_path, "gemma_3", kv_host_memory="1MiB")
