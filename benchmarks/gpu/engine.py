@@ -119,7 +119,7 @@ def decode_steps(sizes: Sizes, way: Any, seed: int) -> Iterator[Found]:
         for slot, own in enumerate(pages):
             runner.seat(slot, own.tolist())
         step, rows = empty_decode_batch(batch, runner.num_slots), runner.put(neutral_rows(batch))
-        step.slots[:], step.positions[:], step.pages[:] = np.arange(batch), context - 1, pages[:, -1]
+        step.slots[:], step.positions[:], step.pages[:] = np.arange(batch), context - 1, pages[:, -1:]
         step.tokens[:] = random.integers(0, sizes.model.vocab_size, batch)
         first = np.asarray(runner.run(step, rows).tokens)
         step.tokens[:] = ON_DEVICE
