@@ -116,7 +116,7 @@ NORM = "model.layers.1.input_layernorm.weight"
 @pytest.mark.parametrize(
     ("change", "why_not"),
     [
-        (_configured(architectures=["MambaForCausalLM"]), "architectures is ['MambaForCausalLM']: supported are LlamaForCausalLM"),
+        (_configured(architectures=["MambaForCausalLM"]), "architectures is ['MambaForCausalLM']: supported are DeepseekV3ForCausalLM"),
         (_configured(hidden_act="relu"), "hidden_act is 'relu'"),
         (_configured(quantization_config={"quant_method": "awq"}), "quantization_config.quant_method is 'awq'"),
         (_configured(num_hidden_layers=3), "'model.layers.2.input_layernorm.weight'"),
