@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 import secrets
 import time
 from collections.abc import Callable
@@ -240,11 +241,7 @@ class Engine:
         """Preempt the last in turn of those that are served after an admitted sequence, which lacks pages to go on."""
         parts = self._parts
         holders = self._prefilled + prefilling + (parts.decode.scheduler.running if parts.plan.shares_mesh else [])
-        victim = max(holders, key=lambda s: s.turn, default=None)
-        if victim is None or victim.turn <= sequence.turn:
-            return False
-        self._preempt(victim)
-        return True
+        return self._preempt_after(sequence.turn, holders)
 
     def _hand_over(self) -> None:
         while self._prefilled and self._move(self._prefilled[0]):
@@ -260,8 +257,12 @@ class Engine:
 
     def _preempt_above(self, level: int, holders: list[Sequence]) -> bool:
         """Preempt the last in turn of those that are less urgent than a level; False if none is."""
+        return self._preempt_after((level, math.inf), holders)
+
+    def _preempt_after(self, turn: tuple[int, float], holders: list[Sequence]) -> bool:
+        """Preempt the last in turn of those that are served after this turn; False if none is."""
         victim = max(holders, key=lambda s: s.turn, default=None)
-        if victim is None or victim.turn[0] <= level:
+        if victim is None or victim.turn <= turn:
             return False
         self._preempt(victim)
         return True

@@ -41,9 +41,8 @@ class KVManager:
         self._bounds = [(group, most) for group in range(spec.num_groups) if (most := spec.most_runs(group, chunk_size)) is not None]
         self._session_seconds = session_seconds
         self._clock = clock
-        self._kept: dict[
-            int, tuple[int, CachedRun]
-        ] = {}  # of tables, by identity: runs that `_keep_more` has made known, the last one's node
+        # Of tables, by identity: how many runs `_keep_more` has made known, and the last one's node.
+        self._kept: dict[int, tuple[int, CachedRun]] = {}
         self.save_evicted: SaveEvicted | None = None  # told of pages that are about to be used anew
 
     @property
