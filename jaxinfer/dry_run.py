@@ -65,6 +65,7 @@ class DryRun:
     weight_bytes: int
     activation_bytes: int  # temporaries of the program that needs most, and what stays beside weights and pages
     page_bytes: int
+    token_bytes: int  # of KV, in all, that a token of a long context costs: what only layers without a bound still attend to
     kv_tokens: int  # of one context, if it has all pages
     context: int  # tokens that it has to hold
     notes: tuple[str, ...]  # what was chosen, and why
@@ -133,6 +134,7 @@ def dry_run(
         weight_bytes,
         activations,
         of_device.page_bytes,
+        spec.lasting_token_bytes,
         0,
         context,
         tuple(notes),
@@ -222,6 +224,6 @@ def describe(run: DryRun) -> list[tuple[str, str]]:
         ("activations", f"{format_bytes(run.activation_bytes)} a device, {'compiled' if run.is_compiled else 'estimated'}"),
         ("set aside", f"{format_bytes(run.reserved_bytes)} a device for the driver and collectives: not measured"),
         ("KV pages", f"{format_bytes(run.kv_bytes)} a device, {format_bytes(n * run.kv_bytes)} in all"),
-        ("context", f"{run.kv_tokens:,} tokens fit"),
+        ("context", f"{run.kv_tokens:,} tokens fit; each of a long one costs {format_bytes(run.token_bytes)}"),
         *(("note", note) for note in run.notes),
     ]

@@ -46,6 +46,7 @@ def test_chunked_layers_leave_long_contexts_room() -> None:
     scout = plan("llama-4-scout", "2xh200", context=1_000_000)
     assert scout.fits
     assert scout.kv_tokens > 1_200_000
+    assert scout.token_bytes == 49152
     assert 2 * scout.kv_bytes > 56 * GIB
 
 
