@@ -82,6 +82,7 @@ JAX_FREE = (
     "jaxinfer/models/config.py",
     "jaxinfer/models/encoder_config.py",
     "jaxinfer/models/shapes.py",
+    "sharding/stage_balancer.py",
     "checkpoints/source.py",
     "checkpoints/digest.py",
     "checkpoints/weight_map.py",
