@@ -39,9 +39,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("jaxinfer.models",),
     ("jaxinfer.layers",),
     ("jaxinfer.kv_cache", "jaxinfer.kv_tiers"),
-    # models.config, alone of models, is a plain record of a model's shapes: layers and caches are built from it.
+    # models.config and layers.heads, alone of models and layers, are plain records of a model's shapes: layers and caches are built from them.
     (
         "jaxinfer.models.config",
+        "jaxinfer.layers.heads",
         "jaxinfer.sequence",
         "jaxinfer.request",
         "jaxinfer.config",
@@ -79,6 +80,7 @@ JAX_FREE = (
     "jaxinfer/encode/queue.py",
     "jaxinfer/encode/batch.py",
     "jaxinfer/runtime/buckets.py",
+    "jaxinfer/layers/heads.py",
     "jaxinfer/models/config.py",
     "jaxinfer/models/encoder_config.py",
     "jaxinfer/models/shapes.py",
