@@ -168,7 +168,7 @@ def _template(architecture: ArchitectureConfig, config: Mapping[str, Any], targe
         return template, []
     sizes = dict(zip(experts.axes, experts.shape, strict=True))
     packed = replace(form, experts=ExpertFormat(packing=packing))
-    against = moe.why_not(sizes["embed"], sizes["mlp"], target.num_devices, packed, _BFLOAT16)
+    against = moe.why_not(sizes["embed"], sizes["expert_mlp"], target.num_devices, packed, _BFLOAT16)
     if packing is not None and against is not None:
         packed = form
     backend: Literal["mosaic_gpu", "xla"] = "xla" if against else "mosaic_gpu"

@@ -155,7 +155,7 @@ def _with_experts(
     num_devices = [mesh.size for mesh in meshes]
     form = replace(template.form, experts=ExpertFormat(packing=choose_packing(template, source, num_devices)))
     against = _wrong_device("mosaic_gpu", meshes[0].devices.flat[0]) or moe.why_not(
-        sizes["embed"], sizes["mlp"], max(num_devices), form, template.activation_dtype
+        sizes["embed"], sizes["expert_mlp"], max(num_devices), form, template.activation_dtype
     )
     backend: Literal["mosaic_gpu", "xla"] = "xla" if against else "mosaic_gpu"
     logger.info("products with experts: %s (%s)", backend, against or "a kernel made for this device")

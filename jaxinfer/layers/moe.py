@@ -41,13 +41,13 @@ class Experts(nnx.Module):
     def __init__(self, size: int, inner_size: int, routing: Routing, form: MatrixFormat) -> None:
         self.scales_input = routing.scales_input
         self.packing, self.backend = form.experts.packing, form.experts.backend
-        experts, outer, inner = {"experts": routing.num_experts}, {"embed": size}, {"gate_up": 2, "mlp": inner_size}
+        experts, outer, inner = {"experts": routing.num_experts}, {"embed": size}, {"gate_up": 2, "expert_mlp": inner_size}
         if self.packing is None:
             self.gate_up = _plain(experts | outer | inner, form)
-            self.down = _plain(experts | {"mlp": inner_size} | outer, form)
+            self.down = _plain(experts | {"expert_mlp": inner_size} | outer, form)
         else:
             self.gate_up_words, self.gate_up_scales = _packed(self.packing, experts | inner | outer)
-            self.down_words, self.down_scales = _packed(self.packing, experts | outer | {"mlp": inner_size})
+            self.down_words, self.down_scales = _packed(self.packing, experts | outer | {"expert_mlp": inner_size})
 
     def __call__(self, x: Float[Array, "T D"], experts: Int[Array, "T k"], weights: Float[Array, "T k"]) -> Float[Array, "T D"]:
         """Each token's sum over its experts, by their weights. Inner columns that are split over devices are summed over them."""
@@ -71,7 +71,8 @@ class Experts(nnx.Module):
 
 
 def why_not(size: int, inner_size: int, num_devices: int, form: MatrixFormat, activation_dtype: jnp.dtype) -> str | None:
-    """Why grouped_matmul's 'mosaic_gpu' can't run experts of these sizes, split over so many devices, on a Hopper GPU; None if it can."""
+    """Why grouped_matmul's 'mosaic_gpu' can't run experts of these sizes, each split over so many devices (1: they have whole ones), on a Hopper GPU;
+    None if it can."""
     of_device = inner_size // num_devices
     types = [activation_dtype] if form.experts.packing else [activation_dtype, form.expert_dtype]
     products = [(size, 2 * of_device), (of_device, size)]

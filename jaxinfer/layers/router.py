@@ -19,8 +19,8 @@ class Router(nnx.Module):
     def __init__(self, size: int, routing: Routing) -> None:
         assert routing.top_k <= routing.num_experts and routing.num_experts % routing.num_groups == 0, routing
         self.routing = routing
-        self.kernel = weight((size, routing.num_experts), ("embed", "experts"), _FLOAT32)
-        self.bias = weight((routing.num_experts,), ("experts",), _FLOAT32) if routing.has_bias else None
+        self.kernel = weight((size, routing.num_experts), ("embed", "choices"), _FLOAT32)
+        self.bias = weight((routing.num_experts,), ("choices",), _FLOAT32) if routing.has_bias else None
 
     def __call__(self, x: Float[Array, "T D"]) -> tuple[Int32[Array, "T k"], Float[Array, "T k"]]:
         """Each token's experts, the best first, and their weights in float32. Of experts that score alike the first counts."""

@@ -23,8 +23,8 @@ _TILE = max(OUTPUTS, INPUTS)
 
 
 def choose_packing(template: Template[Any], source: TensorSource, num_devices: Sequence[int]) -> Packing | None:
-    """The packing for a model whose experts are plain in this template, on meshes of so many devices each; None where they have to stay so:
-    missing, not quantised, in another way, or of sizes that tiles don't divide."""
+    """The packing for a model whose experts are plain in this template, on meshes that split each expert over so many devices (1: they have
+    whole ones); None where they have to stay so: missing, not quantised, in another way, or of sizes that tiles don't divide."""
     matrices = [leaf for leaf in template.leaves if leaf.is_of_experts]
     if not matrices:
         return None
@@ -65,8 +65,8 @@ def _packing_of(matrices: Sequence[Leaf], weight_map: WeightMap, source: TensorS
             return None, f"the checkpoint's {part.name} is {' and '.join(sorted(map(str, types)))}: only {part.dtype} is packed"
     for leaf in matrices:
         for axis, size in zip(leaf.axes, leaf.shape, strict=True):
-            of_device = size // num_devices if axis == "mlp" else size
-            if axis in ("embed", "mlp") and of_device % _TILE:
+            of_device = size // num_devices if axis == "expert_mlp" else size
+            if axis in ("embed", "expert_mlp") and of_device % _TILE:
                 return None, f"their {axis} axis has {of_device} on a device, of {num_devices}: only multiples of {_TILE} are packed"
     return packing, f"as the checkpoint has them, {formats[0]}"
 

@@ -137,4 +137,4 @@ def test_experts_whose_part_of_a_device_no_tile_divides_are_dequantised(tmp_path
     with caplog.at_level(logging.INFO):
         plan = plan_for(source, (0, 1, 2, 3))
     assert not any(leaf.part for leaf in plan.template.leaves)
-    assert "kept as float32 (their mlp axis has 64 on a device, of 4" in caplog.text
+    assert "kept as float32 (their expert_mlp axis has 64 on a device, of 4" in caplog.text

@@ -164,7 +164,7 @@ def test_experts_that_no_tile_divides_stay_plain_and_the_log_says_so(tmp_path: P
     source, template = write(tmp_path, "fp8"), laid_out(MatrixFormat(FLOAT32))
     with caplog.at_level(logging.INFO):
         assert choose_packing(template, source, (1, 8)) is None
-    assert "kept as float32 (their mlp axis has 64 on a device, of 8: only multiples of 128 are packed)" in caplog.text
+    assert "kept as float32 (their expert_mlp axis has 64 on a device, of 8: only multiples of 128 are packed)" in caplog.text
 
 
 def test_scales_that_would_have_to_be_rounded_leave_experts_plain(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
