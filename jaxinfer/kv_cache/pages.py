@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.kv_cache.spec import PageSpec
+from jaxinfer.layers.heads import HeadLayout
 from sharding.partition import named_sharding
 from sharding.rules import Rules
 
@@ -20,16 +21,19 @@ from sharding.rules import Rules
 Pages = Float[Array, "L S P K G H"]
 
 _AXES = (None, None, None, "kv_heads", None, None)
-_LATENT_AXES = (None, None, None, None, None, None)  # every head reads all of them
+_WHOLE = (None, None, None, None, None, None)  # of latents, which every head reads
 
 
 class PagePool:
-    """A mesh's pages. `array` is replaced by what each program gives back; whoever runs programs on the mesh shares this one object."""
+    """A mesh's pages, with its own KV heads where those are not the model's. `array` is replaced by what each program gives back; whoever runs
+    programs on the mesh shares this one object."""
 
-    def __init__(self, spec: PageSpec, num_pages: int, dtype: jnp.dtype, mesh: Mesh, rules: Rules) -> None:
+    def __init__(self, spec: PageSpec, num_pages: int, dtype: jnp.dtype, mesh: Mesh, rules: Rules, heads: HeadLayout | None = None) -> None:
         self.spec = spec
-        shape = (spec.num_layers, spec.num_sides, num_pages, spec.num_kv_heads, spec.page_size, spec.head_size)
-        self._axes = _AXES if spec.num_sides == 2 else _LATENT_AXES
+        self.heads = None if spec.num_sides == 1 else heads  # latents are no head's
+        num_kv_heads = spec.num_kv_heads if self.heads is None else self.heads.num_kv_heads
+        shape = (spec.num_layers, spec.num_sides, num_pages, num_kv_heads, spec.page_size, spec.head_size)
+        self._axes = _AXES if spec.num_sides == 2 else _WHOLE
         self.abstract = jax.ShapeDtypeStruct(shape, dtype, sharding=named_sharding(mesh, rules, self._axes, shape, "the KV cache"))
         self.mesh = mesh
         self._rules = rules
@@ -54,9 +58,11 @@ class PagePool:
         return math.prod(self.abstract.sharding.shard_shape(self.abstract.shape)) * self.abstract.dtype.itemsize
 
     def abstract_moved(self, num_pages: int) -> jax.ShapeDtypeStruct:
-        """Pages under way from pool to pool, as one array [X, L, S, K, G, H]."""
-        shape = (num_pages, *self.abstract.shape[:2], *self.abstract.shape[3:])
-        sharding = named_sharding(self.mesh, self._rules, self._axes, shape, "the KV cache")
+        """Pages under way from pool to pool, as one array [X, L, S, K, G, H] of the model's own KV heads, all of them on every device where the
+        mesh has others."""
+        shape = (num_pages, *self.abstract.shape[:2], self.spec.num_kv_heads, *self.abstract.shape[4:])
+        axes = self._axes if self.heads is None else _WHOLE
+        sharding = named_sharding(self.mesh, self._rules, axes, shape, "the KV cache")
         return jax.ShapeDtypeStruct(shape, self.abstract.dtype, sharding=sharding)
 
 

@@ -1,16 +1,20 @@
-"""Pages out of a pool and into one: gathered into one array, so that one transfer moves them, and scattered from one."""
+"""Pages out of a pool and into one: gathered into one array, so that one transfer moves them, and scattered from one. Under way they have the
+model's KV heads, each once, whatever a mesh has."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.kv_cache.pages import PagePool, Pages
 from jaxinfer.kv_cache.spec import NULL_PAGE
+from jaxinfer.layers.heads import HeadLayout
 from jaxinfer.runtime.buckets import bucket_for
 from jaxinfer.runtime.compilation import Executable, ProgramSource
 from sharding.partition import replicated
@@ -31,17 +35,36 @@ def scatter(pages: Pages, moved: Gathered, page_ids: Int[Array, " X"]) -> Pages:
     return pages.at[:, :, page_ids].set(jnp.moveaxis(moved, 0, 2))
 
 
+def gather_own(pages: Pages, page_ids: Int[Array, " X"], heads: HeadLayout) -> Gathered:
+    """The same from a pool with a mesh's own heads: of each of the model's one copy, on every device."""
+    firsts = slice(None, heads.model_kv_heads * heads.copies, heads.copies)
+    return jax.sharding.reshard(gather(pages, page_ids), PartitionSpec())[:, :, :, firsts]
+
+
+def scatter_own(pages: Pages, moved: Gathered, page_ids: Int[Array, " X"], heads: HeadLayout) -> Pages:
+    """The same into such a pool: every copy is filled, heads of zeros stay so."""
+    copies = jnp.repeat(moved, heads.copies, axis=3)
+    missing = heads.num_kv_heads - copies.shape[3]
+    filled_up = jnp.pad(copies, [(0, missing if axis == 3 else 0) for axis in range(copies.ndim)])
+    of_pool = jax.typeof(pages).sharding.spec
+    return scatter(pages, jax.sharding.reshard(filled_up, PartitionSpec(None, None, None, of_pool[3], None, None)), page_ids)
+
+
 def gather_programs(name: str, pool: PagePool) -> list[ProgramSource]:
     """The gather program of each bucket, to be compiled with all the others."""
-    return [ProgramSource(f"{name} gather/{size}", gather, (pool.abstract, _abstract_ids(pool, size)), pool.mesh) for size in MOVE_BUCKETS]
+    function = gather if pool.heads is None else partial(gather_own, heads=pool.heads)
+    return [
+        ProgramSource(f"{name} gather/{size}", function, (pool.abstract, _abstract_ids(pool, size)), pool.mesh) for size in MOVE_BUCKETS
+    ]
 
 
 def scatter_programs(name: str, pool: PagePool) -> list[ProgramSource]:
     """The scatter program of each bucket, to be compiled with all the others."""
+    function = scatter if pool.heads is None else partial(scatter_own, heads=pool.heads)
     return [
         ProgramSource(
             f"{name} scatter/{size}",
-            scatter,
+            function,
             (pool.abstract, pool.abstract_moved(size), _abstract_ids(pool, size)),
             pool.mesh,
             donated=(0,),

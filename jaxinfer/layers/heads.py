@@ -48,6 +48,12 @@ class HeadLayout:
         return self.num_kv_heads == self.model_kv_heads
 
     @property
+    def spread_axes(self) -> frozenset[str]:
+        """Logical axes of weights that are not as the model has them."""
+        found = {"kv_heads"} if self.num_kv_heads != self.model_kv_heads else set()
+        return frozenset(found | ({"heads"} if self.num_heads != self.model_heads else set()))
+
+    @property
     def kv_heads(self) -> tuple[int | None, ...]:
         """Of each KV head on the mesh, which of the model's it is; None: zeros."""
         return tuple(head // self.copies if head < self.copies * self.model_kv_heads else None for head in range(self.num_kv_heads))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
+from jaxinfer.layers.heads import HeadLayout
 from pallas_kernels.span import EVERYTHING, Span
 
 SUPPORTED_ENCODERS = ("BertModel",)  # for embeddings; see encoder_config.py
@@ -108,11 +109,23 @@ class ArchitectureConfig:
     soft_cap: float | None = None  # of attention scores
     latent: LatentSizes | None = None
     family: Any = None  # what only the model's own file reads: a frozen record that it defines
+    heads: HeadLayout | None = None  # where num_heads and num_kv_heads are a mesh's: how they come from the model's own
 
     @property
     def layer_spans(self) -> tuple[Span, ...]:
         """Of every layer."""
         return self.spans or (EVERYTHING,) * self.num_layers
+
+    def on_devices(self, num_devices: int) -> ArchitectureConfig:
+        """With the heads that a mesh has which splits them over so many devices: the model's own, as they are, where these divide."""
+        own = self.with_own_heads()
+        heads = HeadLayout.of(own.num_heads, own.num_kv_heads, num_devices)
+        return own if heads.is_models else replace(own, num_heads=heads.num_heads, num_kv_heads=heads.num_kv_heads, heads=heads)
+
+    def with_own_heads(self) -> ArchitectureConfig:
+        """With the model's."""
+        heads = self.heads
+        return self if heads is None else replace(self, num_heads=heads.model_heads, num_kv_heads=heads.model_kv_heads, heads=None)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> ArchitectureConfig:

@@ -1,5 +1,5 @@
-"""From a checkpoint's arrays to those that a model's programs take: matrices of integers, packed ones, packed experts, each converted as
-soon as it is loaded."""
+"""From a checkpoint's arrays to those that a model's programs take: matrices of integers, packed ones, packed experts, a mesh's own heads,
+each converted as soon as it is loaded."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array
 
+from jaxinfer.layers.heads import HeadLayout
 from jaxinfer.layers.int8 import quantize
 from jaxinfer.layers.matrices import INT8, MatrixFormat
+from jaxinfer.models.config import ArchitectureConfig
 from jaxinfer.runtime.template import SCALE, Leaf, Template, Weights, template_of
 from pallas_kernels.grouped_matmul.formats import PARTS
 from pallas_kernels.packed_matmul.layout import pack
@@ -24,34 +27,45 @@ _PARTS = {part.name: part for parts in PARTS.values() for part in parts}
 
 
 class Conversion:
-    """`plain` is the template to load by: float32, its matrices as in checkpoints, of packed experts the arrays that those are stored as
-    there; it is the given one itself where nothing is to be converted. `convert` takes its arrays, one at a time and in any thread; `weights` puts together what came of them."""
+    """`plain` is the template to load by: float32, its matrices as in checkpoints, with the model's own heads, of packed experts the arrays that
+    those are stored as there; it is the given one itself where nothing is to be converted. `abstract`: its arrays on the mesh, heads whole on each
+    device where the mesh has others. `convert` takes them, one at a time and in any thread; `weights` puts together what came of them."""
 
     def __init__(self, template: Template[Any], mesh: Mesh, rules: Rules) -> None:
         self._mesh, self._form = mesh, template.form
+        config, form = template.config, self._form
+        self._heads = config.heads if isinstance(config, ArchitectureConfig) else None
         self.plain: Template[Any] = template
+        if isinstance(config, ArchitectureConfig):
+            config = config.with_own_heads()
         if self._form.is_packed or self._form.is_int8:
-            experts = replace(self._form.experts, dtype=self._form.expert_dtype)
-            form = MatrixFormat(jnp.dtype("float32"), experts=experts)
-            self.plain = template_of(template.model, template.config, form, template.activation_dtype)
+            form = MatrixFormat(jnp.dtype("float32"), experts=replace(self._form.experts, dtype=self._form.expert_dtype))
+        if (config, form) != (template.config, template.form):
+            self.plain = template_of(template.model, config, form, template.activation_dtype)
         if any(leaf.part for leaf in self.plain.leaves):
             self.plain = replace(self.plain, leaves=tuple(map(stored_leaf, self.plain.leaves)))
         self._targets = list(zip(template.leaves, template.abstract(mesh, rules), strict=True))
         self._target_of = {name: (leaf, target) for leaf, target in self._targets for name in (*leaf.paths, leaf.name)}
         self._axes = {leaf.name: leaf.axes for leaf in self.plain.leaves}
+        self._spread_axes = frozenset[str]() if self._heads is None else self._heads.spread_axes
+        self.abstract = self.plain.abstract(mesh, {axis: of_mesh for axis, of_mesh in rules.items() if axis not in self._spread_axes})
 
     def convert(self, name: str, array: Array) -> Any:
-        """A matrix as the template has it, and its scales if it is of integers; of all else only the type may change."""
+        """A matrix as the template has it, and its scales if it is of integers; of all else only heads and the type may change."""
         leaf, target = self._target_of[name]
         if leaf.part:
             return _packer(leaf.part, self._mesh, jax.typeof(array).sharding.spec, target.sharding.spec)(array)
-        if leaf.output_axes is None:
+        axes = self._axes[name]
+        heads = None if self._spread_axes.isdisjoint(axes) else self._heads
+        if leaf.output_axes is None and heads is None:
             return array.astype(leaf.dtype)
-        # Where each dimension of the converted matrix comes from: outputs first.
-        order = tuple(self._axes[name].index(axis) for axis in leaf.axes_of_one if axis is not None)
-        spec = PartitionSpec(*target.sharding.spec[leaf.is_stack :])
         with jax.set_mesh(self._mesh):
-            return _converter(order, leaf.output_axes, leaf.is_packed, self._form.dtype, spec)(array)
+            if leaf.output_axes is None:
+                return _spreader(axes, heads, leaf.dtype, target.sharding.spec)(array)
+            # Where each dimension of the converted matrix comes from: outputs first.
+            order = tuple(axes.index(axis) for axis in leaf.axes_of_one if axis is not None)
+            spec = PartitionSpec(*target.sharding.spec[leaf.is_stack :])
+            return _converter(axes, heads, order, leaf.output_axes, leaf.is_packed, self._form.dtype, spec)(array)
 
     def weights(self, converted: Mapping[str, Any]) -> Weights:
         """In the order of the template's leaves."""
@@ -110,10 +124,30 @@ def _put(stack: Array, one: Array, place: int) -> Array:
     return stack.at[place].set(jax.lax.bitcast_convert_type(one, stack.dtype))
 
 
+Axes = tuple[str | None, ...]
+
+
 @cache
-def _converter(order: tuple[int, ...], output_axes: int, is_packed: bool, dtype: jnp.dtype, spec: PartitionSpec) -> Callable[[Array], Any]:
-    """One for all matrices of a kind: it compiles once."""
-    convert = partial(_convert, order=order, output_axes=output_axes, is_packed=is_packed, dtype=dtype)
+def _spreader(axes: Axes, heads: HeadLayout, dtype: jnp.dtype, spec: PartitionSpec) -> Callable[[Array], Array]:
+    """One for all arrays of a kind: it compiles once."""
+
+    def spread(array: Array) -> Array:
+        return _spread(array, axes, heads).astype(dtype)
+
+    spreader: Callable[[Array], Array] = jax.jit(jax.sharding.auto_axes(spread, out_sharding=spec))
+    return spreader
+
+
+@cache
+def _converter(
+    axes: Axes, heads: HeadLayout | None, order: tuple[int, ...], output_axes: int, is_packed: bool, dtype: jnp.dtype, spec: PartitionSpec
+) -> Callable[[Array], Any]:
+    """The same of matrices."""
+
+    def convert(matrix: Array) -> Any:
+        spread = matrix if heads is None else _spread(matrix, axes, heads)
+        return _convert(spread, order, output_axes, is_packed, dtype)
+
     specs = (spec, PartitionSpec(*spec[:output_axes])) if dtype == INT8 else spec
     converter: Callable[[Array], Any] = jax.jit(jax.sharding.auto_axes(convert, out_sharding=specs))
     return converter
@@ -126,3 +160,18 @@ def _convert(matrix: Array, order: tuple[int, ...], output_axes: int, is_packed:
     values, scale = quantize(turned.reshape(*turned.shape[:output_axes], -1))
     values = values.reshape(turned.shape)
     return pack(values, dtype, output_axes) if is_packed else values, scale
+
+
+def _spread(array: Array, axes: Axes, heads: HeadLayout) -> Array:
+    """From the model's heads to a mesh's: copies, and zeros."""
+    if "q_k_v" in axes:  # queries, key and value of each KV head, which may lose queries to its copies
+        at, num_axes, sources, num_of_model = axes.index("kv_heads"), 2, heads.projections, heads.model_heads + 2 * heads.model_kv_heads
+    elif "kv_heads" in axes:
+        at, num_axes, sources, num_of_model = axes.index("kv_heads"), 1, heads.kv_heads, heads.model_kv_heads
+    else:
+        at, num_axes, sources, num_of_model = axes.index("heads"), 1, heads.query_heads, heads.model_heads
+    before, after = array.shape[:at], array.shape[at + num_axes :]
+    one_by_one = array.reshape(*before, num_of_model, -1, *after)  # a head may be some of its axis: vectors over all heads are flat
+    places = np.array([num_of_model if source is None else source for source in sources])
+    taken = jnp.take(one_by_one, places, axis=at, mode="fill", fill_value=0)
+    return taken.reshape(*before, *((heads.num_kv_heads, heads.group + 2) if num_axes == 2 else (-1,)), *after)

@@ -29,7 +29,7 @@ def load_weights(template: Template[Any], source: TensorSource, mesh: Mesh, rule
         elif leaf.part:
             weight_map = _with_part(weight_map, leaf.name, leaf.part)
     names = [leaf.name for leaf in conversion.plain.leaves]
-    loaded = load(source, dict(zip(names, conversion.plain.abstract(mesh, rules), strict=True)), weight_map, conversion.convert)
+    loaded = load(source, dict(zip(names, conversion.abstract, strict=True)), weight_map, conversion.convert)
     return conversion.weights(loaded)
 
 
@@ -55,7 +55,7 @@ def random_weights(template: Template[Any], mesh: Mesh, rules: Rules) -> Weights
             value = random.standard_normal(target.shape, np.float32) / np.sqrt(np.float32(inputs))
         return jax.device_put(value.astype(target.dtype), target.sharding)
 
-    targets = zip(conversion.plain.leaves, conversion.plain.abstract(mesh, rules), strict=True)
+    targets = zip(conversion.plain.leaves, conversion.abstract, strict=True)
     return conversion.weights({leaf.name: conversion.convert(leaf.name, make(i, leaf, target)) for i, (leaf, target) in enumerate(targets)})
 
 
