@@ -1,0 +1,134 @@
+"""What a step does in each layer of a model, for `sharding.cost_model`: bytes and products, from its template and its configuration."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from jaxinfer.layers.matrices import MatrixFormat
+from jaxinfer.models.config import ArchitectureConfig, Routing
+from jaxinfer.runtime.template import ModelTemplate, make_template
+from sharding.cost_model import Attention, Experts, Matrices, Part, Step, part_cost
+from sharding.hardware import Hardware
+from sharding.layout import Parallel
+from sharding.rules import Rules
+from sharding.stage_balancer import balance
+
+# Counted in programs compiled for an H100: what XLA leaves of a layer's norms, rotations, products and writes once it has fused them.
+_LAYER_KERNELS, _ROUTING_KERNELS = 10, 14
+_EMBEDDING_KERNELS, _HEAD_KERNELS = 3, 30
+
+
+@dataclass(frozen=True)
+class ModelWork:
+    """Of a whole model; a stage does its layers' part, the first the embedding's too, the last the head's."""
+
+    embedding: Part
+    layers: tuple[Part, ...]
+    head: Part
+
+    def of_stage(self, layers: range) -> list[Part]:
+        """What a stage with these layers does."""
+        first = [self.embedding] if layers.start == 0 else []
+        last = [self.head] if layers.stop == len(self.layers) else []
+        return [*first, *self.layers[layers.start : layers.stop], *last]
+
+    def stages(self, parallel: Parallel, steps: Sequence[Step], hardware: Hardware) -> list[range]:
+        """The layers of each stage, cut so that the slowest takes as little as it can for all of these steps together. Raises `ValueError` for
+        more stages than layers."""
+
+        def seconds(part: Part) -> float:
+            return sum(part_cost(part, step, parallel.tp, parallel.ep, hardware).seconds for step in steps)
+
+        return balance([seconds(layer) for layer in self.layers], parallel.pp, seconds(self.embedding), seconds(self.head))
+
+
+def model_work(template: ModelTemplate, rules: Rules) -> ModelWork:
+    """Of the model that a template is of, laid out by these rules."""
+    config = template.config
+    assert isinstance(config, ArchitectureConfig)
+    num_bytes, num_values = _bytes_by_part(template, rules), _values_by_part(template, rules)
+    dtype = str(template.form.dtype)
+
+    def matrices(part: str) -> Matrices:
+        return Matrices(num_bytes[part, True], num_bytes[part, False], num_values[part, True], num_values[part, False], dtype=dtype)
+
+    routing = getattr(config.family, "routing", None)
+    value_bytes = template.activation_dtype.itemsize
+    width = config.hidden_size * value_bytes
+    layers = tuple(
+        Part(
+            matrices(f"blocks.{layer}"),
+            _experts(template, routing, num_bytes[f"blocks.{layer}", None], num_values[f"blocks.{layer}", None]),
+            _attention(config, layer, value_bytes),
+            reduced_bytes=(width, width),
+            num_kernels=_LAYER_KERNELS + _ROUTING_KERNELS * bool(num_values[f"blocks.{layer}", None]),
+        )
+        for layer in range(config.num_layers)
+    )
+    of_row = config.hidden_size * template.form.dtype.itemsize
+    embedding = Part(Matrices(row_bytes=of_row, dtype=dtype), reduced_bytes=(width,), num_kernels=_EMBEDDING_KERNELS)
+    head = Part(
+        matrices("embedding" if config.tie_word_embeddings else "head"), reduced_bytes=(8,), num_kernels=_HEAD_KERNELS, of_sampled=True
+    )
+    return ModelWork(embedding, layers, head)
+
+
+_ByPart = defaultdict[tuple[str, bool | None], int]  # part of the model; whether it is split over devices, None for a mixture's experts
+
+
+def _bytes_by_part(template: ModelTemplate, rules: Rules) -> _ByPart:
+    found = _ByPart(int)
+    for leaf in template.leaves:
+        size = math.prod(leaf.shape) * leaf.dtype.itemsize // len(leaf.paths)
+        is_split = None if leaf.is_of_experts else any(axis in rules for axis in leaf.axes)
+        for path in leaf.paths:
+            found[_part(path), is_split] += size
+    return found
+
+
+def _values_by_part(template: ModelTemplate, rules: Rules) -> _ByPart:
+    """Of matrices, as the model has them where they are plain; but of those that attention multiplies with itself."""
+    assert isinstance(template.config, ArchitectureConfig)
+    form, found = template.form, _ByPart(int)
+    is_plain = not form.is_packed and form.experts.packing is None
+    plain = template if is_plain else make_template(template.config, MatrixFormat(jnp.dtype("bfloat16")))
+    for leaf in plain.leaves:
+        if len(leaf.axes_of_one) > 1 and not leaf.paths[0].endswith(".attention.up"):
+            is_split = None if leaf.is_of_experts else any(axis in rules for axis in leaf.axes)
+            for path in leaf.paths:
+                found[_part(path), is_split] += math.prod(leaf.shape) // len(leaf.paths)
+    return found
+
+
+def _part(path: str) -> str:
+    """Such as "blocks.3" or "head"."""
+    names = path.split(".")
+    return ".".join(names[:2]) if names[0] == "blocks" else names[0]
+
+
+def _experts(template: ModelTemplate, routing: Routing | None, num_bytes: int, num_values: int) -> Experts | None:
+    if routing is None or not num_values:
+        return None
+    dtype = template.form.experts.packing or str(template.form.expert_dtype)
+    count = routing.num_experts
+    return Experts(count, routing.top_k, num_bytes // count, num_values // count, dtype)
+
+
+def _attention(config: ArchitectureConfig, layer: int, value_bytes: int) -> Attention:
+    span, latent = config.layer_spans[layer], config.latent
+    if latent is not None:
+        return Attention(
+            token_bytes=latent.latent_size * value_bytes,
+            is_split=False,
+            decode_values=config.num_heads * (latent.latent_size + latent.rank),
+            prefill_values=config.num_heads * (latent.head_size + latent.value_size),
+            expand_values=config.num_heads * latent.rank * (latent.nope_size + latent.value_size),
+        )
+    values = 2 * config.num_heads * config.head_size
+    token_bytes = 2 * config.num_kv_heads * config.head_size * value_bytes
+    return Attention(token_bytes, True, values, values, window=span.window, chunk=span.chunk)

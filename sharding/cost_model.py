@@ -1,0 +1,216 @@
+"""How long a step takes, and what it spends its time on: from bytes read, products made and collectives waited for. Imports no JAX.
+
+A roofline (Williams et al., CACM 2009) for each part of a model: its matrices are read while they are multiplied with,
+so that the slower of both counts, and the same of attention over keys and values; collectives and the starts of kernels come on top. Good for
+which layout is faster and why, to some tens of percent; what a card really reaches is `sharding.hardware`'s to say.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from functools import reduce
+from operator import add
+from typing import Literal
+
+from sharding.hardware import Hardware
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """Matrices that tokens are multiplied with, or rows of which they take."""
+
+    split_bytes: int = 0  # of which each of tp devices has its part
+    whole_bytes: int = 0  # that each device has
+    split_values: int = 0  # a multiplication and an addition each, for each token
+    whole_values: int = 0
+    row_bytes: int = 0  # of a table that each token takes a row of
+    dtype: str = "bfloat16"  # as what they are multiplied
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture's, of which each token takes a few; all alike."""
+
+    num_experts: int
+    top_k: int
+    expert_bytes: int  # of all matrices of one
+    expert_values: int
+    dtype: str = "bfloat16"
+
+    def num_hit(self, num_tokens: int) -> float:
+        """Different ones that so many tokens take, if each is as likely as any other."""
+        return self.num_experts * (1 - (1 - self.top_k / self.num_experts) ** num_tokens)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Over the keys and values of one layer."""
+
+    token_bytes: int  # kept of a token, by all devices together where heads are split over them
+    is_split: bool  # else each device reads all that is kept of a token, as latents are
+    decode_values: int  # multiplied for a query and a key, of all heads
+    prefill_values: int
+    expand_values: int = 0  # of latents: multiplied for each key in prefill, to expand it; in decode for each query, to take it to latents
+    window: int | None = None  # tokens that a query attends to at most
+    chunk: int | None = None  # the same, counted from the start of the query's own chunk
+
+    def num_pairs(self, first: int, stop: int) -> float:
+        """Keys attended to by all queries from one position on, up to another."""
+        return self._pairs_before(stop) - self._pairs_before(first)
+
+    def num_read(self, first: int, stop: int) -> int:
+        """Different keys among them."""
+        if self.window is not None:
+            return stop - max(first - (self.window - 1), 0)
+        return stop - (first // self.chunk * self.chunk if self.chunk is not None else 0)
+
+    def num_keys(self, context: int) -> float:
+        """That the last token of a context attends to: one of a chunk, which it may be anywhere in, on average."""
+        size = self.chunk if self.chunk is not None and context > self.chunk else 1
+        return self.num_pairs(context - size, context) / size
+
+    def _pairs_before(self, stop: int) -> int:
+        def triangle(n: int) -> int:
+            return n * (n + 1) // 2
+
+        if self.window is not None:
+            return triangle(min(stop, self.window)) + max(stop - self.window, 0) * self.window
+        if self.chunk is not None:
+            return stop // self.chunk * triangle(self.chunk) + triangle(stop % self.chunk)
+        return triangle(stop)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a step does in one layer, in the embedding or in the head."""
+
+    matrices: Matrices = Matrices()
+    experts: Experts | None = None
+    attention: Attention | None = None
+    reduced_bytes: tuple[int, ...] = ()  # of a token, in each all-reduce over tp devices
+    num_kernels: int = 0
+    of_sampled: bool = False  # only the last token of each sequence comes to it
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one call of a program gets."""
+
+    role: Literal["prefill", "decode"]
+    num_sequences: int
+    num_queries: int  # tokens of each sequence; 1 in decode
+    context: int  # tokens of each sequence once it is done
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_sequences * self.num_queries
+
+
+_BOUNDS = {
+    "weight_reads": "reading weights",
+    "products": "products with weights",
+    "kv_reads": "reading KV",
+    "attention": "attention's products",
+    "collectives": "collectives",
+    "starts": "starting kernels",
+}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds. Reads and products of one thing go on at the same time, so that they add up to more than `seconds`."""
+
+    seconds: float = 0.0
+    weight_reads: float = 0.0
+    products: float = 0.0
+    kv_reads: float = 0.0
+    attention: float = 0.0
+    collectives: float = 0.0
+    starts: float = 0.0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
+
+    @property
+    def bound(self) -> str:
+        """What most of the time goes to."""
+        return _BOUNDS[max(_BOUNDS, key=lambda name: getattr(self, name))]
+
+
+def part_cost(part: Part, step: Step, tp: int, ep: int, hardware: Hardware) -> Cost:
+    """Of one part of a model in one step, split over `tp` devices, or with experts whole on `ep` of them."""
+    weight_bytes, products = _matrices(part, step, tp, hardware)
+    if part.experts is not None:
+        expert_bytes, expert_products = _experts(part.experts, step.num_tokens, tp, ep, hardware)
+        weight_bytes, products = weight_bytes + expert_bytes, products + expert_products
+    kv_bytes, pairs = _attention(part.attention, step, tp) if part.attention is not None else (0.0, 0.0)
+    rate = hardware.rate("bfloat16") * hardware.attention_share
+    weight_reads, kv_reads, attention = weight_bytes / hardware.bandwidth, kv_bytes / hardware.bandwidth, 2 * pairs / rate
+    collectives = sum(all_reduce_seconds(_rows(part, step) * size, tp, hardware) for size in part.reduced_bytes)
+    starts = part.num_kernels * hardware.kernel_seconds
+    seconds = max(weight_reads, products) + max(kv_reads, attention) + collectives + starts
+    return Cost(seconds, weight_reads, products, kv_reads, attention, collectives, starts)
+
+
+def stage_cost(parts: Iterable[Part], step: Step, tp: int, ep: int, hardware: Hardware) -> Cost:
+    """Of all parts that a stage has, and of calling its program once."""
+    call = Cost(hardware.step_seconds, starts=hardware.step_seconds)
+    return reduce(add, (part_cost(part, step, tp, ep, hardware) for part in parts), call)
+
+
+def all_reduce_seconds(num_bytes: float, num_devices: int, hardware: Hardware) -> float:
+    """Each device's sum of all devices' bytes, by a ring: 2 (n - 1) / n of them pass each link (Patarasuk and Yuan, 2009)."""
+    if num_devices == 1:
+        return 0.0
+    return hardware.link_seconds + 2 * (num_devices - 1) / num_devices * num_bytes / hardware.link_bandwidth
+
+
+def move_seconds(num_bytes: float, hardware: Hardware) -> float:
+    """From one device to another."""
+    return hardware.link_seconds + num_bytes / hardware.link_bandwidth
+
+
+def most_of(mean: float, deviation: float, num_devices: int) -> float:
+    """About what the fullest of some devices has, of independent amounts with this mean and deviation."""
+    return mean + deviation * math.sqrt(2 * math.log(num_devices))
+
+
+def _rows(part: Part, step: Step) -> int:
+    return step.num_sequences if part.of_sampled else step.num_tokens
+
+
+def _matrices(part: Part, step: Step, tp: int, hardware: Hardware) -> tuple[float, float]:
+    """Bytes that a device reads, and seconds of its products."""
+    matrices, num_rows = part.matrices, _rows(part, step)
+    values = matrices.split_values / tp + matrices.whole_values
+    num_bytes = matrices.split_bytes / tp + matrices.whole_bytes + num_rows * matrices.row_bytes
+    return num_bytes, 2 * num_rows * values / hardware.rate(matrices.dtype)
+
+
+def _experts(experts: Experts, num_tokens: int, tp: int, ep: int, hardware: Hardware) -> tuple[float, float]:
+    """The same of experts: of those that the tokens take. Where they are whole on their devices, of the device that has most to do."""
+    hit, rows = experts.num_hit(num_tokens), float(num_tokens * experts.top_k)
+    if ep > 1:
+        share = hit / experts.num_experts
+        of_device = experts.num_experts / ep
+        hit = min(most_of(hit / ep, math.sqrt(of_device * share * (1 - share)), ep), of_device)
+        rows = min(most_of(rows / ep, math.sqrt(rows / ep), ep), rows)
+        return hit * experts.expert_bytes, 2 * rows * experts.expert_values / hardware.rate(experts.dtype)
+    return hit * experts.expert_bytes / tp, 2 * rows * experts.expert_values / tp / hardware.rate(experts.dtype)
+
+
+def _attention(attention: Attention, step: Step, tp: int) -> tuple[float, float]:
+    """Bytes of keys and values that a device reads, and values that it multiplies."""
+    if step.num_queries == 1:
+        read = num_pairs = attention.num_keys(step.context)
+    else:
+        queries = step.context - step.num_queries, step.context
+        read, num_pairs = attention.num_read(*queries), attention.num_pairs(*queries)
+    if step.role == "decode":
+        values = num_pairs * attention.decode_values + step.num_queries * attention.expand_values
+    else:
+        values = num_pairs * attention.prefill_values + read * attention.expand_values
+    read_bytes = read * attention.token_bytes / (tp if attention.is_split else 1)
+    return step.num_sequences * read_bytes, step.num_sequences * values / tp

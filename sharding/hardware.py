@@ -1,0 +1,102 @@
+"""What a device can do: bandwidths, rates and latencies, and where each figure is from. Imports no JAX.
+
+Sources. H100 SXM5: "NVIDIA H100 Tensor Core GPU" data sheet (3.35 TB/s; dense, half of what it prints with sparsity: 989 TFLOP/s bfloat16,
+1,979 fp8 and int8, 495 TF32, which is what XLA multiplies float32 with; NVLink 900 GB/s both ways; PCIe 5 128 GB/s both ways). H200: "NVIDIA
+H200 Tensor Core GPU" data sheet (4.8 TB/s, else alike). What is reached of them is not printed anywhere: the shares below are what large
+copies, products and NCCL's all-reduces commonly show on such cards. None has been measured by this project.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One device as a program finds it: rates are those reached, in bytes, or multiplications and additions, a second."""
+
+    name: str
+    bandwidth: float  # of its memory
+    matmul_rates: Mapping[str, float] = field(hash=False)  # of a large product, by the type that is multiplied
+    link_bandwidth: float  # to the other devices of the machine, one way
+    link_seconds: float  # of the smallest collective or transfer
+    host_bandwidth: float  # to the host's memory, one way
+    kernel_seconds: float  # of the smallest kernel
+    step_seconds: float  # that a step takes whatever it does: the host's call, its arguments and its results
+    attention_share: float  # of the matmul rate that attention's products reach
+    shares_machine: bool = False  # whether the rates are all devices' together, as those of a CPU cut into virtual devices
+    is_measured: bool = False
+
+    def rate(self, dtype: str) -> float:
+        """Of products with weights of this type; of one that is not listed, the slowest."""
+        return self.matmul_rates.get(dtype, min(self.matmul_rates.values()))
+
+    def shared_by(self, num_devices: int) -> Hardware:
+        """One of so many that work at the same time."""
+        if not self.shares_machine or num_devices == 1:
+            return self
+        rates = {dtype: rate / num_devices for dtype, rate in self.matmul_rates.items()}
+        shared = {name: getattr(self, name) / num_devices for name in ("bandwidth", "link_bandwidth", "host_bandwidth")}
+        return Hardware(**{**self._fields(), **shared, "matmul_rates": rates})
+
+    def _fields(self) -> dict[str, Any]:
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
+    def write(self, path: Path) -> None:
+        """As JSON, for `read`."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> Hardware:
+        """What `write` wrote. Raises `ValueError` for anything else, `OSError` where there is no such file."""
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            made = cls(**found)
+            numbers = [*made.matmul_rates.values(), *(value for value in found.values() if isinstance(value, (int, float)))]
+            if not made.matmul_rates or not all(isinstance(number, (int, float)) and number >= 0 for number in numbers):
+                raise ValueError("a rate is no number of at least 0")
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path} is no calibration: {error}; delete it, or write it anew with jaxinfer plan --calibrate") from error
+        return made
+
+
+_COPY, _MATMUL, _LINK = 0.9, 0.75, 0.8  # shares reached: of bandwidth by a copy, of the dense rate by a product, of NVLink by a collective
+
+
+def _hopper(name: str, bandwidth: float) -> Hardware:
+    sheet = {"bfloat16": 989e12, "float16": 989e12, "float32": 495e12, "fp8": 1979e12, "int8": 1979e12}
+    # Packed experts are dequantised to bfloat16 in the kernel, and multiplied as such.
+    rates = {dtype: rate * _MATMUL for dtype, rate in {**sheet, "fp8": 989e12, "int4": 989e12}.items()}
+    return Hardware(
+        name,
+        bandwidth=bandwidth * _COPY,
+        matmul_rates=rates,
+        link_bandwidth=450e9 * _LINK,
+        link_seconds=10e-6,  # what NCCL takes for a few bytes on eight cards
+        host_bandwidth=64e9 * 0.8,
+        kernel_seconds=2e-6,  # as part of a CUDA graph
+        step_seconds=100e-6,
+        attention_share=0.6,  # what this project's kernels aim at
+    )
+
+
+# A CPU of a few cores, unless it has been calibrated: two with AVX-512 and one memory channel's worth of bandwidth.
+_CPU = Hardware(
+    "cpu",
+    bandwidth=25e9,
+    matmul_rates={"bfloat16": 250e9, "float32": 150e9, "int8": 300e9},
+    link_bandwidth=5e9,
+    link_seconds=30e-6,
+    host_bandwidth=5e9,
+    kernel_seconds=5e-6,
+    step_seconds=500e-6,
+    attention_share=0.3,
+    shares_machine=True,
+)
+
+HARDWARE: Mapping[str, Hardware] = {"h100": _hopper("h100", 3.35e12), "h200": _hopper("h200", 4.8e12), "cpu": _CPU}
