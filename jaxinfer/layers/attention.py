@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxinfer.kv_cache.pages import Pages
+from jaxinfer.layers.heads import HeadLayout
 from jaxinfer.layers.linear import Linear
 from jaxinfer.layers.matrices import MatrixFormat
 from jaxinfer.layers.norm import HeadsRMSNorm, RMSNorm
@@ -56,7 +57,8 @@ class AttendInLayers(Protocol):
 
 class Attention(nnx.Module):
     """`norm_epsilon`: queries and keys are normalised before they are rotated, each head by itself by a `norm` or, where
-    `norms_heads_as_one`, a token's whole width by root mean square; None: they are not. `has_out_bias`: where the others have biases."""
+    `norms_heads_as_one`, a token's whole width by root mean square; None: they are not. `has_out_bias`: where the others have biases. `heads`: how
+    these come from the model's own, where they are a mesh's."""
 
     def __init__(
         self,
@@ -72,6 +74,7 @@ class Attention(nnx.Module):
         norm_epsilon: float | None = None,
         norm: type[RMSNorm] = RMSNorm,
         norms_heads_as_one: bool = False,
+        heads: HeadLayout | None = None,
     ) -> None:
         self.heads_per_kv = num_heads // num_kv_heads
         self.how = how or How(head_size**-0.5)
@@ -79,13 +82,15 @@ class Attention(nnx.Module):
         group = {"kv_heads": num_kv_heads, "q_k_v": self.heads_per_kv + 2, "head_size": head_size}
         self.qkv = Linear({"embed": size}, group, form, use_bias=use_bias)
         self.out = Linear({"heads": num_heads, "head_size": head_size}, {"embed": size}, form, use_bias=use_bias and has_out_bias)
+        # Of keys a square's mean over copies is that over each once.
+        too_many = (1.0, 1.0) if heads is None else (num_heads / heads.model_heads, num_kv_heads / (heads.model_kv_heads * heads.copies))
         self.q_norm, self.k_norm = (
             None
             if norm_epsilon is None
-            else HeadsRMSNorm(count * head_size, norm_epsilon, form, axis)
+            else HeadsRMSNorm(count * head_size, norm_epsilon, form, axis, more)
             if norms_heads_as_one
             else norm(head_size, norm_epsilon, form)
-            for axis, count in (("heads", num_heads), ("kv_heads", num_kv_heads))
+            for axis, count, more in (("heads", num_heads, too_many[0]), ("kv_heads", num_kv_heads, too_many[1]))
         )
 
     def project(self, x: Float[Array, "T D"]) -> tuple[Float[Array, "T N H"], Float[Array, "T K H"], Float[Array, "T K H"]]:

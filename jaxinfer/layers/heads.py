@@ -81,13 +81,14 @@ class HeadLayout:
             found += [None if kv_head is None else kv_head * (of_model + 2) + of_model + side for side in range(2)]
         return tuple(found)
 
-    def __str__(self) -> str:
-        """What it costs, such as "KV heads 3 -> 4 over 2 devices: 33% more KV, 33% more attention weights"."""
-        if self.is_models:
-            return f"KV heads {self.num_kv_heads} over {self.num_devices} devices"
-        copied = f", {self.copies} copies of each" if self.copies > 1 else ""
-        more_kv = self.num_kv_heads / self.model_kv_heads - 1
+    def cost(self, *, has_latents: bool = False) -> str:
+        """What it costs, such as "KV heads 3 -> 4 over 2 devices: 33% more KV, 33% more attention weights". With latents, which belong to no head, a
+        page has no heads."""
         more_weights = (self.num_heads + self.num_kv_heads) / (self.model_heads + self.model_kv_heads) - 1
+        if has_latents:
+            return f"heads {self.model_heads} -> {self.num_heads} over {self.num_devices} devices: {more_weights:.0%} more weights of heads"
+        copied = f", {self.copies} copies of each," if self.copies > 1 else ""
+        more_kv = self.num_kv_heads / self.model_kv_heads - 1
         return (
             f"KV heads {self.model_kv_heads} -> {self.num_kv_heads}{copied} over {self.num_devices} devices: "
             f"{more_kv:.0%} more KV, {more_weights:.0%} more attention weights"

@@ -20,12 +20,20 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         wide = x.astype(jnp.float32)
-        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
+        wide = wide * jax.lax.rsqrt(self._mean_square(wide) + self.epsilon)
         return wide.astype(x.dtype) * self.scale[...].astype(x.dtype)
+
+    def _mean_square(self, wide: Float[Array, "T D"]) -> Float[Array, "T 1"]:
+        return jnp.mean(wide * wide, axis=-1, keepdims=True)
 
 
 class HeadsRMSNorm(RMSNorm):
-    """All heads of a token as one. The scale is flat: vectors of all layers lie in one array, what has more axes each in its own."""
+    """All heads of a token as one. The scale is flat: vectors of all layers lie in one array, what has more axes each in its own. `too_many`: how many
+    times as many heads there are as count, where a mesh has copies, or heads of zeros."""
+
+    def __init__(self, size: int, epsilon: float, form: MatrixFormat, axis: str, too_many: float) -> None:
+        super().__init__(size, epsilon, form, axis)
+        self.too_many = too_many
 
     def __call__(self, x: Float[Array, "T N H"]) -> Float[Array, "T N H"]:
         num_tokens, num_heads, head_size = x.shape
@@ -33,6 +41,10 @@ class HeadsRMSNorm(RMSNorm):
         flat, apart = (PartitionSpec(None, heads), PartitionSpec(None, heads, None)) if heads is not None else (None, None)
         wide = jax.lax.reshape(x, (num_tokens, num_heads * head_size), out_sharding=flat)
         return jax.lax.reshape(super().__call__(wide), x.shape, out_sharding=apart)
+
+    def _mean_square(self, wide: Float[Array, "T D"]) -> Float[Array, "T 1"]:
+        of_all = super()._mean_square(wide)
+        return of_all if self.too_many == 1 else of_all * self.too_many
 
 
 class OffsetRMSNorm(RMSNorm):

@@ -32,6 +32,7 @@ class Olmo2Block(nnx.Module):
             how=How(config.head_size**-0.5, config.layer_spans[layer]),
             norm_epsilon=epsilon,
             norms_heads_as_one=True,
+            heads=config.heads,
         )
         self.attended_norm = RMSNorm(size, epsilon, form)
         self.mlp = GatedMLP(size, config.mlp_size, form, use_bias=False)

@@ -48,6 +48,8 @@ def test_devices_that_divide_the_kv_heads_have_the_models_own():
     for num_heads, num_kv_heads, num_devices in SIZES:
         layout = HeadLayout.of(num_heads, num_kv_heads, num_devices)
         assert layout.is_models == (num_kv_heads % num_devices == 0)
+        changed = {"kv_heads"} | ({"heads"} if layout.num_heads > num_heads else set())
+        assert layout.spread_axes == (set() if layout.is_models else changed)
         if layout.is_models:
             assert (layout.num_heads, layout.num_kv_heads) == (num_heads, num_kv_heads)
             assert layout.query_heads == tuple(range(num_heads))
@@ -79,10 +81,13 @@ def test_every_query_head_is_there_once_beside_a_copy_of_its_kv_head():
     ("heads", "said"),
     [
         ((9, 3, 2), "KV heads 3 -> 4 over 2 devices: 33% more KV, 33% more attention weights"),
-        ((9, 3, 8), "KV heads 3 -> 8, 2 copies of each over 8 devices: 167% more KV, 100% more attention weights"),
-        ((64, 4, 8), "KV heads 4 -> 8, 2 copies of each over 8 devices: 100% more KV, 6% more attention weights"),
-        ((64, 8, 4), "KV heads 8 over 4 devices"),
+        ((9, 3, 8), "KV heads 3 -> 8, 2 copies of each, over 8 devices: 167% more KV, 100% more attention weights"),
+        ((64, 4, 8), "KV heads 4 -> 8, 2 copies of each, over 8 devices: 100% more KV, 6% more attention weights"),
     ],
 )
 def test_it_says_what_it_costs(heads, said):
-    assert str(HeadLayout.of(*heads)) == said
+    assert HeadLayout.of(*heads).cost() == said
+
+
+def test_where_a_page_has_no_heads_only_weights_cost_more():
+    assert HeadLayout.of(64, 64, 6).cost(has_latents=True) == "heads 64 -> 66 over 6 devices: 3% more weights of heads"
