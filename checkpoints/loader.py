@@ -35,7 +35,8 @@ def load(
     """
     found = _fillings(source, targets, weight_map)
     largest_first = sorted(targets, key=lambda path: -prod(targets[path].shape))  # so that no thread is left with one at the end
-    pool = ThreadPoolExecutor(_NUM_THREADS, "load")
+    # `convert` may launch collectives, which all processes must do in one order: theirs is this one's with a single thread.
+    pool = ThreadPoolExecutor(_NUM_THREADS if jax.process_count() == 1 else 1, "load")
     try:
         arrays = pool.map(lambda path: convert(path, _load_one(source, targets[path], found[path])), largest_first)
         loaded = dict(zip(largest_first, arrays, strict=True))

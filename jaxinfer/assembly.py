@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 import numpy as np
@@ -17,6 +17,7 @@ from jaxinfer.decode.batch import empty_batch as empty_decode_batch
 from jaxinfer.decode.runner import DecodeRunner
 from jaxinfer.decode.scheduler import DecodeScheduler
 from jaxinfer.decode.worker import DecodeWorker
+from jaxinfer.distributed.processes import Alone, Processes, lead
 from jaxinfer.encode.loading import load_encoder
 from jaxinfer.encode.worker import EncodeWorker
 from jaxinfer.kv_cache.manager import KVManager
@@ -64,20 +65,32 @@ class Parts:
     weights: Weights  # the decode mesh's
     tiers: TierTransfer | None = None
     encode: EncodeWorker | None = None  # on the prefill mesh
+    processes: Processes = field(default_factory=Alone)
 
 
-def assemble(config: EngineConfig, stats: EngineStats) -> Parts:
-    """Load and compile everything; after it nothing compiles.
+def assemble(config: EngineConfig, stats: EngineStats, processes: Processes | None = None) -> Parts:
+    """Load and compile everything; after it nothing compiles. Without `processes` it is the first of as many as are configured.
 
     Raises `ConfigError`, `CheckpointError` or `UnsupportedModelError` with what to change.
     """
     use_persistent_cache()
     split_cpu(config.devices.cpu_devices)
+    processes = processes or lead(config)
+    try:
+        return _assemble(config, stats, processes)
+    except BaseException:
+        processes.close()
+        raise
+
+
+def _assemble(config: EngineConfig, stats: EngineStats, processes: Processes) -> Parts:
     clocks = [DeviceClock(), DeviceClock()]
     # First, so that the plan's pages are of the memory that it leaves.
     encode = load_encoder(config, stats, clocks[0]) if config.model.embedding_model else None
     source = open_source(resolve(config.model.model))
     plan = make_plan(config, config_of(source), source)
+    for role in (plan.prefill, plan.decode):
+        processes.check(f"{role.role}_devices", role.mesh)
     tokenizer = Tokenizer.from_source(source)
     spec, schedule = plan.page_spec, config.schedule
 
@@ -126,7 +139,8 @@ def assemble(config: EngineConfig, stats: EngineStats) -> Parts:
     _report(stats, config, plan, programs, pools)
     if config.devices.profile is not None:
         programs = named(programs)
-    movers = [PageMover(_moves(role), pool, programs) for role, pool in zip(roles, pools, strict=True)]
+    prefill_runner, decode_runner = processes.share("prefill", prefill_runner), processes.share("decode", decode_runner)
+    movers = [processes.share(_moves(role), PageMover(_moves(role), pool, programs)) for role, pool in zip(roles, pools, strict=True)]
     pace = Pace(schedule.prefill_buckets, schedule.target_ttft, schedule.target_itl, delays_decode=plan.shares_mesh)
     transfer: KVTransfer = SameMeshTransfer()
     cross_mesh: CrossMeshTransfer | None = None
@@ -150,6 +164,7 @@ def assemble(config: EngineConfig, stats: EngineStats) -> Parts:
         stats.read_tiers = tiers.stats
         with COUNTER.compiling():
             tier_transfer.warm_up()
+    processes.assembled()
     return Parts(
         config,
         plan,
@@ -162,6 +177,7 @@ def assemble(config: EngineConfig, stats: EngineStats) -> Parts:
         decode_weights,
         tier_transfer,
         encode,
+        processes,
     )
 
 

@@ -58,6 +58,10 @@ class DeviceConfig:
         choices=("auto", "mosaic_gpu", "llvm_cpu", "xla", "reference"),
     )
     cpu_devices: int | None = _flag(None, "split the CPU into this many virtual devices")
+    coordinator: str | None = _flag(None, "HOST:PORT that process 0 listens on for the others, where one engine spans several processes")
+    num_processes: int = _flag(1, "processes that one engine spans; devices are numbered through, process by process")
+    process_id: int = _flag(0, "this process's number; 0 takes the requests, the others run `jaxinfer follow`")
+    connect_seconds: float = _flag(120.0, "how long processes wait for each other at the start")
     profile: str | None = _flag(None, "folder to write a trace of the first seconds of work to, for XProf and Perfetto")
     profile_seconds: float = _flag(5.0, "how long that trace is")
 
@@ -153,6 +157,7 @@ class EngineConfig:
             _at_least("max_model_len", self.model.max_model_len, 2)
         if devices.cpu_devices is not None:
             _at_least("cpu_devices", devices.cpu_devices, 1)
+        _check_processes(self)
 
     @classmethod
     def of(cls, **flat: Any) -> EngineConfig:
@@ -206,6 +211,14 @@ def parse_disk(name: str, text: str) -> tuple[str, int]:
     return path, parse_bytes(f"{name}'s size", size)
 
 
+def parse_address(name: str, text: str) -> tuple[str, int]:
+    """'10.0.0.1:7000' -> the host and the port. Raises `ConfigError` naming the setting."""
+    host, _, port = text.rpartition(":")
+    if not host.strip("[]") or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ConfigError(f"{name} is {text!r}: give HOST:PORT, such as 10.0.0.1:7000")
+    return host.strip("[]"), int(port)
+
+
 def format_bytes(count: float) -> str:
     """1536 -> '1.5 KiB'."""
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -248,6 +261,28 @@ def _checked(setting: dataclasses.Field[Any], value: Any) -> Any:
     if choices and value not in choices:
         raise ConfigError(f"{setting.name} is {value!r}: it must be one of {', '.join(choices)}")
     return value
+
+
+def _check_processes(config: EngineConfig) -> None:
+    devices, several = config.devices, f"num_processes is {config.devices.num_processes}"
+    _at_least("num_processes", devices.num_processes, 1)
+    if not 0 <= devices.process_id < devices.num_processes:
+        raise ConfigError(
+            f"process_id is {devices.process_id}: with num_processes {devices.num_processes} it must be 0 to {devices.num_processes - 1}"
+        )
+    if not devices.connect_seconds > 0:
+        raise ConfigError(f"connect_seconds is {devices.connect_seconds}: it must be over 0")
+    if devices.coordinator is not None:
+        parse_address("coordinator", devices.coordinator)
+    if devices.num_processes == 1:
+        if devices.coordinator is not None:
+            raise ConfigError(f"coordinator is {devices.coordinator}, but {several}: give the number of processes too")
+        return
+    if devices.coordinator is None:
+        raise ConfigError(f"{several}, but there is no coordinator: give process 0's HOST:PORT, the same to all")
+    for name, value in (("embedding_model", config.model.embedding_model), ("kv_host_memory", config.cache.kv_host_memory)):
+        if value is not None:
+            raise ConfigError(f"{several}, and {name} is {value}, which can't span processes yet: leave it out")
 
 
 def _at_least(name: str, value: int, low: int) -> None:

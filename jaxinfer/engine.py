@@ -10,7 +10,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 
 from jaxinfer.assembly import Parts, assemble
-from jaxinfer.config import EngineConfig
+from jaxinfer.config import ConfigError, EngineConfig
 from jaxinfer.detokenizer import IncrementalDetokenizer
 from jaxinfer.output import OutputBuilder
 from jaxinfer.plain_forward import PlainForward
@@ -60,6 +60,7 @@ class Engine:
             self._profile.stop()
         if self._parts.tiers is not None:
             self._parts.tiers.close()
+        self._parts.processes.close()
 
     @property
     def shares_mesh(self) -> bool:
@@ -67,8 +68,11 @@ class Engine:
         return self._parts.plan.shares_mesh
 
     def plain_forward(self) -> PlainForward:
-        """The model without cache or batch, on the decode mesh's weights: what the engine's numbers are checked against."""
+        """The model without cache or batch, on the decode mesh's weights: what the engine's numbers are checked against. Raises
+        `ConfigError` for an engine that spans processes: the others would have to launch it too."""
         parts = self._parts
+        if self.config.devices.num_processes > 1:
+            raise ConfigError("the plain forward pass (logits, logprobs) can't span processes: ask for logprobs while generating")
         return PlainForward(parts.plan.template, parts.weights, parts.plan.decode.mesh)
 
     def validate(self, prompt_token_ids: Tokens[int], params: SamplingParams) -> None:
@@ -135,7 +139,13 @@ class Engine:
         return True
 
     def step(self) -> list[OutputDelta]:
-        """One turn: start a prefill chunk, hand over what is prefilled, start a decode step, read the decode step before it."""
+        """One turn: start a prefill chunk, hand over what is prefilled, start a decode step, read the decode step before it.
+
+        Raises `ProcessLostError` where the engine spans processes and one is gone; this process then ends within seconds."""
+        with self._parts.processes.watched():
+            return self._turn()
+
+    def _turn(self) -> list[OutputDelta]:
         if self._profile is not None and self.has_work:
             self._profile.tick()
         surprises, stats = COUNTER.num_surprises, self.stats

@@ -29,7 +29,7 @@ from pallas_kernels.packed_matmul.op import why_not
 from pallas_kernels.paged_attention import op as paged_attention
 from pallas_kernels.ragged_prefill_attention import op as ragged_prefill_attention
 from pallas_kernels.span import EVERYTHING
-from sharding.mesh import make_mesh
+from sharding.mesh import make_mesh, own_device
 from sharding.rules import RULES, Rules
 
 logger = logging.getLogger(__name__)
@@ -246,7 +246,9 @@ def _plan_role(
 
 
 def _kv_budget(kv_memory: str, mesh: jax.sharding.Mesh, weights: int) -> int:
-    device = mesh.devices.flat[0]
+    device = own_device(mesh)
+    if kv_memory == "auto" and device.platform != "cpu" and jax.process_count() > 1:
+        raise ConfigError("kv_memory is auto, but each process would find another size: give one, such as 40GiB")
     stats = device.memory_stats() if device.platform != "cpu" else None
     if kv_memory != "auto":
         budget = parse_bytes("kv_memory", kv_memory)

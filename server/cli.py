@@ -1,4 +1,4 @@
-"""The `jaxinfer` command: serve, generate, batch, demo, convert, inspect, plan. Engine flags are EngineConfig's fields; JAX loads when a command needs it."""
+"""The `jaxinfer` command: serve, generate, batch, demo, follow, convert, inspect, plan. Engine flags are EngineConfig's fields; JAX loads when a command needs it."""
 
 from __future__ import annotations
 
@@ -87,6 +87,14 @@ def _parser() -> argparse.ArgumentParser:
 
     for command in (serve, generate, demo, batch):
         add_flags(command, "engine", flat_fields())
+    follow = commands.add_parser(
+        "follow",
+        allow_abbrev=False,
+        help="lend this process's devices to an engine that process 0 drives",
+        description="See docs/distributed.md.",
+    )
+    add_flags(follow, "engine (process 0's where they aren't given)", flat_fields())
+    follow.set_defaults(run=_follow)
     _add_checkpoint_commands(commands)
     _add_plan_command(commands)
     return parser
@@ -149,6 +157,13 @@ def _start_engine(arguments: argparse.Namespace, console: Console) -> Engine:
         from jaxinfer.engine import Engine
 
         return Engine(config)
+
+
+def _follow(arguments: argparse.Namespace) -> int:
+    from jaxinfer.distributed.follow import follow
+
+    follow(given(arguments, flat_fields()), lambda: print("ready", file=sys.stderr, flush=True))
+    return 0
 
 
 def _generate(arguments: argparse.Namespace) -> int:

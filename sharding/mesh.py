@@ -29,3 +29,9 @@ def make_mesh(device_ids: Sequence[int], devices: Sequence[jax.Device] | None = 
 def is_cpu(mesh: Mesh) -> bool:
     """Whether a mesh's devices are the machine's own cores."""
     return bool(mesh.devices.flat[0].platform == "cpu")
+
+
+def own_device(mesh: Mesh) -> jax.Device:
+    """The first of the mesh's devices that is this process's, or of all where none is."""
+    devices = list(mesh.devices.flat)
+    return next((device for device in devices if device.process_index == jax.process_index()), devices[0])

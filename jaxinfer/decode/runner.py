@@ -20,7 +20,7 @@ from jaxinfer.sampling.params import SamplingRows, neutral_rows
 from jaxinfer.sampling.sampler import Sampled
 from pallas_kernels.dispatch import Backend
 from sharding.mesh import is_cpu
-from sharding.partition import replicated
+from sharding.partition import place, replicated
 from sharding.rules import Rules
 
 # On a CPU XLA takes matrix products from YNNPACK, which for 2 to 16 rows of float32 is 15 to 25% slower than Eigen; without it only for these.
@@ -90,7 +90,7 @@ class DecodeRunner:
     def start(self, programs: dict[str, Executable], weights: Weights) -> None:
         """Take the compiled programs and the weights; allocate what else stays on the device."""
         self._programs, self._weights = programs, weights
-        self._state = jax.device_put(jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), self._abstract_state), replicated(self._mesh))
+        self._state = place(jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), self._abstract_state), replicated(self._mesh))
 
     def seat(self, slot: int, page_ids: Sequence[int]) -> None:
         """Make a sequence's page table known to a slot."""
@@ -111,7 +111,7 @@ class DecodeRunner:
 
     def put(self, rows: SamplingRows) -> SamplingRows:
         """Sampling parameters on the device, for all the steps that share them."""
-        return jax.device_put(rows, replicated(self._mesh))
+        return place(rows, replicated(self._mesh))
 
     def run(self, batch: DecodeBatch, rows: SamplingRows) -> Sampled:
         """Start one step; returns arrays that the device is yet to fill."""

@@ -17,7 +17,7 @@ from jaxinfer.kv_cache.spec import NULL_PAGE
 from jaxinfer.layers.heads import HeadLayout
 from jaxinfer.runtime.buckets import bucket_for
 from jaxinfer.runtime.compilation import Executable, ProgramSource
-from sharding.partition import replicated
+from sharding.partition import move, place, replicated
 
 # Pages outermost: each is a run of bytes on the host, as the tiers keep it, and on a CPU both moves are quicker than by layers.
 Gathered = Float[Array, "X L S K G H"]
@@ -93,7 +93,8 @@ class PageMover:
 
     def put(self, moved: Gathered | np.ndarray) -> Gathered:
         """Bring gathered pages, from wherever they are, onto the pool's mesh."""
-        return jax.device_put(moved, self._pool.abstract_moved(moved.shape[0]).sharding)
+        sharding = self._pool.abstract_moved(moved.shape[0]).sharding
+        return move(moved, sharding) if isinstance(moved, jax.Array) else place(moved, sharding)
 
     def put_bytes(self, pages: np.ndarray) -> Gathered:
         """Bring pages that are bytes, uint8[num_pages, bytes of a page], onto the pool's mesh."""

@@ -18,7 +18,7 @@ from jaxinfer.runtime.template import ModelTemplate, Weights
 from jaxinfer.sampling.counting import TokenCounts, abstract_counts, reset_arguments, reset_program
 from jaxinfer.sampling.sampler import Sampled
 from pallas_kernels.dispatch import Backend
-from sharding.partition import replicated
+from sharding.partition import place, replicated
 from sharding.rules import Rules
 
 
@@ -68,7 +68,7 @@ class PrefillRunner:
     def start(self, programs: dict[str, Executable], weights: Weights) -> None:
         """Take the compiled programs and the weights; allocate what else stays on the device."""
         self._programs, self._weights = programs, weights
-        self._counts = jax.device_put(jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), self._abstract_counts), replicated(self._mesh))
+        self._counts = place(jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), self._abstract_counts), replicated(self._mesh))
 
     def count_tokens(self, row: int, token_ids: Sequence[int], num_prompt: int) -> None:
         """Make a sequence's tokens known to the penalties of the next step's row."""

@@ -155,7 +155,10 @@ def _compile(lowered: jax.stages.Lowered, source: ProgramSource) -> jax.stages.C
 
 
 def _program_cache() -> ProgramCache | None:
-    """Below what JAX keeps; None where it keeps nothing, or not in a folder of this machine."""
+    """Below what JAX keeps; None where it keeps nothing, or not in a folder of this machine. A program over several processes is JAX's to keep:
+    what is serialised here says nothing of which devices are this process's."""
+    if jax.process_count() > 1:
+        return None
     folder = jax.config.values.get("jax_compilation_cache_dir")
     if folder is None or "://" in folder or not jax.config.values.get("jax_enable_compilation_cache"):
         return None

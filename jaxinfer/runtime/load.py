@@ -16,6 +16,7 @@ from checkpoints.source import TensorSource
 from checkpoints.weight_map import WeightMap
 from jaxinfer.runtime.conversion import Conversion
 from jaxinfer.runtime.template import Leaf, Template, Weights
+from sharding.partition import place
 from sharding.rules import Rules
 
 
@@ -53,7 +54,7 @@ def random_weights(template: Template[Any], mesh: Mesh, rules: Rules) -> Weights
             value = random.integers(-(2**31), 2**31, target.shape, np.int32)
         else:
             value = random.standard_normal(target.shape, np.float32) / np.sqrt(np.float32(inputs))
-        return jax.device_put(value.astype(target.dtype), target.sharding)
+        return place(value.astype(target.dtype), target.sharding)
 
     targets = zip(conversion.plain.leaves, conversion.abstract, strict=True)
     return conversion.weights({leaf.name: conversion.convert(leaf.name, make(i, leaf, target)) for i, (leaf, target) in enumerate(targets)})

@@ -1,0 +1,224 @@
+"""From the first process to the others: a gRPC stream each, which also tells when one of them is gone. Imports no JAX.
+
+Strangers: the leader listens where it is told to and nowhere else, and whoever can connect there before all have come can take part. Give an
+address of a private network.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+
+from jaxinfer.config import ConfigError
+
+_LOG = logging.getLogger(__name__)
+
+_SERVICE, _FOLLOW, _REPORT = "jaxinfer.Processes", "Follow", "Report"
+_GRACE = 5.0  # seconds that a process gets to end by itself once another is gone
+_OPTIONS = [
+    ("grpc.so_reuseport", 0),  # else two leaders could listen on one port
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.max_receive_message_length", -1),
+    # A process that hangs or whose machine is gone is found out in 20 s; one that died, at once.
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 15_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 2_000),
+]
+
+Greeting = Mapping[str, Any]  # what processes say of themselves when they meet, as JSON
+Judge = Callable[[Greeting], str | None]  # of a greeting: why its process can't take part, or None
+
+
+class ProcessLostError(ConnectionError):
+    """Another process is gone, and with it a part of the weights and pages: all must be started again."""
+
+
+class Doom:
+    """Ends this process soon after another is gone, whatever it is doing: who waits for a device waits for ever."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.reason: str | None = None
+        self.is_lost = threading.Event()
+
+    def lost(self, reason: str) -> None:
+        """Say why, once, and give the program `_GRACE` seconds to end with an error of its own."""
+        with self._lock:
+            if self.reason is not None:
+                return
+            self.reason = reason
+        self.is_lost.set()
+        _LOG.critical("%s; this process ends too", reason)
+        timer = threading.Timer(_GRACE, self._end)
+        timer.daemon = True
+        timer.start()
+
+    def check(self) -> None:
+        """Raise `ProcessLostError` if another process is gone."""
+        if self.reason is not None:
+            raise ProcessLostError(self.reason)
+
+    def _end(self) -> None:
+        print(f"jaxinfer: error: {self.reason}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+class LeaderChannel:
+    """Waits until all others have come, then sends each what `send` is given, in order. Any thread may call anything."""
+
+    def __init__(self, address: str, num_processes: int, judge: Judge, seconds: float) -> None:
+        """Raises `ConfigError` where it can't listen."""
+        self.doom = Doom()
+        self._address, self._num_processes, self._judge, self._seconds = address, num_processes, judge, seconds
+        self._changed = threading.Condition()
+        self._queues: dict[int, queue.SimpleQueue[bytes | None]] = {}  # of messages to be sent, by process
+        self._peers: dict[int, str] = {}
+        self._ready: set[int] = set()
+        self._refused = ""
+        self._is_closing = False
+        self._server = grpc.server(ThreadPoolExecutor(num_processes + 4, "processes"), options=_OPTIONS)
+        handlers = {
+            _FOLLOW: grpc.unary_stream_rpc_method_handler(self._follow),
+            _REPORT: grpc.unary_unary_rpc_method_handler(self._report),
+        }
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, handlers),))
+        try:
+            port = self._server.add_insecure_port(address)
+        except RuntimeError:
+            port = 0
+        if not port:
+            raise ConfigError(f"coordinator is {address}, where this process can't listen: give an address of this machine and a free port")
+        self._server.start()
+
+    def wait_for_all(self) -> None:
+        """Until every process has come. Raises `ConfigError` if some do not in time."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: len(self._queues) == self._num_processes - 1, self._seconds):
+                missing = sorted(set(range(1, self._num_processes)) - set(self._queues))
+                raise ConfigError(
+                    f"num_processes is {self._num_processes}, but of the processes {', '.join(map(str, missing))} nothing was heard in "
+                    f"{self._seconds:g} s: start each with `jaxinfer follow` and its own process_id{self._refused}"
+                )
+
+    def wait_until_ready(self) -> None:
+        """Until every process has said that it is ready. Raises `ProcessLostError` if one is gone before."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._ready) == self._num_processes - 1 or self.doom.reason is not None)
+        self.doom.check()
+
+    def send(self, message: bytes) -> None:
+        """Have every process told. Raises `ProcessLostError` if one is gone."""
+        self.doom.check()
+        for waiting in self._queues.values():
+            waiting.put(message)
+
+    def close(self) -> None:
+        """Tell all that this was the last message, and wait for a moment until it is sent. Who isn't ready yet is told of an error instead: it
+        may be waiting for this process's devices."""
+        with self._changed:
+            if self._is_closing:
+                return
+            self._is_closing = True
+            for process in self._ready:
+                self._queues[process].put(None)
+            is_good = len(self._ready) == len(self._queues)
+        self._server.stop(_GRACE if is_good else 0).wait(_GRACE)
+        for waiting in self._queues.values():
+            waiting.put(None)  # lets its thread go
+
+    def _follow(self, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+        greeting = json.loads(request)
+        process, waiting = greeting["process_id"], queue.SimpleQueue[bytes | None]()
+        with self._changed:
+            reason = self._judge(greeting) or (f"another process is number {process} already" if process in self._queues else None)
+            if reason is None:
+                self._queues[process], self._peers[process] = waiting, context.peer()
+                self._changed.notify_all()
+            else:
+                self._refused = f" ({context.peer()} came and was refused: {reason})"
+        if reason is not None:
+            _LOG.warning("process %s at %s is refused: %s", process, context.peer(), reason)
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, reason)
+        if not context.add_callback(lambda: self._ended(process)):
+            self._ended(process)
+        while (message := waiting.get()) is not None:
+            yield message
+
+    def _report(self, request: bytes, context: grpc.ServicerContext) -> bytes:
+        report = json.loads(request)
+        with self._changed:
+            if report.get("error") is None:
+                self._ready.add(report["process_id"])
+            else:
+                self.doom.lost(f"process {report['process_id']} ({context.peer()}) failed: {report['error']}")
+            self._changed.notify_all()
+        return b""
+
+    def _ended(self, process: int) -> None:
+        with self._changed:
+            if not self._is_closing:
+                self.doom.lost(f"process {process} of {self._num_processes} ({self._peers[process]}) is gone: start all of them again")
+            self._queues[process].put(None)  # lets its thread go
+            self._changed.notify_all()
+
+
+class FollowerChannel:
+    """One process's connection to the leader: `messages` until it has closed."""
+
+    def __init__(self, address: str, greeting: Greeting, seconds: float) -> None:
+        """Raises `ConfigError` if there is no leader in time."""
+        self.doom = Doom()
+        self._address, self._process = address, greeting["process_id"]
+        self._is_closing = False
+        self._channel = grpc.insecure_channel(address, options=_OPTIONS)
+        try:
+            grpc.channel_ready_future(self._channel).result(seconds)
+        except grpc.FutureTimeoutError as error:
+            self._channel.close()
+            raise ConfigError(
+                f"coordinator is {address}, where nobody listened for {seconds:g} s: start process 0, with the same coordinator"
+            ) from error
+        self._stream = self._channel.unary_stream(f"/{_SERVICE}/{_FOLLOW}")(json.dumps(greeting).encode())
+        self._stream.add_callback(self._ended)
+
+    def messages(self) -> Iterator[bytes]:
+        """What the leader says. Raises `ConfigError` if it refuses this process, `ProcessLostError` if it is gone."""
+        try:
+            yield from self._stream
+        except grpc.RpcError as error:
+            if self._stream.code() == grpc.StatusCode.FAILED_PRECONDITION:
+                raise ConfigError(f"process 0 at {self._address} refuses this process: {self._stream.details()}") from error
+            raise ProcessLostError(self._gone) from error
+
+    def report(self, error: str | None = None) -> None:
+        """Tell the leader that this process is ready, or why it ends."""
+        report = {"process_id": self._process, "error": error}
+        try:
+            self._channel.unary_unary(f"/{_SERVICE}/{_REPORT}")(json.dumps(report).encode(), timeout=_GRACE)
+        except grpc.RpcError as failure:
+            if error is None:
+                raise ProcessLostError(self._gone) from failure
+
+    def close(self) -> None:
+        """Leave."""
+        self._is_closing = True
+        self._channel.close()
+
+    @property
+    def _gone(self) -> str:
+        return f"process 0 ({self._address}) is gone: start all of them again"
+
+    def _ended(self) -> None:
+        if not self._is_closing and self._stream.code() not in (grpc.StatusCode.OK, grpc.StatusCode.FAILED_PRECONDITION):
+            self.doom.lost(self._gone)

@@ -1,0 +1,27 @@
+"""`jaxinfer follow`: a process that lends its devices to an engine that another drives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxinfer.assembly import assemble
+from jaxinfer.distributed.processes import Follower, meet_leader
+from jaxinfer.stats import EngineStats
+
+
+def follow(given: Mapping[str, Any], on_ready: Callable[[], None] = lambda: None) -> None:
+    """Until process 0 closes its engine. `given`: settings of `EngineConfig` by their flat names, `coordinator` and `process_id` among them;
+    all others are process 0's. Raises `ConfigError` if they don't meet, and `ProcessLostError` if process 0 is gone."""
+    config, channel, messages = meet_leader(given)
+    follower = Follower(channel)
+    try:
+        with follower.watched():
+            assemble(config, EngineStats(), follower)
+            on_ready()
+            follower.follow(messages)
+    except Exception as error:
+        channel.report(f"{type(error).__name__}: {error}")
+        raise
+    finally:
+        channel.close()

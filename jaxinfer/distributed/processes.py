@@ -1,0 +1,243 @@
+"""The processes that an engine spans: how they meet, who tells whom of calls, and how an end is noticed.
+
+Every process assembles the same engine over all processes' devices. Then the first drives it, and the others make the calls that it makes,
+so that all launch the same programs in the same order: each program's collectives wait for the other processes' part of it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import json
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib.metadata import version
+from typing import Any, Protocol, TypeVar
+
+import jax
+from jax.sharding import Mesh
+
+from jaxinfer.config import ConfigError, EngineConfig, parse_address
+from jaxinfer.distributed.calls import Recorder, Replayer
+from jaxinfer.distributed.channel import Doom, FollowerChannel, Greeting, LeaderChannel, ProcessLostError
+from jaxinfer.runtime.program_key import sources
+
+OWN_SETTINGS = ("process_id", "model", "profile")  # may differ from process to process: a model is where each finds it
+_HEARTBEAT, _SHUTDOWN = 30, 10  # seconds that JAX's own service waits; what `channel` notices comes before
+_NOTICED = 2.0  # seconds until the end of a process is noticed at most, where a collective fails of it
+
+Target = TypeVar("Target")
+
+
+class Processes(Protocol):
+    """What assembling an engine, and driving it, needs to know of the processes that it spans."""
+
+    def share(self, name: str, target: Target) -> Target:
+        """Have a target's public methods called in all processes; returns what to call instead of it."""
+        ...
+
+    def assembled(self) -> None:
+        """All processes have made the same calls by themselves until now, which warmed up their programs. From now on the first leads."""
+        ...
+
+    def check(self, what: str, mesh: Mesh) -> None:
+        """Raise `ConfigError` for a mesh that these processes can't drive together."""
+        ...
+
+    def watched(self) -> AbstractContextManager[None]:
+        """Within it, what fails because another process is gone raises `ProcessLostError`."""
+        ...
+
+    def close(self) -> None:
+        """Nothing more will be asked: let the others end."""
+        ...
+
+
+class Alone:
+    """One process with all devices. See `Processes`."""
+
+    def share(self, name: str, target: Target) -> Target:
+        return target
+
+    def assembled(self) -> None:
+        pass
+
+    def check(self, what: str, mesh: Mesh) -> None:
+        pass
+
+    def watched(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def close(self) -> None:
+        pass
+
+
+class Leader:
+    """The first of several processes. See `Processes`."""
+
+    def __init__(self, channel: LeaderChannel) -> None:
+        self._channel = channel
+        self._recorder = Recorder(channel.send)
+
+    def share(self, name: str, target: Target) -> Target:
+        return self._recorder.record(name, target)
+
+    def assembled(self) -> None:
+        self._channel.wait_until_ready()
+        self._recorder.start()
+
+    def check(self, what: str, mesh: Mesh) -> None:
+        check_spans_all(what, mesh)
+
+    def watched(self) -> AbstractContextManager[None]:
+        return watched(self._channel.doom)
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+class Follower:
+    """Any other of several processes. See `Processes`."""
+
+    def __init__(self, channel: FollowerChannel) -> None:
+        self._channel = channel
+        self._replayer = Replayer()
+
+    def share(self, name: str, target: Target) -> Target:
+        self._replayer.add(name, target)
+        return target
+
+    def assembled(self) -> None:
+        self._channel.report()
+
+    def check(self, what: str, mesh: Mesh) -> None:
+        check_spans_all(what, mesh)
+
+    def watched(self) -> AbstractContextManager[None]:
+        return watched(self._channel.doom)
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def follow(self, messages: Iterator[bytes]) -> None:
+        """Make the leader's calls until it closes."""
+        for message in messages:
+            self._replayer.make(message)
+
+
+def lead(config: EngineConfig) -> Processes:
+    """Meet the others as the first process, before anything uses JAX's devices. Raises `ConfigError` if they don't all come."""
+    devices = config.devices
+    if devices.num_processes == 1:
+        return Alone()
+    if devices.process_id:
+        raise ConfigError(f"process_id is {devices.process_id}, but only process 0 takes requests: run `jaxinfer follow` with these flags")
+    assert devices.coordinator is not None, "checked by the configuration"
+    host, _ = parse_address("coordinator", devices.coordinator)
+    ours, versions = _settings(config), _versions()
+
+    def judge(greeting: Greeting) -> str | None:
+        if greeting["versions"] != versions:
+            return f"it runs {greeting['versions']}, process 0 {versions}: install the same everywhere"
+        try:
+            theirs = _settings(EngineConfig.of(**(ours | greeting["settings"] | {"process_id": greeting["process_id"]})))
+        except ConfigError as error:
+            return str(error)
+        for name in sorted(theirs.keys() - set(OWN_SETTINGS)):
+            if theirs[name] != ours[name]:
+                return f"{name} is {theirs[name]} there, but {ours[name]} in process 0: give both the same, or leave it out there"
+        return None if greeting["process_id"] else "process_id is 0, which is process 0's own: give another"
+
+    channel = LeaderChannel(devices.coordinator, devices.num_processes, judge, devices.connect_seconds)
+    try:
+        channel.wait_for_all()
+        address = f"{devices.coordinator.rpartition(':')[0]}:{_free_port(host)}"
+        channel.send(json.dumps({"jax": address, "settings": {k: v for k, v in ours.items() if k not in OWN_SETTINGS}}).encode())
+        start_jax(config, address)
+    except BaseException:
+        channel.close()
+        raise
+    atexit.register(channel.close)  # after which JAX waits for the others to end too
+    return Leader(channel)
+
+
+def meet_leader(given: Mapping[str, Any]) -> tuple[EngineConfig, FollowerChannel, Iterator[bytes]]:
+    """Meet the leader with the settings that were given here; the configuration is the leader's but for OWN_SETTINGS. Also returns the
+    messages to come. Raises `ConfigError` if there is no leader, or it refuses this process."""
+    address, process_id = given.get("coordinator"), given.get("process_id")
+    if not address or not process_id:
+        raise ConfigError(
+            f"coordinator is {address} and process_id {process_id}: give process 0's HOST:PORT, and a number from 1 of its own"
+        )
+    parse_address("coordinator", address)
+    greeting = {"process_id": process_id, "versions": _versions(), "settings": {k: v for k, v in given.items() if k not in OWN_SETTINGS}}
+    channel = FollowerChannel(address, greeting, given.get("connect_seconds", EngineConfig().devices.connect_seconds))
+    try:
+        messages = channel.messages()
+        welcome = json.loads(next(messages))
+        config = EngineConfig.of(**(welcome["settings"] | given))
+        start_jax(config, welcome["jax"])
+    except BaseException:
+        channel.close()
+        raise
+    return config, channel, messages
+
+
+def start_jax(config: EngineConfig, address: str) -> None:
+    """Have JAX see the devices of all processes. Raises `ConfigError` if it has started already."""
+    devices = config.devices
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    try:
+        jax.distributed.initialize(
+            address,
+            devices.num_processes,
+            devices.process_id,
+            coordinator_bind_address=address,
+            initialization_timeout=int(devices.connect_seconds),
+            heartbeat_timeout_seconds=_HEARTBEAT,
+            shutdown_timeout_seconds=_SHUTDOWN,
+            cluster_detection_method="deactivate",  # all that it would find out is given
+        )
+    except RuntimeError as error:
+        raise ConfigError(f"num_processes is {devices.num_processes}, but JAX can't start so in this process: {error}") from error
+
+
+def check_spans_all(what: str, mesh: Mesh) -> None:
+    """Raise `ConfigError` unless each process has devices of this mesh: a program is launched by those that have some of its devices."""
+    missing = sorted(set(range(jax.process_count())) - {device.process_index for device in mesh.devices.flat})
+    if missing:
+        devices = [device.process_index for device in jax.devices()]
+        of_each = "; ".join(
+            f"{devices.index(p)} to {devices.index(p) + devices.count(p) - 1} are process {p}'s" for p in sorted(set(devices))
+        )
+        raise ConfigError(f"{what} has no device of process {missing[0]}: give it some of every process ({of_each})")
+
+
+@contextmanager
+def watched(doom: Doom) -> Iterator[None]:
+    """Errors of the device that come of another process's end are told as such."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if doom.is_lost.wait(_NOTICED):
+            raise ProcessLostError(doom.reason) from error
+        raise
+
+
+def _settings(config: EngineConfig) -> dict[str, Any]:
+    """All settings by their flat names, as JSON has them."""
+    parts = [getattr(config, part.name) for part in dataclasses.fields(config)]
+    return json.loads(json.dumps({setting.name: getattr(part, setting.name) for part in parts for setting in dataclasses.fields(part)}))
+
+
+def _versions() -> str:
+    return f"jaxinfer {version('jaxinfer')} (sources {sources()[:12]}) with JAX {jax.__version__}"
+
+
+def _free_port(host: str) -> int:
+    """For JAX's own service."""
+    family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.bind(address)
+        return int(probe.getsockname()[1])
