@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def write(folder: Path, **config: Any) -> Path:
     """The checkpoint folder; `config` overrides fields of its config.json."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(CONFIG | config))
-    save_file(tensors(), folder / "model.safetensors")
+    save_file(tensors(CONFIG | config), folder / "model.safetensors")
     write_tokenizer(folder)
     return folder
 
@@ -58,9 +59,10 @@ def write_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(about))
 
 
-def tensors() -> dict[str, np.ndarray]:
-    """Random float32 weights of CONFIG, by Hugging Face's names."""
+def tensors(config: Mapping[str, Any] = CONFIG) -> dict[str, np.ndarray]:
+    """Random float32 weights, by Hugging Face's names."""
     random = np.random.default_rng(7)
+    q_size, kv_size = config["num_attention_heads"] * HEAD, config["num_key_value_heads"] * HEAD
 
     def normal(*shape: int, gain: float = 1.0) -> np.ndarray:
         return (gain * random.standard_normal(shape) / np.sqrt(shape[-1])).astype(np.float32)
@@ -75,14 +77,19 @@ def tensors() -> dict[str, np.ndarray]:
         weights |= {
             f"{name}.input_layernorm.weight": 1 + 0.1 * random.standard_normal(HIDDEN).astype(np.float32),
             f"{name}.post_attention_layernorm.weight": 1 + 0.1 * random.standard_normal(HIDDEN).astype(np.float32),
-            f"{name}.self_attn.q_proj.weight": normal(HEADS * HEAD, HIDDEN, gain=1.5),
-            f"{name}.self_attn.k_proj.weight": normal(KV_HEADS * HEAD, HIDDEN, gain=1.5),
-            f"{name}.self_attn.v_proj.weight": normal(KV_HEADS * HEAD, HIDDEN),
-            f"{name}.self_attn.o_proj.weight": normal(HIDDEN, HEADS * HEAD, gain=3.0),
+            f"{name}.self_attn.q_proj.weight": normal(q_size, HIDDEN, gain=1.5),
+            f"{name}.self_attn.k_proj.weight": normal(kv_size, HIDDEN, gain=1.5),
+            f"{name}.self_attn.v_proj.weight": normal(kv_size, HIDDEN),
+            f"{name}.self_attn.o_proj.weight": normal(HIDDEN, q_size, gain=3.0),
             f"{name}.mlp.gate_proj.weight": normal(MLP, HIDDEN),
             f"{name}.mlp.up_proj.weight": normal(MLP, HIDDEN),
             f"{name}.mlp.down_proj.weight": normal(HIDDEN, MLP, gain=3.0),
         }
+        if config.get("attention_bias"):
+            sizes = {"q": q_size, "k": kv_size, "v": kv_size, "o": HIDDEN}
+            weights |= {
+                f"{name}.self_attn.{one}_proj.bias": 0.3 * normal(1, size)[0] * np.sqrt(np.float32(size)) for one, size in sizes.items()
+            }
     return weights
 
 
