@@ -29,8 +29,9 @@ class Place:
     size: int
 
 
-def fillings(source: TensorSource, shapes: Mapping[str, Shape], weight_map: WeightMap) -> dict[str, Filling]:
-    """Of each parameter (dotted path -> shape). Raises `CheckpointError` for tensors that are missing, of another shape, or left over."""
+def fillings(source: TensorSource, shapes: Mapping[str, Shape], weight_map: WeightMap, *, is_partial: bool = False) -> dict[str, Filling]:
+    """Of each parameter (dotted path -> shape). Raises `CheckpointError` for tensors that are missing, of another shape, or, unless these
+    are but a part of the model's, left over."""
     checkpoint = source.names()
     names = weight_map.names_in(checkpoint)
     found, missing, called_for = {}, set(), set()
@@ -47,7 +48,7 @@ def fillings(source: TensorSource, shapes: Mapping[str, Shape], weight_map: Weig
             f"{source.path}: {_some(weight_map.names_of_missing(missing, checkpoint))} missing, which this model's "
             "configuration calls for; fetch or convert the checkpoint again"
         )
-    if surplus := [theirs for ours, theirs in names.items() if ours not in called_for and not weight_map.is_ignored(ours)]:
+    if not is_partial and (surplus := [theirs for ours, theirs in names.items() if ours not in called_for and not weight_map.is_ignored(ours)]):
         raise CheckpointError(
             f"{source.path}: {_some(surplus)} in the checkpoint but not in a model of this configuration: "
             "check that config.json belongs to these weights and that the architecture is supported"

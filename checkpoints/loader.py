@@ -26,14 +26,17 @@ def load(
     targets: Mapping[str, jax.ShapeDtypeStruct],
     weight_map: WeightMap,
     convert: Callable[[str, jax.Array], Any] = lambda path, array: array,
+    *,
+    is_partial: bool = False,
 ) -> dict[str, Any]:
     """Every parameter of `targets` (dotted path -> shape, dtype and sharding) from the checkpoint, as an array so sharded.
 
     Floating point values are cast to the target's type. `convert` is given each array as soon as it is there, and what it returns takes
     its place: no more than a few are held in both forms. May be called again on the same source for another mesh. Raises
-    `CheckpointError`, before anything is read, for tensors that are missing, of another shape, or left over.
+    `CheckpointError`, before anything is read, for tensors that are missing, of another shape, or, unless the targets are but a part of the
+    model's parameters, left over.
     """
-    found = _fillings(source, targets, weight_map)
+    found = _fillings(source, targets, weight_map, is_partial=is_partial)
     largest_first = sorted(targets, key=lambda path: -prod(targets[path].shape))  # so that no thread is left with one at the end
     # `convert` may launch collectives, which all processes must do in one order: theirs is this one's with a single thread.
     pool = ThreadPoolExecutor(_NUM_THREADS if jax.process_count() == 1 else 1, "load")
@@ -50,8 +53,10 @@ def check(source: TensorSource, targets: Mapping[str, jax.ShapeDtypeStruct], wei
     _fillings(source, targets, weight_map)
 
 
-def _fillings(source: TensorSource, targets: Mapping[str, jax.ShapeDtypeStruct], weight_map: WeightMap) -> dict[str, Filling]:
-    return fillings(source, {path: tuple(target.shape) for path, target in targets.items()}, weight_map)
+def _fillings(
+    source: TensorSource, targets: Mapping[str, jax.ShapeDtypeStruct], weight_map: WeightMap, *, is_partial: bool = False
+) -> dict[str, Filling]:
+    return fillings(source, {path: tuple(target.shape) for path, target in targets.items()}, weight_map, is_partial=is_partial)
 
 
 def _load_one(source: TensorSource, target: jax.ShapeDtypeStruct, filling: Filling) -> jax.Array:

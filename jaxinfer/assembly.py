@@ -12,7 +12,7 @@ import numpy as np
 from checkpoints.digest import weights_digest
 from checkpoints.hub import open_source, resolve
 from checkpoints.source import TensorSource
-from jaxinfer.config import ConfigError, EngineConfig, parse_bytes, parse_disk
+from jaxinfer.config import ConfigError, EngineConfig, ScheduleConfig, parse_bytes, parse_disk
 from jaxinfer.decode.batch import empty_batch as empty_decode_batch
 from jaxinfer.decode.runner import DecodeRunner
 from jaxinfer.decode.scheduler import DecodeScheduler
@@ -41,8 +41,9 @@ from jaxinfer.runtime.compilation import COUNTER, Executable, compile_programs, 
 from jaxinfer.runtime.device_clock import DeviceClock
 from jaxinfer.runtime.load import load_weights, random_weights
 from jaxinfer.runtime.profile import named
-from jaxinfer.runtime.template import Weights
+from jaxinfer.runtime.stage import Stage, StagedWeights, program_name
 from jaxinfer.sampling.params import neutral_rows
+from jaxinfer.servable import check_tensors
 from jaxinfer.stats import EngineStats
 from jaxinfer.tokenizer import Tokenizer
 from pallas_kernels.span import EVERYTHING
@@ -62,7 +63,7 @@ class Parts:
     transfer: KVTransfer
     prefill_manager: KVManager
     decode_manager: KVManager  # the same as prefill's when both share a mesh
-    weights: Weights  # the decode mesh's
+    weights: StagedWeights  # decode's
     tiers: TierTransfer | None = None
     encode: EncodeWorker | None = None  # on the prefill mesh
     processes: Processes = field(default_factory=Alone)
@@ -88,14 +89,19 @@ def _assemble(config: EngineConfig, stats: EngineStats, processes: Processes) ->
     # First, so that the plan's pages are of the memory that it leaves.
     encode = load_encoder(config, stats, clocks[0]) if config.model.embedding_model else None
     source = open_source(resolve(config.model.model))
-    plan = make_plan(config, config_of(source), source)
+    architecture = config_of(source)
+    plan = make_plan(config, architecture, source)
     for role in (plan.prefill, plan.decode):
-        processes.check(f"{role.role}_devices", role.mesh)
+        for stage in role.stages:
+            processes.check(f"{role.role}_devices", stage.mesh)
     tokenizer = Tokenizer.from_source(source)
     spec, schedule = plan.page_spec, config.schedule
+    if not config.model.random_weights and any(len(role.stages) > 1 for role in (plan.prefill, plan.decode)):
+        check_tensors(source, architecture)  # a stage knows nothing of the others' tensors
 
     roles = (plan.decode,) if plan.shares_mesh else (plan.prefill, plan.decode)
-    pools = [_pool(plan, role) for role in roles]
+    pools = [_pools(plan, role) for role in roles]  # of each stage
+    prefill_stages, decode_stages = _stages(plan.prefill, pools[0]), _stages(plan.decode, pools[-1])
     cache, clocks = config.cache, clocks[: len(roles)]
     managers = [
         KVManager(
@@ -107,28 +113,12 @@ def _assemble(config: EngineConfig, stats: EngineStats, processes: Processes) ->
         )
         for role in roles
     ]
-    prefill_runner = PrefillRunner(
-        plan.template,
-        plan.prefill.mesh,
-        plan.prefill.rules,
-        pools[0],
-        schedule.prefill_buckets,
-        plan.max_model_len,
-        plan.prefill.attention,
-    )
-    decode_runner = DecodeRunner(
-        plan.template,
-        plan.decode.mesh,
-        plan.decode.rules,
-        pools[-1],
-        schedule.decode_buckets,
-        plan.max_model_len,
-        plan.decode.attention,
-    )
+    prefill_runner = PrefillRunner(prefill_stages, schedule.prefill_buckets, plan.max_model_len)
+    decode_runner = DecodeRunner(decode_stages, of_lanes(schedule, plan.decode.layout.pp), plan.max_model_len)
     sources = prefill_runner.programs() + decode_runner.programs()
     tiers = _tiers(config, plan, source)
     if not plan.shares_mesh or tiers is not None:
-        for role, pool in zip(roles, pools, strict=True):
+        for role, (pool,) in zip(roles, pools, strict=True):
             sources += gather_programs(_moves(role), pool) + scatter_programs(_moves(role), pool)
     with ThreadPoolExecutor(1, "weights") as background:
         started = time.monotonic()
@@ -140,7 +130,7 @@ def _assemble(config: EngineConfig, stats: EngineStats, processes: Processes) ->
     if config.devices.profile is not None:
         programs = named(programs)
     prefill_runner, decode_runner = processes.share("prefill", prefill_runner), processes.share("decode", decode_runner)
-    movers = [processes.share(_moves(role), PageMover(_moves(role), pool, programs)) for role, pool in zip(roles, pools, strict=True)]
+    movers = [processes.share(_moves(role), PageMover(_moves(role), pool, programs)) for role, (pool,) in zip(roles, pools, strict=True)]
     pace = Pace(schedule.prefill_buckets, schedule.target_ttft, schedule.target_itl, delays_decode=plan.shares_mesh)
     transfer: KVTransfer = SameMeshTransfer()
     cross_mesh: CrossMeshTransfer | None = None
@@ -170,7 +160,7 @@ def _assemble(config: EngineConfig, stats: EngineStats, processes: Processes) ->
         plan,
         tokenizer,
         PrefillWorker(prefill_scheduler, prefill_runner, clocks[0], pace),
-        DecodeWorker(DecodeScheduler(managers[-1], decode_runner.num_slots), decode_runner, clocks[-1]),
+        DecodeWorker(DecodeScheduler(managers[-1], decode_runner.num_slots, decode_runner.num_lanes), decode_runner, clocks[-1]),
         transfer,
         managers[0],
         managers[-1],
@@ -195,8 +185,22 @@ def split_cpu(num_devices: int | None) -> None:
             ) from error
 
 
-def _pool(plan: Plan, role: RolePlan) -> PagePool:
-    return PagePool(plan.page_spec, role.num_pages, plan.template.activation_dtype, role.mesh, role.rules)
+def of_lanes(schedule: ScheduleConfig, num_lanes: int) -> tuple[int, ...]:
+    """Batch sizes of decode programs where as many lanes share the sequences."""
+    most = -(-schedule.max_batch_size // num_lanes)
+    return tuple(sorted({min(size, most) for size in schedule.decode_buckets}))
+
+
+def _pools(plan: Plan, role: RolePlan) -> list[PagePool]:
+    spec, dtype = plan.page_spec, plan.template.activation_dtype
+    return [
+        PagePool(spec, role.num_pages, dtype, stage.mesh, role.rules, stage.template.heads, stage.template.layers_of_group)
+        for stage in role.stages
+    ]
+
+
+def _stages(role: RolePlan, pools: list[PagePool]) -> list[Stage]:
+    return [Stage(stage.template, stage.mesh, role.rules, pool, role.attention) for stage, pool in zip(role.stages, pools, strict=True)]
 
 
 def _tiers(config: EngineConfig, plan: Plan, source: TensorSource) -> Tiers | None:
@@ -206,6 +210,8 @@ def _tiers(config: EngineConfig, plan: Plan, source: TensorSource) -> Tiers | No
         return None
     if host_size >= 2 * page_bytes:
         host_size -= _most_fetched(config, plan) * page_bytes
+    if len(plan.prefill.stages) > 1 or len(plan.decode.stages) > 1:
+        raise ConfigError("kv_host_memory is given, but pages of a pipeline's stages can't be kept there yet: leave it out, or use pp=1")
     if plan.page_spec.spans != (EVERYTHING,):
         raise ConfigError(
             "kv_host_memory is given, but this model has layers of bounded spans, whose pages can't be kept there yet: leave it out"
@@ -227,20 +233,23 @@ def _fingerprint(config: EngineConfig, plan: Plan, source: TensorSource) -> byte
     return repr(about).encode() + (b"random weights" if config.model.random_weights else weights_digest(source.path))
 
 
-def _load(config: EngineConfig, plan: Plan, source: TensorSource, pools: list[PagePool], stats: EngineStats) -> tuple[Weights, Weights]:
+def _load(
+    config: EngineConfig, plan: Plan, source: TensorSource, pools: list[list[PagePool]], stats: EngineStats
+) -> tuple[StagedWeights, StagedWeights]:
     started = time.monotonic()
 
-    def of(role: RolePlan) -> Weights:
+    def of(role: RolePlan) -> StagedWeights:
         if config.model.random_weights:
-            return random_weights(plan.template, role.mesh, role.rules)
-        return load_weights(plan.template, source, role.mesh, role.rules)
+            return tuple(random_weights(stage.template, stage.mesh, role.rules) for stage in role.stages)
+        return tuple(load_weights(stage.template, source, stage.mesh, role.rules) for stage in role.stages)
 
     with COUNTER.compiling():
         decode = of(plan.decode)
         prefill = decode if plan.shares_mesh else of(plan.prefill)
-        for pool in pools:
-            pool.allocate()
-        jax.block_until_ready((decode, prefill, [pool.array for pool in pools]))
+        for of_role in pools:
+            for pool in of_role:
+                pool.allocate()
+        jax.block_until_ready((decode, prefill, [pool.array for of_role in pools for pool in of_role]))
     stats.load_seconds += time.monotonic() - started
     return prefill, decode
 
@@ -255,8 +264,8 @@ def _warm_up(prefill: PrefillRunner, decode: DecodeRunner) -> None:
         steps.slots[0] = 0  # whoever gets the slot brings its own token
         jax.block_until_ready(decode.run(steps, decode.put(neutral_rows(size))))
     prefill.count_tokens(0, (), 0)
-    decode.count_tokens(decode.num_slots, (), 0)
-    decode.seat(decode.num_slots, ())
+    decode.count_tokens(0, (), 0)
+    decode.seat(0, ())
 
 
 def _measure(prefill: PrefillRunner, pace: Pace) -> None:
@@ -276,10 +285,10 @@ def _run_full(prefill: PrefillRunner, size: int) -> None:
     jax.block_until_ready(prefill.run(batch))
 
 
-def _report(stats: EngineStats, config: EngineConfig, plan: Plan, programs: dict[str, Executable], pools: list[PagePool]) -> None:
+def _report(stats: EngineStats, config: EngineConfig, plan: Plan, programs: dict[str, Executable], pools: list[list[PagePool]]) -> None:
     stats.num_programs += len(programs)
-    stats.prefill_devices = tuple(str(d) for d in plan.prefill.mesh.devices.flat)
-    stats.decode_devices = tuple(str(d) for d in plan.decode.mesh.devices.flat)
+    stats.prefill_devices, stats.decode_devices = tuple(map(str, plan.prefill.devices)), tuple(map(str, plan.decode.devices))
+    stats.prefill_layout, stats.decode_layout = str(plan.prefill.layout), str(plan.decode.layout)
     stats.prefill_pages, stats.decode_pages = plan.prefill.num_pages - 1, plan.decode.num_pages - 1
     unpacked = ", ".join(f"{count} {name}" for name, count in plan.dequantised.items())
     stats.weights = f"{plan.template.form}{unpacked and f' (dequantised: {unpacked})'}"
@@ -288,12 +297,16 @@ def _report(stats: EngineStats, config: EngineConfig, plan: Plan, programs: dict
     names = ("shared",) if plan.shares_mesh else ("prefill", "decode")
     counts = plan.template.config.vocab_size * (np.dtype(bool).itemsize + np.dtype(np.int32).itemsize)
     slots, rows = config.schedule.max_batch_size + 1, prefill_rows(config.schedule.prefill_buckets[-1])
-    for name, role, pool in zip(names, (plan.prefill, plan.decode)[-len(names) :], pools, strict=True):
-        of_role = [p for key, p in programs.items() if plan.shares_mesh or key.startswith(name)]
-        stats.memory[f"{name} weights"] = role.weight_bytes
-        stats.memory[f"{name} KV pages"] = pool.device_bytes
-        stats.memory[f"{name} token counts"] = counts * {"shared": slots + rows, "prefill": rows, "decode": slots}[name]
-        stats.memory[f"{name} temporaries"] = max(p.memory_analysis().temp_size_in_bytes for p in of_role)  # type: ignore[attr-defined]
+    for name, role, of_role in zip(names, (plan.prefill, plan.decode)[-len(names) :], pools, strict=True):
+        for number, (stage, pool) in enumerate(zip(role.stages, of_role, strict=True)):
+            of = program_name(name, role.stages, number)
+            ending = program_name("", role.stages, number)
+            of_stage = [p for key, p in programs.items() if (plan.shares_mesh or key.startswith(name)) and key.endswith(ending)]
+            stats.memory[f"{of} weights"] = stage.weight_bytes
+            stats.memory[f"{of} KV pages"] = pool.device_bytes
+            if stage.template.is_last:
+                stats.memory[f"{of} token counts"] = counts * {"shared": slots + rows, "prefill": rows, "decode": slots}[name]
+            stats.memory[f"{of} temporaries"] = max(p.memory_analysis().temp_size_in_bytes for p in of_stage)  # type: ignore[attr-defined]
 
 
 def _moves(role: RolePlan) -> str:

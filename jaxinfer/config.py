@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
 
+from sharding.layout import Parallel
+
 
 class ConfigError(ValueError):
     """A configuration that can't work; the message names the flag, the value and what would be right."""
@@ -49,8 +51,17 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class DeviceConfig:
-    prefill_devices: tuple[int, ...] = _flag((0,), "devices of the prefill mesh, such as 0 or 0,1")
-    decode_devices: tuple[int, ...] = _flag((0,), "devices of the decode mesh; the same as prefill's: both share one page pool")
+    prefill_devices: tuple[int, ...] = _flag((), "devices of prefill, such as 0 or 0,1; from 0 on, as many as its layout has, if not given")
+    decode_devices: tuple[int, ...] = _flag(
+        (),
+        "devices of decode; the same as prefill's: both share one page pool; those if not given, or where the layouts differ the next ones",
+    )
+    prefill_parallel: str | None = _flag(
+        None,
+        "how prefill's devices share the work: tp=N, devices that layers are split over; pp=N, stages of a pipeline, each of tp devices; "
+        "ep=N, devices that experts are dealt out to (tp of them); such as tp=2,pp=2; tp=all of them if not given",
+    )
+    decode_parallel: str | None = _flag(None, "the same of decode; as prefill's if not given, where it has as many devices")
     attention_backend: str = _flag(
         "auto",
         "attention over KV pages: mosaic_gpu (Hopper GPUs), llvm_cpu (CPU only: kernels made for its processor), xla (any device), "
@@ -64,6 +75,15 @@ class DeviceConfig:
     connect_seconds: float = _flag(120.0, "how long processes wait for each other at the start")
     profile: str | None = _flag(None, "folder to write a trace of the first seconds of work to, for XProf and Perfetto")
     profile_seconds: float = _flag(5.0, "how long that trace is")
+
+    def of_role(self, role: str) -> tuple[int, ...]:
+        """The devices of 'prefill' or 'decode', stage by stage."""
+        ids: tuple[int, ...] = getattr(self, f"{role}_devices")
+        return ids
+
+    def layout(self, role: str) -> Parallel:
+        """Of 'prefill' or 'decode'."""
+        return Parallel.parse(getattr(self, f"{role}_parallel"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +120,42 @@ class ScheduleConfig:
     max_queue_size: int = _flag(256, "requests that may wait before one of their priority; above it a server answers 429")
 
 
+def _lay_out(devices: DeviceConfig) -> None:
+    """Fill in what is not given of the roles' devices and layouts. Raises `ConfigError` where they do not fit each other."""
+    layouts: dict[str, Parallel | None] = {}
+    for role in ("prefill", "decode"):
+        ids, text = devices.of_role(role), getattr(devices, f"{role}_parallel")
+        if len(set(ids)) != len(ids) or any(i < 0 for i in ids):
+            raise ConfigError(f"{role}_devices is {ids}: give distinct device numbers from 0, such as 0 or 0,1")
+        try:
+            layouts[role] = None if text is None else Parallel.parse(text)
+        except ValueError as error:
+            raise ConfigError(f"{role}_parallel is {text!r}: {error}") from error
+    prefill_ids, decode_ids = devices.prefill_devices, devices.decode_devices
+    prefill, decode = layouts["prefill"], layouts["decode"]
+    if prefill is None:
+        prefill = decode if decode is not None and not prefill_ids and not decode_ids else Parallel(tp=len(prefill_ids) or 1)
+    prefill_ids = prefill_ids or tuple(range(prefill.num_devices))
+    if decode is None:
+        decode = prefill if len(decode_ids or prefill_ids) == prefill.num_devices else Parallel(tp=len(decode_ids))
+    if not decode_ids:
+        after = max(prefill_ids) + 1
+        decode_ids = prefill_ids if decode == prefill else tuple(range(after, after + decode.num_devices))
+    for role, ids, layout in (("prefill", prefill_ids, prefill), ("decode", decode_ids, decode)):
+        if len(ids) != layout.num_devices:
+            raise ConfigError(
+                f"{role}_parallel is {layout}, for {layout.num_devices} device(s), but {role}_devices is {ids}, which are {len(ids)}: "
+                f"give {layout.num_devices} devices, or a layout of {len(ids)}, such as tp={len(ids)}"
+            )
+        object.__setattr__(devices, f"{role}_devices", ids)
+        object.__setattr__(devices, f"{role}_parallel", str(layout))
+    if set(prefill_ids) & set(decode_ids) and (prefill_ids, prefill) != (decode_ids, decode):
+        layouts_too = f", with one layout (not {prefill} and {decode})," if prefill_ids == decode_ids else ""
+        raise ConfigError(
+            f"prefill_devices {prefill_ids} and decode_devices {decode_ids} overlap: make them the same{layouts_too} or disjoint"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """All an engine needs to know. `EngineConfig.of(model=..., kv_memory=...)` takes the fields by their flat names."""
@@ -114,14 +170,7 @@ class EngineConfig:
         for part in (self.model, devices, cache, schedule):
             for setting in dataclasses.fields(part):
                 object.__setattr__(part, setting.name, _checked(setting, getattr(part, setting.name)))
-        for name in ("prefill_devices", "decode_devices"):
-            ids = getattr(devices, name)
-            if not ids or len(set(ids)) != len(ids) or any(i < 0 for i in ids):
-                raise ConfigError(f"{name} is {ids}: give distinct device numbers from 0, such as 0 or 0,1")
-        if set(devices.prefill_devices) & set(devices.decode_devices) and devices.prefill_devices != devices.decode_devices:
-            raise ConfigError(
-                f"prefill_devices {devices.prefill_devices} and decode_devices {devices.decode_devices} overlap: make them the same or disjoint"
-            )
+        _lay_out(devices)
         _at_least("page_size", cache.page_size, 1)
         if cache.kv_memory != "auto":
             parse_bytes("kv_memory", cache.kv_memory)

@@ -22,6 +22,7 @@ from jaxinfer.models.registry import read_config
 from jaxinfer.plan import choose_attention, most_tokens
 from jaxinfer.prefill.runner import PrefillRunner
 from jaxinfer.runtime.compilation import compile_program
+from jaxinfer.runtime.stage import Stage
 from jaxinfer.runtime.template import ModelTemplate, make_template
 from sharding.mesh import TENSOR, make_mesh
 from sharding.rules import TENSOR_PARALLEL
@@ -194,8 +195,10 @@ def _compiled(
     def attention(role: str, sizes: Sequence[int]) -> Any:
         return choose_attention(role, "auto", mesh.devices.flat[0], _BFLOAT16, group, spec, sizes, architecture.soft_cap)
 
-    decode = DecodeRunner(template, mesh, TENSOR_PARALLEL, pool, (batch,), context, attention("decode", (chunk_size,)))
-    prefill = PrefillRunner(template, mesh, TENSOR_PARALLEL, pool, (chunk_size,), context, attention("prefill", (chunk_size,)))
+    def stage(role: str) -> Stage:
+        return Stage(template, mesh, TENSOR_PARALLEL, pool, attention(role, (chunk_size,)))
+
+    decode, prefill = DecodeRunner([stage("decode")], (batch,), context), PrefillRunner([stage("prefill")], (chunk_size,), context)
     sources = {source.name: source for source in (*decode.programs(), *prefill.programs())}
     stays, temporaries = 0, 0
     for name in (f"decode/{batch}", f"prefill/{chunk_size}"):

@@ -73,7 +73,7 @@ class Engine:
         parts = self._parts
         if self.config.devices.num_processes > 1:
             raise ConfigError("the plain forward pass (logits, logprobs) can't span processes: ask for logprobs while generating")
-        return PlainForward(parts.plan.template, parts.weights, parts.plan.decode.mesh)
+        return PlainForward([(stage.template, stage.mesh) for stage in parts.plan.decode.stages], parts.weights)
 
     def validate(self, prompt_token_ids: Tokens[int], params: SamplingParams) -> None:
         """Raise `RequestError` for a request that could never be served."""
@@ -156,13 +156,16 @@ class Engine:
         changes = self._launch_prefill()
         self._hand_over()
         handed_over = time.thread_time()
-        launched = decode.launch(self._preempt_last)
+        # More than that are under way where a lane has just lost its last sequence.
+        launched = decode.num_in_flight <= decode.depth and decode.launch(self._preempt_last)
         launched_at = time.thread_time()
-        # One decode step stays under way; the last one of a batch is read as soon as nothing follows it.
-        is_due = decode.num_in_flight > (1 if launched else 0)
-        # On one mesh steps end in the order of their launches: reading them in that order costs no time and tells theirs.
-        until = decode.oldest_launch if is_due and self._parts.plan.shares_mesh else None
-        for first in prefill.collect(wait=not is_due and not launched, until=until):
+        # One decode step of each lane stays under way; the last one of a batch is read as soon as nothing follows it.
+        is_due = decode.num_in_flight > (decode.depth if launched else 0)
+        wait, until = int(not is_due and not launched), math.inf
+        if self._parts.plan.shares_mesh and decode.num_in_flight:
+            # On one mesh steps end in the order of their launches: reading them in that order costs no time and tells theirs.
+            wait, until = prefill.num_in_flight if is_due else wait, decode.oldest_launch
+        for first in prefill.collect(wait=wait, until=until):
             deltas.append(self._take_first(*first, time.monotonic()))
         changes = changes or bool(deltas)
         prefilled = time.thread_time()

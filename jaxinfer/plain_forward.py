@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from jaxtyping import Array, Float, Int
 from jaxinfer.kv_cache.pages import Pages
 from jaxinfer.layers.attention import Attend, How
 from jaxinfer.layers.latent_attention import expanded
+from jaxinfer.models.base import run_part
 from jaxinfer.runtime.compilation import Executable, ProgramSource, compile_program
 from jaxinfer.runtime.template import ModelTemplate, Weights
 from pallas_kernels.seen import first_seen
@@ -28,11 +30,9 @@ _SHORTEST = 32  # tokens; lengths are rounded up to powers of two, so that few p
 class PlainForward:
     """Compiles on first use of a length, and says nothing of it to the engine's count of compilations after ready."""
 
-    def __init__(self, template: ModelTemplate, weights: Weights, mesh: Mesh) -> None:
-        self._template = template
-        self._weights = weights
-        self._mesh = mesh
-        self._programs: dict[int, Executable] = {}
+    def __init__(self, stages: Sequence[tuple[ModelTemplate, Mesh]], weights: Sequence[Weights]) -> None:
+        self._stages, self._weights = tuple(stages), tuple(weights)
+        self._programs: dict[tuple[int, int], Executable] = {}
 
     def logits(self, token_ids: list[int]) -> Float[np.ndarray, "T V"]:
         """float32 scores of what follows each token."""
@@ -40,17 +40,26 @@ class PlainForward:
         padded_length = max(_SHORTEST, 1 << math.ceil(math.log2(length)))
         padded = np.zeros(padded_length, np.int32)
         padded[:length] = token_ids
-        if padded_length not in self._programs:
-            tokens = jax.ShapeDtypeStruct(padded.shape, padded.dtype, sharding=replicated(self._mesh))
-            abstract = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=w.sharding), self._weights)
-            source = ProgramSource(f"plain forward/{padded_length}", self._forward, (abstract, tokens), self._mesh)
-            self._programs[padded_length] = compile_program(source)
-        return np.asarray(self._programs[padded_length](self._weights, padded))[:length]
+        handed: Any = padded
+        for number, ((_, mesh), weights) in enumerate(zip(self._stages, self._weights, strict=True)):
+            handed = jax.device_put(handed, replicated(mesh))
+            if (number, padded_length) not in self._programs:
+                self._programs[number, padded_length] = self._compile(number, handed)
+            handed = self._programs[number, padded_length](weights, handed)
+        return np.asarray(handed)[:length]
 
-    def _forward(self, weights: Weights, token_ids: Int[Array, " T"]) -> Float[Array, "T V"]:
-        model = self._template.merge(weights)
-        hidden, _ = model(token_ids, jnp.arange(len(token_ids)), jnp.zeros(0), _Everywhere(self._mesh))
-        return model.logits(hidden)
+    def _compile(self, number: int, handed: Array) -> Executable:
+        template, mesh = self._stages[number]
+        like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), (self._weights[number], handed))
+        name = f"plain forward/{len(handed)} stage {number + 1}"
+        return compile_program(ProgramSource(name, partial(_forward, template, mesh), like, mesh))
+
+
+def _forward(template: ModelTemplate, mesh: Mesh, weights: Weights, handed: Int[Array, " T"] | Float[Array, "T D"]) -> Float[Array, "T X"]:
+    """A stage: logits of the last, hidden states of others."""
+    model, hidden = template.merge(weights), None if template.is_first else handed
+    x, _ = run_part(model, template.part, handed, hidden, jnp.arange(len(handed)), jnp.zeros(0), _Everywhere(mesh))
+    return model.logits(x) if template.is_last else x
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ import os
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal, TypeVar, cast
 
 import jax
@@ -21,6 +20,7 @@ from jaxinfer.layers import moe
 from jaxinfer.layers.matrices import ExpertFormat, MatrixFormat
 from jaxinfer.models.config import ArchitectureConfig
 from jaxinfer.runtime.buckets import query_tile
+from jaxinfer.runtime.cut import cut
 from jaxinfer.runtime.expert_packing import choose_packing, dequantised
 from jaxinfer.runtime.template import ModelTemplate, Template, make_template
 from pallas_kernels.dispatch import Backend
@@ -29,8 +29,9 @@ from pallas_kernels.packed_matmul.op import why_not
 from pallas_kernels.paged_attention import op as paged_attention
 from pallas_kernels.ragged_prefill_attention import op as ragged_prefill_attention
 from pallas_kernels.span import EVERYTHING
+from sharding.layout import Parallel
 from sharding.mesh import make_mesh, own_device
-from sharding.rules import RULES, Rules
+from sharding.rules import Rules, rules_for
 
 logger = logging.getLogger(__name__)
 
@@ -45,15 +46,29 @@ _HOPPER = "9.0"  # compute capability; only it has the products (wgmma) that the
 
 
 @dataclass(frozen=True)
+class StagePlan:
+    """Some of the layers, or all of them, on a mesh."""
+
+    template: ModelTemplate
+    mesh: jax.sharding.Mesh
+    weight_bytes: int  # on each device
+
+
+@dataclass(frozen=True)
 class RolePlan:
-    """One mesh's part."""
+    """What prefill or decode runs on."""
 
     role: str  # 'prefill' or 'decode'
-    mesh: jax.sharding.Mesh
+    layout: Parallel
+    stages: tuple[StagePlan, ...]
     rules: Rules
-    weight_bytes: int  # on each device
-    num_pages: int  # of the pool, the null page included
+    num_pages: int  # of each stage's pool, the null page included
     attention: Backend
+
+    @property
+    def devices(self) -> list[jax.Device]:
+        """Stage by stage."""
+        return [device for stage in self.stages for device in stage.mesh.devices.flat]
 
 
 @dataclass(frozen=True)
@@ -67,7 +82,7 @@ class Plan:
 
     @property
     def shares_mesh(self) -> bool:
-        return self.prefill.mesh == self.decode.mesh
+        return (self.prefill.layout, self.prefill.devices) == (self.decode.layout, self.decode.devices)
 
 
 def make_plan(config: EngineConfig, architecture: ArchitectureConfig, source: TensorSource) -> Plan:
@@ -75,12 +90,15 @@ def make_plan(config: EngineConfig, architecture: ArchitectureConfig, source: Te
 
     Raises `ConfigError` for devices that do not exist, axes that do not divide, and memory that holds no page.
     """
-    devices = {"prefill": config.devices.prefill_devices, "decode": config.devices.decode_devices}
-    meshes = {role: _mesh(role, ids) for role, ids in devices.items()}
-    template = lay_out(partial(make_template, architecture), config.model, [(mesh, RULES[role]) for role, mesh in meshes.items()])
-    template = _with_experts(template, architecture, source, list(meshes.values()))
+    meshes = {role: _meshes(role, config) for role in ("prefill", "decode")}
+
+    def build(form: MatrixFormat, activation_dtype: jnp.dtype, num_devices: int) -> ModelTemplate:
+        return make_template(architecture.on_devices(num_devices), form, activation_dtype)
+
+    template = lay_out(build, config.model, [(mesh, _rules(role, config)) for role, (mesh, *_) in meshes.items()])
+    template = _with_experts(template, architecture, source, [mesh for mesh, *_ in meshes.values()])
     spec = PageSpec.of(architecture, config.cache.page_size, template.activation_dtype.itemsize)
-    roles = {role: _plan_role(role, mesh, template, architecture, spec, config) for role, mesh in meshes.items()}
+    roles = {role: _plan_role(role, of_role, template, architecture, spec, config) for role, of_role in meshes.items()}
     # A request must fit alone in either pool, or it could wait for ever.
     num_pages, chunk_size = min(role.num_pages - 1 for role in roles.values()), config.schedule.prefill_buckets[-1]
     wanted = config.model.max_model_len or architecture.max_position_embeddings
@@ -106,24 +124,23 @@ def most_tokens(spec: PageSpec, num_pages: int, chunk_size: int, wanted: int) ->
 
 
 def lay_out(
-    build: Callable[[MatrixFormat, jnp.dtype], Laid],
+    build: Callable[[MatrixFormat, jnp.dtype, int], Laid],
     config: ModelConfig,
     meshes: Sequence[tuple[jax.sharding.Mesh, Rules]],
     *,
     keeps_types: bool = False,
 ) -> Laid:
-    """The template that `build` makes of the best form of matrices for these meshes. One that can't be split as it would have to be is
-    left for `Template.abstract` to refuse."""
+    """The template that `build` makes, for one device, of the best form of matrices for these meshes; its last argument is how many devices
+    heads are split over. One that can't be split as it would have to be is left for `Template.abstract` to refuse."""
     form, activation_dtype = choose_formats(config, meshes[0][0].devices.flat[0].platform, keeps_types=keeps_types)
-    template = build(form, activation_dtype)
     if form.is_packed and config.matmul_backend == "auto":
         try:
             for mesh, rules in meshes:
-                template.abstract(mesh, rules)
+                build(form, activation_dtype, mesh.size).abstract(mesh, rules)
         except ValueError as error:
             logger.info("matmul backend: xla after all (packed, %s)", error)
-            return build(replace(form, is_packed=False), activation_dtype)
-    return template
+            form = replace(form, is_packed=False)
+    return build(form, activation_dtype, 1)
 
 
 def choose_formats(config: ModelConfig, platform: str, *, keeps_types: bool = False) -> tuple[MatrixFormat, jnp.dtype]:
@@ -208,30 +225,54 @@ def _wrong_device(backend: Backend, device: jax.Device) -> str | None:
     return None if is_right else f"its kernels are for compute capability {_HOPPER}, not {capability}"
 
 
-def _mesh(role: str, device_ids: tuple[int, ...]) -> jax.sharding.Mesh:
+def _meshes(role: str, config: EngineConfig) -> list[jax.sharding.Mesh]:
+    """One for each stage."""
+    device_ids = config.devices.of_role(role)
     try:
-        return make_mesh(device_ids)
+        return [make_mesh(of_stage) for of_stage in config.devices.layout(role).stages(device_ids)]
     except ValueError as error:
         raise ConfigError(f"{role}_devices is {device_ids}: {error}") from error
 
 
+def _rules(role: str, config: EngineConfig) -> Rules:
+    return rules_for(role, config.devices.layout(role).ep)
+
+
 def _plan_role(
-    role: str, mesh: jax.sharding.Mesh, template: ModelTemplate, architecture: ArchitectureConfig, spec: PageSpec, config: EngineConfig
+    role: str,
+    meshes: Sequence[jax.sharding.Mesh],
+    template: ModelTemplate,
+    architecture: ArchitectureConfig,
+    spec: PageSpec,
+    config: EngineConfig,
 ) -> RolePlan:
-    rules = RULES[role]
+    layout, rules = config.devices.layout(role), _rules(role, config)
+    own = architecture.on_devices(layout.tp)
+    if own.heads is not None:
+        logger.info("%s: %s", role, own.heads)
+        template = make_template(own, template.form, template.activation_dtype)
     try:
-        on_mesh = template.abstract(mesh, rules)
+        templates = cut(template, layout.pp)
+        on_meshes = [of_stage.abstract(mesh, rules) for of_stage, mesh in zip(templates, meshes, strict=True)]
     except ValueError as error:
-        raise ConfigError(f"{role}_devices is {getattr(config.devices, f'{role}_devices')}: {error}") from error
-    weights = sum(math.prod(w.sharding.shard_shape(w.shape)) * w.dtype.itemsize for w in on_mesh)
-    # The pool is split over the mesh by KV heads, so each device holds a part of every page.
-    per_device = replace(spec, num_kv_heads=-(-spec.num_kv_heads // mesh.size))
+        raise ConfigError(f"{role}_parallel is {layout}: {error}") from error
+    weights = [sum(math.prod(w.sharding.shard_shape(w.shape)) * w.dtype.itemsize for w in on_mesh) for on_mesh in on_meshes]
+    stages = tuple(map(StagePlan, templates, meshes, weights))
+    mesh = meshes[0]
     try:
-        num_pages = per_device.num_pages(_kv_budget(config.cache.kv_memory, mesh, weights))
+        num_pages = min(
+            # The pool is split over the mesh by KV heads, so each device holds a part of every page.
+            replace(
+                spec,
+                num_kv_heads=1 if spec.num_sides == 1 else own.num_kv_heads // mesh.size,
+                num_layers=stage.template.layers_of_group,
+            ).num_pages(_kv_budget(config.cache.kv_memory, stage.mesh, stage.weight_bytes))
+            for stage in stages
+        )
     except ValueError as error:
         raise ConfigError(str(error)) from error
     # All query heads that a device has read its one head of latents.
-    group = architecture.num_heads // (spec.num_kv_heads if spec.num_sides == 2 else mesh.size)
+    group = own.num_heads // (own.num_kv_heads if spec.num_sides == 2 else mesh.size)
     attention = choose_attention(
         role,
         config.devices.attention_backend,
@@ -242,7 +283,7 @@ def _plan_role(
         config.schedule.prefill_buckets,
         architecture.soft_cap,
     )
-    return RolePlan(role, mesh, rules, weights, num_pages, attention)
+    return RolePlan(role, layout, stages, rules, num_pages, attention)
 
 
 def _kv_budget(kv_memory: str, mesh: jax.sharding.Mesh, weights: int) -> int:

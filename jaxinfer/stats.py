@@ -71,6 +71,8 @@ class EngineStats:
     memory: dict[str, int] = field(default_factory=dict)
     prefill_devices: tuple[str, ...] = ()
     decode_devices: tuple[str, ...] = ()
+    prefill_layout: str = "tp=1"
+    decode_layout: str = "tp=1"
     # Targets, in seconds
     target_ttft: float | None = None
     target_itl: float | None = None

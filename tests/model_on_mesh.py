@@ -32,7 +32,7 @@ class OnMesh:
     pool: PagePool
 
     def plain_logits(self, token_ids: list[int]) -> np.ndarray:
-        return PlainForward(self.template, self.weights, self.mesh).logits(token_ids)
+        return PlainForward([(self.template, self.mesh)], [self.weights]).logits(token_ids)
 
     def jit(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function(model, *arguments)` as a compiled function of the arguments, on the mesh."""
@@ -50,8 +50,8 @@ def put(
 ) -> OnMesh:
     source = open_source(folder)
     config = config_of(source)
-    template, mesh = make_template(config, MatrixFormat(jnp.dtype(dtype), is_packed)), make_mesh(device_ids)
+    template, mesh = make_template(config.on_devices(len(device_ids)), MatrixFormat(jnp.dtype(dtype), is_packed)), make_mesh(device_ids)
     spec = PageSpec.of(config, page_size, jnp.dtype(dtype).itemsize)
-    pool = PagePool(spec, num_pages, template.activation_dtype, mesh, TENSOR_PARALLEL)
+    pool = PagePool(spec, num_pages, template.activation_dtype, mesh, TENSOR_PARALLEL, template.heads)
     pool.allocate()
     return OnMesh(template, mesh, load_weights(template, source, mesh, TENSOR_PARALLEL), pool)

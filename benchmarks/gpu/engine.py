@@ -31,6 +31,7 @@ from jaxinfer.prefill.batch import empty_batch as empty_prefill_batch  # noqa: E
 from jaxinfer.prefill.runner import PrefillRunner  # noqa: E402
 from jaxinfer.runtime.buckets import prefill_rows  # noqa: E402
 from jaxinfer.runtime.compilation import ProgramSource, compile_programs  # noqa: E402
+from jaxinfer.runtime.stage import Stage  # noqa: E402
 from jaxinfer.runtime.template import ModelTemplate, Weights, make_template  # noqa: E402
 from jaxinfer.sampling.params import neutral_rows  # noqa: E402
 from sharding.mesh import make_mesh  # noqa: E402
@@ -50,6 +51,10 @@ class Loaded:
     weights: Weights
     pool: PagePool
     num_tokens: int  # that the pool has room for
+
+    def stage(self, way: Any) -> Stage:
+        """With attention run that way."""
+        return Stage(self.template, self.mesh, TENSOR_PARALLEL, self.pool, way)
 
 
 @functools.cache  # by whatever way attention runs
@@ -106,7 +111,7 @@ def decode_steps(sizes: Sizes, way: Any, seed: int) -> Iterator[Found]:
     _fill(loaded.pool, seed)
     buckets = tuple(sorted({batch for batch, _ in sizes.decode}))
     longest = max(context for _, context in sizes.decode)
-    runner = DecodeRunner(loaded.template, loaded.mesh, TENSOR_PARALLEL, loaded.pool, buckets, longest, way)
+    runner = DecodeRunner([loaded.stage(way)], buckets, longest)
     notes = _start(runner, loaded)
     page_size = sizes.page_size
     for batch, context in sizes.decode:
@@ -132,9 +137,7 @@ def prefill_steps(sizes: Sizes, way: Any, seed: int) -> Iterator[Found]:
     """A whole prompt as one step."""
     loaded, random = load(sizes, seed), np.random.default_rng(seed)
     _fill(loaded.pool, seed)
-    runner = PrefillRunner(
-        loaded.template, loaded.mesh, TENSOR_PARALLEL, loaded.pool, tuple(sorted(sizes.prefill)), max(sizes.prefill), way
-    )
+    runner = PrefillRunner([loaded.stage(way)], tuple(sorted(sizes.prefill)), max(sizes.prefill))
     notes = _start(runner, loaded)
     for num_tokens in sizes.prefill:
         case, work = f"{num_tokens} tokens", sizes.prefill_step(num_tokens)
@@ -154,7 +157,7 @@ def prefill_steps(sizes: Sizes, way: Any, seed: int) -> Iterator[Found]:
 
 def _start(runner: DecodeRunner | PrefillRunner, loaded: Loaded) -> dict[str, Any]:
     programs, seconds = _timed(lambda: compile_programs(_needed(runner.programs())))
-    runner.start(programs, loaded.weights)
+    runner.start(programs, (loaded.weights,))
     return {"compile_s": round(seconds, 1)}
 
 

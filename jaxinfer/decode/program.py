@@ -16,7 +16,7 @@ from jaxinfer.kv_cache.spec import LayerGroups
 from jaxinfer.layers.attention import How
 from jaxinfer.layers.attention_over_pages import AttendOverPages, Place
 from jaxinfer.layers.latent_attention import absorbed
-from jaxinfer.models.base import CausalLM
+from jaxinfer.models.base import CausalLM, Part, run_part
 from jaxinfer.runtime.template import ModelTemplate, Weights
 from jaxinfer.sampling.counting import TokenCounts
 from jaxinfer.sampling.params import SamplingRows
@@ -27,29 +27,43 @@ from pallas_kernels.paged_attention.op import paged_attention
 
 
 class DecodeState(NamedTuple):
-    """What stays on the device between steps: a place a slot, and one more for padding."""
+    """What stays on the devices between steps: a place a slot, and one more for padding. Every stage has the page tables, the last alone
+    the rest."""
 
-    tokens: Int[Any, " S+1"]  # the last sampled
+    tokens: Int[Any, " S+1"] | None  # the last sampled
     page_table: Int[Any, "S+1 W"]
-    counts: TokenCounts
+    counts: TokenCounts | None
 
 
-DecodeStep = Callable[[Weights, Pages, DecodeState, DecodeBatch, SamplingRows], tuple[Pages, DecodeState, Sampled]]
+DecodeStep = Callable[..., tuple[Pages, DecodeState, Sampled | Float[Array, "B D"]]]
 
 
 def decode_step(template: ModelTemplate, mesh: Mesh, attention: Backend) -> DecodeStep:
-    """The program's function. It takes pages and state donated."""
+    """The program's function, of the whole model or of a stage of it. It takes pages and state donated. A first stage that is not the last
+    is handed the tokens that the last one sampled, a later one the hidden states of the stage before it."""
 
     def step(
-        weights: Weights, pages: Pages, state: DecodeState, batch: DecodeBatch, sampling: SamplingRows
-    ) -> tuple[Pages, DecodeState, Sampled]:
+        weights: Weights,
+        pages: Pages,
+        state: DecodeState,
+        batch: DecodeBatch,
+        sampling: SamplingRows | None,
+        handed: Array | None = None,
+    ) -> tuple[Pages, DecodeState, Sampled | Float[Array, "B D"]]:
         model = template.merge(weights)
-        tokens = jnp.where(batch.tokens == ON_DEVICE, state.tokens[batch.slots], batch.tokens)
+        hidden = None if template.is_first else handed
+        newest = state.tokens if handed is None else handed
+        tokens = batch.tokens
+        if template.is_first:
+            assert newest is not None
+            tokens = jnp.where(tokens == ON_DEVICE, newest[batch.slots], tokens)
         num_groups = batch.pages.shape[1]
         run = batch.positions // pages.shape[4]
         places = run[:, None] * num_groups + jnp.arange(num_groups)
         page_table = state.page_table.at[batch.slots[:, None], places].set(batch.pages)
-        hidden, pages = forward(model, mesh, pages, tokens, batch, page_table, attention)
+        hidden, pages = forward(model, mesh, pages, tokens, batch, page_table, attention, template.part, hidden)
+        if state.tokens is None or state.counts is None or sampling is None:
+            return pages, DecodeState(None, page_table, None), hidden
         sampled = sample(model, hidden, sampling, batch.num_generated, state.counts, batch.slots)
         counts = add_sampled(state.counts, batch.slots, sampled.tokens)
         return pages, DecodeState(state.tokens.at[batch.slots].set(sampled.tokens), page_table, counts), sampled
@@ -70,16 +84,19 @@ def forward(
     batch: DecodeBatch,
     page_table: Int[Array, "S+1 W"],
     attention: Backend = "xla",
+    part: Part | None = None,
+    hidden: Float[Array, "B D"] | None = None,
 ) -> tuple[Float[Array, "B D"], Pages]:
-    """Hidden states of the rows' tokens, and the pages with their keys and values written."""
+    """Hidden states of the rows' tokens, and the pages with their keys and values written. See `prefill.program.forward`."""
     num_slots = page_table.shape[0] - 1
     kv_len = jnp.where(batch.slots < num_slots, batch.positions + 1, 0)
     groups = LayerGroups.of(model.config.layer_spans)
     by_group = page_table[batch.slots].reshape(len(batch.slots), -1, len(groups.spans))
     tables = tuple(by_group[:, :, group] for group in range(len(groups.spans)))
     page_ids = tuple(batch.pages[:, group] for group in range(len(groups.spans)))
-    attend = AttendOverPages(mesh, _Kernels(attention), groups, tables, page_ids, batch.positions % pages.shape[4], kv_len)
-    return model(tokens, batch.positions, pages, attend)
+    of_part = groups if part is None else groups.of_stage(part.layers)
+    attend = AttendOverPages(mesh, _Kernels(attention), of_part, tables, page_ids, batch.positions % pages.shape[4], kv_len)
+    return run_part(model, part, tokens, hidden, batch.positions, pages, attend)
 
 
 @dataclass(frozen=True)

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import Array
 
 from jaxinfer.decode.batch import DecodeBatch, empty_batch
 from jaxinfer.decode.program import DecodeState, decode_step, seat
-from jaxinfer.kv_cache.pages import PagePool
 from jaxinfer.kv_cache.spec import NULL_PAGE
 from jaxinfer.layers.matrices import MatrixFormat
 from jaxinfer.runtime.compilation import Executable, ProgramSource, abstract_like
-from jaxinfer.runtime.template import ModelTemplate, Weights
+from jaxinfer.runtime.stage import Stage, StagedWeights, abstract_hidden, pass_on, program_name
 from jaxinfer.sampling.counting import abstract_counts, reset_arguments, reset_program
 from jaxinfer.sampling.params import SamplingRows, neutral_rows
 from jaxinfer.sampling.sampler import Sampled
-from pallas_kernels.dispatch import Backend
 from sharding.mesh import is_cpu
 from sharding.partition import place, replicated
-from sharding.rules import Rules
 
 # On a CPU XLA takes matrix products from YNNPACK, which for 2 to 16 rows of float32 is 15 to 25% slower than Eigen; without it only for these.
 _EIGEN_ROWS = range(2, 17)
@@ -30,73 +29,84 @@ _EIGEN_OPTIONS = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_R
 
 
 class DecodeRunner:
-    def __init__(
-        self,
-        template: ModelTemplate,
-        mesh: Mesh,
-        rules: Rules,
-        pool: PagePool,
-        buckets: tuple[int, ...],
-        max_model_len: int,
-        attention: Backend,
-    ) -> None:
-        self._pool = pool
-        self._mesh = mesh
-        self._is_on_accelerator = not is_cpu(mesh)
+    """With several stages as many steps are under way, so that none waits for another: the batch is cut into as many lanes, each with slots of its
+    own. A lane's slots are numbered from 0, but where sequences join, which slots of all lanes are told apart by."""
+
+    def __init__(self, stages: Sequence[Stage], buckets: tuple[int, ...], max_model_len: int) -> None:
+        self._stages = tuple(stages)
+        self._first, self._last = self._stages[0], self._stages[-1]
+        self._is_on_accelerator = not is_cpu(self._last.mesh)
         self._max_model_len = max_model_len
         self.buckets = buckets
-        self.num_slots = buckets[-1]
-        self.num_groups = pool.spec.num_groups
-        self.table_width = pool.spec.runs_for(max_model_len) * self.num_groups
-        self._abstract_weights = template.abstract(mesh, rules)
-        on_mesh = replicated(mesh)
-        counts = abstract_counts(self.num_slots + 1, template.config.vocab_size, on_mesh)
-        self._abstract_state = DecodeState(
-            jax.ShapeDtypeStruct((self.num_slots + 1,), np.int32, sharding=on_mesh),
-            jax.ShapeDtypeStruct((self.num_slots + 1, self.table_width), np.int32, sharding=on_mesh),
-            counts,
-        )
-        self._step = decode_step(template, mesh, attention)
-        self._form = template.form
+        self.num_lanes = len(stages)
+        self.num_slots = buckets[-1]  # of a lane
+        spec = stages[0].pool.spec
+        self.num_groups = spec.num_groups
+        self.table_width = spec.runs_for(max_model_len) * self.num_groups
+        self._abstract_states = [self._abstract_state(stage) for stage in stages]
         self._programs: dict[str, Executable] = {}
-        self._weights: Weights = ()
-        self._state: DecodeState | None = None
+        self._weights: StagedWeights = ()
+        self._states: list[list[DecodeState]] = []  # of each lane and stage
+        self._newest: list[tuple[Array, ...]] = [() for _ in stages]  # each lane's tokens, on the way from the last stage to the first
+
+    def _abstract_state(self, stage: Stage) -> DecodeState:
+        on_mesh, is_last = replicated(stage.mesh), stage is self._last
+        return DecodeState(
+            self._abstract_tokens(stage) if is_last else None,
+            jax.ShapeDtypeStruct((self.num_slots + 1, self.table_width), np.int32, sharding=on_mesh),
+            abstract_counts(self.num_slots + 1, stage.template.config.vocab_size, stage.mesh, stage.rules) if is_last else None,
+        )
+
+    def _abstract_tokens(self, stage: Stage) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((self.num_slots + 1,), np.int32, sharding=replicated(stage.mesh))
 
     def programs(self) -> list[ProgramSource]:
-        """What to compile: a decode program a bucket, and for sequences that join the ones that take their page tables and, for
+        """What to compile: a decode program a bucket and stage, and for sequences that join the ones that take their page tables and, for
         penalties, count their tokens."""
-        seat_arguments = abstract_like(self._seat_arguments(0, ()), replicated(self._mesh))
-        return [
-            ProgramSource(
-                f"decode/{size}",
-                self._step,
-                (
-                    self._abstract_weights,
-                    self._pool.abstract,
-                    self._abstract_state,
-                    abstract_like(empty_batch(size, self.num_slots, self.num_groups), replicated(self._mesh)),
-                    abstract_like(neutral_rows(size), replicated(self._mesh)),
-                ),
-                self._mesh,
-                donated=(1, 2),
-                options=_xla_options(size, self._mesh, self._form),
-            )
-            for size in self.buckets
-        ] + [
-            ProgramSource("decode/seat", seat, (self._abstract_state.page_table, *seat_arguments), self._mesh, donated=(0,)),
-            reset_program("decode/reset", self._abstract_state.counts, self._max_model_len, self._mesh),
-        ]
+        sources = []
+        for number, (stage, state) in enumerate(zip(self._stages, self._abstract_states, strict=True)):
+            on_mesh, template = replicated(stage.mesh), stage.template
+            step, weights = decode_step(template, stage.mesh, stage.attention), template.abstract(stage.mesh, stage.rules)
+            for size in self.buckets:
+                sampling = abstract_like(neutral_rows(size), on_mesh) if template.is_last else None
+                batch = abstract_like(empty_batch(size, self.num_slots, self.num_groups), on_mesh)
+                handed = self._abstract_tokens(stage) if template.is_first else abstract_hidden(stage, size)
+                arguments = (weights, stage.pool.abstract, state, batch, sampling)
+                sources.append(
+                    ProgramSource(
+                        program_name(f"decode/{size}", self._stages, number),
+                        step,
+                        arguments if len(self._stages) == 1 else (*arguments, handed),
+                        stage.mesh,
+                        donated=(1, 2),
+                        options=_xla_options(size, stage.mesh, template.form),
+                    )
+                )
+            seat_arguments = abstract_like(self._seat_arguments(0, ()), on_mesh)
+            name = program_name("decode/seat", self._stages, number)
+            sources.append(ProgramSource(name, seat, (state.page_table, *seat_arguments), stage.mesh, donated=(0,)))
+        counts = self._abstract_states[-1].counts
+        assert counts is not None
+        return [*sources, reset_program("decode/reset", counts, self._max_model_len, self._last.mesh)]
 
-    def start(self, programs: dict[str, Executable], weights: Weights) -> None:
-        """Take the compiled programs and the weights; allocate what else stays on the device."""
+    def start(self, programs: dict[str, Executable], weights: StagedWeights) -> None:
+        """Take the compiled programs and the weights; allocate what else stays on the devices."""
         self._programs, self._weights = programs, weights
-        self._state = place(jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), self._abstract_state), replicated(self._mesh))
+
+        def empty(abstract: DecodeState, stage: Stage) -> DecodeState:
+            return jax.tree.map(lambda a: place(np.zeros(a.shape, a.dtype), a.sharding), abstract)
+
+        self._states = [list(map(empty, self._abstract_states, self._stages)) for _ in range(self.num_lanes)]
+        for lane in range(self.num_lanes):
+            self._hand_tokens(lane)
 
     def seat(self, slot: int, page_ids: Sequence[int]) -> None:
         """Make a sequence's page table known to a slot."""
-        assert self._state is not None
-        page_table = self._programs["decode/seat"](self._state.page_table, *self._seat_arguments(slot, page_ids))
-        self._state = self._state._replace(page_table=page_table)
+        lane, of_lane = divmod(slot, self.num_slots)
+        states = self._states[lane]
+        for number, state in enumerate(states):
+            program = self._programs[program_name("decode/seat", self._stages, number)]
+            states[number] = state._replace(page_table=program(state.page_table, *self._seat_arguments(of_lane, page_ids)))
 
     def _seat_arguments(self, slot: int, page_ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         row = np.full(self.table_width, NULL_PAGE, np.int32)
@@ -105,21 +115,37 @@ class DecodeRunner:
 
     def count_tokens(self, slot: int, token_ids: Sequence[int], num_prompt: int) -> None:
         """Make a sequence's tokens known to the penalties of a slot."""
-        assert self._state is not None
-        arguments = reset_arguments(slot, token_ids, num_prompt, self._max_model_len)
-        self._state = self._state._replace(counts=self._programs["decode/reset"](self._state.counts, *arguments))
+        lane, of_lane = divmod(slot, self.num_slots)
+        state = self._states[lane][-1]
+        arguments = reset_arguments(of_lane, token_ids, num_prompt, self._max_model_len)
+        self._states[lane][-1] = state._replace(counts=self._programs["decode/reset"](state.counts, *arguments))
 
     def put(self, rows: SamplingRows) -> SamplingRows:
-        """Sampling parameters on the device, for all the steps that share them."""
-        return place(rows, replicated(self._mesh))
+        """Sampling parameters on the devices that sample, for all the steps that share them."""
+        return place(rows, replicated(self._last.mesh))
 
-    def run(self, batch: DecodeBatch, rows: SamplingRows) -> Sampled:
-        """Start one step; returns arrays that the device is yet to fill."""
-        program = self._programs[f"decode/{len(batch.slots)}"]
-        self._pool.array, self._state, sampled = program(self._weights, self._pool.array, self._state, batch, rows)
+    def run(self, batch: DecodeBatch, rows: SamplingRows, lane: int = 0) -> Sampled:
+        """Start one step of a lane, on every stage; returns arrays that the last one's devices are yet to fill."""
+        states, handed = self._states[lane], self._newest[lane]
+        found: Any = None
+        for number, (stage, weights) in enumerate(zip(self._stages, self._weights, strict=True)):
+            program = self._programs[program_name(f"decode/{len(batch.slots)}", self._stages, number)]
+            sampling = rows if stage is self._last else None
+            stage.pool.array, states[number], found = program(weights, stage.pool.array, states[number], batch, sampling, *handed)
+            if stage is not self._last:
+                handed = (pass_on(found, self._stages[number + 1]),)
+        self._hand_tokens(lane)
+        sampled: Sampled = found
         if self._is_on_accelerator:  # else the host reads them where they are
             sampled.packed.copy_to_host_async()
         return sampled
+
+    def _hand_tokens(self, lane: int) -> None:
+        """On to the first stage, for the lane's next step; where that is the last too they are there."""
+        if len(self._stages) > 1:
+            tokens = self._states[lane][-1].tokens
+            assert tokens is not None
+            self._newest[lane] = (pass_on(tokens, self._first),)
 
 
 def _xla_options(num_rows: int, mesh: Mesh, form: MatrixFormat) -> dict[str, str]:

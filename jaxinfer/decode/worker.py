@@ -1,4 +1,5 @@
-"""DecodeWorker: scheduler and runner of the decode mesh. One step is always under way while the host reads the one before."""
+"""DecodeWorker: scheduler and runner of the decode mesh. One step, or one of each lane of a pipeline, is always under way while the host reads the
+one before."""
 
 from __future__ import annotations
 
@@ -29,6 +30,8 @@ class _Rows:
     steps: Steps
     sampling: SamplingRows  # on the device
     wants_logprobs: bool
+    lane: int
+    num_in_flight: int = 0  # steps
     is_steady: bool = False  # after the first step
 
 
@@ -43,6 +46,8 @@ Decoded = tuple[Sequence, int, TokenLogprob | None]  # a sequence's next token
 
 
 class DecodeWorker:
+    """`launch` takes lanes in turn, so steps end in the order in which they were launched."""
+
     def __init__(self, scheduler: DecodeScheduler, runner: DecodeRunner, clock: DeviceClock) -> None:
         self.scheduler = scheduler
         self._runner = runner
@@ -50,8 +55,9 @@ class DecodeWorker:
         self.step_seconds = 0.0  # that the last step took
         self._in_flight: deque[_InFlight] = deque()
         # One place a slot, filled as sequences join; a step takes its rows' places.
-        self._slot_rows = neutral_rows(runner.num_slots)
-        self._rows: _Rows | None = None
+        self._slot_rows = neutral_rows(runner.num_lanes * runner.num_slots)
+        self._rows: list[_Rows | None] = [None] * runner.num_lanes
+        self._lane = 0  # launched last
 
     @property
     def num_in_flight(self) -> int:
@@ -59,8 +65,13 @@ class DecodeWorker:
 
     @property
     def is_steady(self) -> bool:
-        """Whether the last step launched had the rows of the one before it, none of them has left since, and none got a page."""
-        return self._rows is not None and self._rows.is_steady and not self.scheduler.grown
+        """Whether each lane's last step had the rows of the one before it, none of them has left since, and none got a page."""
+        return not self.scheduler.grown and all(rows is not None and rows.is_steady for rows in self._rows)
+
+    @property
+    def depth(self) -> int:
+        """Steps that have to be under way for no stage to wait: one of each lane that has sequences."""
+        return max(self.scheduler.num_active_lanes, 1)
 
     @property
     def oldest_launch(self) -> float:
@@ -69,27 +80,34 @@ class DecodeWorker:
 
     def leave(self, sequence: Sequence) -> None:
         """Take a running sequence out of the batch."""
-        self._rows = None  # it may come back before the next step, in another slot and with a token that the device does not have
+        # It may come back before the next step, in another slot and with a token that the device does not have.
+        self._rows[self.scheduler.lane(sequence)] = None
         self.scheduler.leave(sequence)
 
     def join(self, sequence: Sequence) -> None:
         """Take over a sequence whose pages have been handed over and whose newest token is not in them yet."""
         self.scheduler.join(sequence)
         slot = sequence.slot
+        self._rows[self.scheduler.lane(sequence)] = None
         set_row(self._slot_rows, slot, sequence.params, sequence.seed, sorted(sequence.end_tokens))
         self._runner.seat(slot, sequence.decode_pages)
         if uses_penalties(sequence.params):
             self._runner.count_tokens(slot, sequence.token_ids, sequence.num_prompt)
 
     def launch(self, preempt: Preempt) -> bool:
-        """Start the next step; False if no sequence can take one."""
-        sequences = self.scheduler.schedule(preempt)
-        if not sequences:
+        """Start the next step, of the lane whose turn it is; False if no sequence can take one."""
+        num_lanes = self._runner.num_lanes
+        for _ in range(num_lanes):
+            self._lane = (self._lane + 1) % num_lanes
+            if sequences := self.scheduler.schedule(preempt, self._lane):
+                break
+        else:
             return False
         rows = self._next_rows(sequences)
         launched_at = self._clock.now()
-        sampled = self._runner.run(rows.batch, rows.sampling)
+        sampled = self._runner.run(rows.batch, rows.sampling, rows.lane)
         self._in_flight.append(_InFlight(rows, sampled, launched_at))
+        rows.num_in_flight += 1
         for sequence in sequences:
             sequence.num_in_flight += 1
         return True
@@ -97,6 +115,7 @@ class DecodeWorker:
     def collect(self) -> list[Decoded]:
         """Wait for the oldest step under way and read its tokens."""
         step = self._in_flight.popleft()
+        step.rows.num_in_flight -= 1
         sampled = Sampled(np.asarray(step.sampled.packed))
         tokens = sampled.tokens.tolist()
         self.step_seconds = self._clock.ended(step.launched_at)
@@ -116,29 +135,29 @@ class DecodeWorker:
     def _current(self, rows: _Rows) -> range | list[int]:
         """The rows whose sequences were not finished, aborted or preempted while the step ran: what it sampled for those is dropped, and
         sampled again if need be."""
-        if rows is self._rows:  # nobody has left since
+        if rows is self._rows[rows.lane]:  # nobody has left since
             return range(len(rows.sequences))
         each = enumerate(zip(rows.sequences, rows.epochs, strict=True))
         return [row for row, (sequence, epoch) in each if sequence.epoch == epoch and sequence.state is SequenceState.RUNNING]
 
     def _next_rows(self, sequences: list[Sequence]) -> _Rows:
-        rows = self._rows
-        # Nobody has left since, nobody has come, and the step under way is these rows': each feeds what that one samples.
-        if rows is not None and rows.sequences == sequences and self._in_flight and self._in_flight[-1].rows is rows:
+        rows = self._rows[self._lane]
+        # Nobody has left since, nobody has come, and the lane's step under way is these rows': each feeds what that one samples.
+        if rows is not None and rows.sequences == sequences and rows.num_in_flight:
             # A new array, for the device may still be reading the old one.
             rows.batch = DecodeBatch(rows.batch.packed + (rows.steps.later if rows.is_steady else rows.steps.first))
             rows.is_steady = True
             for row in self.scheduler.grown:
                 rows.batch.packed[row, PAGES:] = sequences[row].decode_pages[-self._runner.num_groups :]
             return rows
-        self._rows = rows = self._compose(sequences)
+        self._rows[self._lane] = rows = self._compose(sequences)
         return rows
 
     def _compose(self, sequences: list[Sequence]) -> _Rows:
         num_rows = len(sequences)
         batch = empty_batch(bucket_for(num_rows, self._runner.buckets), self._runner.num_slots, self._runner.num_groups)
         slots = [s.slot for s in sequences]
-        batch.slots[:num_rows] = slots
+        batch.slots[:num_rows] = [slot - self._lane * self._runner.num_slots for slot in slots]
         # With a step under way the newest token is still on the device; otherwise the host has it.
         batch.tokens[:num_rows] = [ON_DEVICE if s.num_in_flight else s.token_ids[-1] for s in sequences]
         batch.positions[:num_rows] = [len(s.token_ids) - 1 + s.num_in_flight for s in sequences]
@@ -147,4 +166,5 @@ class DecodeWorker:
         sampling = neutral_rows(len(batch.slots))
         sampling.packed[:num_rows] = self._slot_rows.packed[slots]
         steps = steps_of(batch, num_rows)
-        return _Rows(sequences, [s.epoch for s in sequences], batch, steps, self._runner.put(sampling), bool(sampling.wants_logprobs.any()))
+        epochs, wants_logprobs = [s.epoch for s in sequences], bool(sampling.wants_logprobs.any())
+        return _Rows(sequences, epochs, batch, steps, self._runner.put(sampling), wants_logprobs, self._lane)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 import jax
 
@@ -42,8 +41,8 @@ def load_encoder(config: EngineConfig, stats: EngineStats, clock: DeviceClock) -
     encoder = EncoderConfig.from_hf(source.config, read_sentence_files(source.path))
     rules = RULES["encode"]
     try:
-        mesh = make_mesh(config.devices.prefill_devices)
-        template = lay_out(partial(template_of, Bert, encoder), config.model, [(mesh, rules)], keeps_types=True)
+        mesh = make_mesh(config.devices.layout("prefill").stages(config.devices.prefill_devices)[0])
+        template = lay_out(lambda form, dtype, _: template_of(Bert, encoder, form, dtype), config.model, [(mesh, rules)], keeps_types=True)
         template.abstract(mesh, rules)
     except ValueError as error:
         raise ConfigError(f"prefill_devices is {config.devices.prefill_devices}: {error}") from error

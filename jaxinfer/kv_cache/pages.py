@@ -28,11 +28,28 @@ class PagePool:
     """A mesh's pages, with its own KV heads where those are not the model's. `array` is replaced by what each program gives back; whoever runs
     programs on the mesh shares this one object."""
 
-    def __init__(self, spec: PageSpec, num_pages: int, dtype: jnp.dtype, mesh: Mesh, rules: Rules, heads: HeadLayout | None = None) -> None:
+    def __init__(
+        self,
+        spec: PageSpec,
+        num_pages: int,
+        dtype: jnp.dtype,
+        mesh: Mesh,
+        rules: Rules,
+        heads: HeadLayout | None = None,
+        num_layers: int | None = None,
+    ) -> None:
+        """`num_layers`: of a group, those that are on this mesh, where it is a pipeline's stage."""
         self.spec = spec
         self.heads = None if spec.num_sides == 1 else heads  # latents are no head's
         num_kv_heads = spec.num_kv_heads if self.heads is None else self.heads.num_kv_heads
-        shape = (spec.num_layers, spec.num_sides, num_pages, num_kv_heads, spec.page_size, spec.head_size)
+        shape = (
+            spec.num_layers if num_layers is None else num_layers,
+            spec.num_sides,
+            num_pages,
+            num_kv_heads,
+            spec.page_size,
+            spec.head_size,
+        )
         self._axes = _AXES if spec.num_sides == 2 else _WHOLE
         self.abstract = jax.ShapeDtypeStruct(shape, dtype, sharding=named_sharding(mesh, rules, self._axes, shape, "the KV cache"))
         self.mesh = mesh

@@ -20,7 +20,7 @@ class LayerGroups:
     """Layers that attend to the same span of the context, in groups of one size, each with its own page table. So a page of one pool can
     be any group's, whatever the contexts turn out to be, and a group whose span is bounded gives back what it left behind."""
 
-    size: int  # layers of a group; the last of a kind may have fewer, and leaves the others' places in its pages unused
+    size: int  # layers of a group; some may have fewer, and leave the last places in its pages unused
     spans: tuple[Span, ...]  # of each group
     places: tuple[tuple[int, int], ...]  # of each of the model's layers: its group, and its place in the group's pages
 
@@ -43,10 +43,23 @@ class LayerGroups:
         places: dict[int, tuple[int, int]] = {}
         of_groups: list[Span] = []
         for span, layers in kinds.items():
-            for start in range(0, len(layers), size):
-                places |= {layer: (len(of_groups), place) for place, layer in enumerate(layers[start : start + size])}
+            # Dealt out in turn, so that each stage of a pipeline has as many of one group as of another.
+            num_groups = -(-len(layers) // size)
+            for group in range(num_groups):
+                places |= {layer: (len(of_groups), place) for place, layer in enumerate(layers[group::num_groups])}
                 of_groups.append(span)
         return cls(size, tuple(of_groups), tuple(places[layer] for layer in range(len(spans))))
+
+    def layers_of(self, group: int) -> list[int]:
+        """A group's layers, in the order of their places."""
+        return [layer for layer, (of, _) in enumerate(self.places) if of == group]
+
+    def of_stage(self, layers: range) -> LayerGroups:
+        """What a stage of a pipeline keeps, in pages of its own under the same numbers: of each group the layers that it has. Places of other
+        layers mean nothing there."""
+        first = [sum(layer < layers.start for layer in self.layers_of(group)) for group in range(len(self.spans))]
+        sizes = [sum(layer in layers for layer in self.layers_of(group)) for group in range(len(self.spans))]
+        return LayerGroups(max(sizes), self.spans, tuple((group, place - first[group]) for group, place in self.places))
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -33,10 +34,18 @@ class CausalLM(Protocol):
         """`form` is the matrices'; what flows between layers, keys and values too, has `activation_dtype`."""
         ...
 
-    def __call__(
-        self, token_ids: Int[Array, " T"], positions: Int[Array, " T"], pages: Pages, attend: AttendInLayers
+    def embed(self, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
+        """What the first layer takes of packed tokens."""
+        ...
+
+    def run(
+        self, x: Float[Array, "T D"], positions: Int[Array, " T"], pages: Pages, attend: AttendInLayers, layers: range
     ) -> tuple[Float[Array, "T D"], Pages]:
-        """Final hidden states of packed tokens, and the pages with these tokens' keys and values in them."""
+        """x through these layers in turn, and the pages with the tokens' keys and values in them."""
+        ...
+
+    def finish(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        """Final hidden states from what the last layer gives."""
         ...
 
     def logits(self, hidden: Float[Array, "X D"]) -> Float[Array, "X V"]:
@@ -48,20 +57,60 @@ class CausalLM(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a pipeline's stage holds of a model."""
+
+    layers: range
+    is_first: bool  # it embeds tokens
+    is_last: bool  # it has the head, and all else that comes after the layers
+
+    @classmethod
+    def whole(cls, num_layers: int) -> Part:
+        return cls(range(num_layers), True, True)
+
+    def holds(self, path: str, *, is_tied: bool) -> bool:
+        """Whether it needs a parameter, such as "blocks.3.mlp_norm.scale"; `is_tied`: the embedding is the head too."""
+        name, _, rest = path.partition(".")
+        if name == "blocks":
+            return int(rest.partition(".")[0]) in self.layers
+        if name == "embedding":
+            return self.is_first or (self.is_last and is_tied)
+        return self.is_last
+
+
+def run_part(
+    model: CausalLM,
+    part: Part | None,
+    token_ids: Int[Array, " T"],
+    hidden: Float[Array, "T D"] | None,
+    positions: Int[Array, " T"],
+    pages: Pages,
+    attend: AttendInLayers,
+) -> tuple[Float[Array, "T D"], Pages]:
+    """A part of a model, or all of it, over packed tokens: from their ids where it is the first, else from the hidden states of the part
+    before it; to final hidden states where it is the last."""
+    part = part or Part.whole(model.config.num_layers)
+    x = model.embed(token_ids) if hidden is None else hidden
+    x, pages = model.run(x, positions, pages, attend, part.layers)
+    return model.finish(x) if part.is_last else x, pages
+
+
 def run_blocks(
     blocks: Sequence[nnx.Module],
+    layers: range,
     x: Float[Array, "T D"],
     pages: Pages,
     attend: AttendInLayers,
     call: Callable[[Any, Array, Pages, Attend], tuple[Array, Pages]],
 ) -> tuple[Float[Array, "T D"], Pages]:
-    """x through every block in turn, as `call(block, x, pages, its attend)`. Blocks of one structure are traced once, not each anew:
+    """x through the blocks of these layers in turn, as `call(block, x, pages, its attend)`. Blocks of one structure are traced once, not each anew:
     tracing is what a start with a warm compilation cache spends its time on. XLA inlines them all the same."""
 
     @partial(jax.jit, static_argnums=0)
     def run(graph: nnx.GraphDef, state: nnx.State, x: Array, pages: Pages, place: Any) -> tuple[Array, Pages]:
         return call(nnx.merge(graph, state), x, pages, attend.at(place))
 
-    for layer, block in enumerate(blocks):
-        x, pages = run(*nnx.split(block), x, pages, attend.place(layer))
+    for layer in layers:
+        x, pages = run(*nnx.split(blocks[layer]), x, pages, attend.place(layer))
     return x, pages

@@ -140,23 +140,28 @@ class Gemma3(nnx.Module):
         self.norm = OffsetRMSNorm(size, config.rms_norm_eps, form)
         self.head = None if config.tie_word_embeddings else Embedding(config.vocab_size, size, form, activation_dtype)
 
-    def __call__(
-        self, token_ids: Int[Array, " T"], positions: Int[Array, " T"], pages: Pages, attend: AttendInLayers
+    def embed(self, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
+        return self.embedding(token_ids) * self.embedding_scale
+
+    def run(
+        self, x: Float[Array, "T D"], positions: Int[Array, " T"], pages: Pages, attend: AttendInLayers, layers: range
     ) -> tuple[Float[Array, "T D"], Pages]:
         config = self.config
-        x = self.embedding(token_ids) * self.embedding_scale
         of_global, of_local = (
             angles(positions, inverse_frequencies(config.head_size, theta, scaling), rotated_amplitude(scaling))
             for theta, scaling in ((config.rope_theta, config.rope_scaling), config.family.local_rope)
         )
-        x, pages = run_blocks(
+        return run_blocks(
             self.blocks,
+            layers,
             x,
             pages,
             attend,
             lambda block, x, pages, attend: block(x, of_local if block.is_local else of_global, pages, attend),
         )
-        return self.norm(x), pages
+
+    def finish(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        return self.norm(x)
 
     def logits(self, hidden: Float[Array, "X D"]) -> Float[Array, "X V"]:
         scores, cap = (self.head or self.embedding).logits(hidden), self.config.family.final_soft_cap

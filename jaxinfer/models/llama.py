@@ -95,15 +95,19 @@ class Llama(nnx.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, form)
         self.head = None if config.tie_word_embeddings else Embedding(config.vocab_size, config.hidden_size, form, activation_dtype)
 
-    def __call__(
-        self, token_ids: Int[Array, " T"], positions: Int[Array, " T"], pages: Pages, attend: AttendInLayers
+    def embed(self, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
+        return self.embedding(token_ids)
+
+    def run(
+        self, x: Float[Array, "T D"], positions: Int[Array, " T"], pages: Pages, attend: AttendInLayers, layers: range
     ) -> tuple[Float[Array, "T D"], Pages]:
-        x = self.embedding(token_ids)
         scaling = self.config.rope_scaling
         frequencies = inverse_frequencies(self.config.head_size, self.config.rope_theta, scaling)
         cos_sin = angles(positions, frequencies, rotated_amplitude(scaling))
-        x, pages = run_blocks(self.blocks, x, pages, attend, lambda block, x, pages, attend: block(x, cos_sin, pages, attend))
-        return self.norm(x), pages
+        return run_blocks(self.blocks, layers, x, pages, attend, lambda block, x, pages, attend: block(x, cos_sin, pages, attend))
+
+    def finish(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        return self.norm(x)
 
     def logits(self, hidden: Float[Array, "X D"]) -> Float[Array, "X V"]:
         return (self.head or self.embedding).logits(hidden)

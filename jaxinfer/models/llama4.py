@@ -142,21 +142,21 @@ class Llama4(Llama):
         )
         return replace(read, mlp_size=integer(config, "intermediate_size_mlp", expert_size), spans=spans, family=family)
 
-    def __call__(
-        self, token_ids: Int[Array, " T"], positions: Int[Array, " T"], pages: Pages, attend: AttendInLayers
+    def run(
+        self, x: Float[Array, "T D"], positions: Int[Array, " T"], pages: Pages, attend: AttendInLayers, layers: range
     ) -> tuple[Float[Array, "T D"], Pages]:
         config = self.config
         frequencies = inverse_frequencies(config.head_size, config.rope_theta, config.rope_scaling)
         cos_sin = angles(positions, frequencies, rotated_amplitude(config.rope_scaling))
         temper = _temper(positions, *(config.family.tempering or (1.0, 0.0)))
-        x, pages = run_blocks(
+        return run_blocks(
             self.blocks,
-            self.embedding(token_ids),
+            layers,
+            x,
             pages,
             attend,
             lambda block, x, pages, attend: block(x, cos_sin, temper, pages, attend),
         )
-        return self.norm(x), pages
 
 
 class Llama4WithImages(Llama4):

@@ -15,7 +15,7 @@ from jaxinfer.kv_cache.pages import Pages
 from jaxinfer.kv_cache.spec import NULL_PAGE, LayerGroups
 from jaxinfer.layers.attention import How
 from jaxinfer.layers.attention_over_pages import AttendOverPages, Place
-from jaxinfer.models.base import CausalLM
+from jaxinfer.models.base import CausalLM, Part, run_part
 from jaxinfer.prefill.batch import PrefillBatch
 from jaxinfer.request import MAX_TOP_LOGPROBS
 from jaxinfer.runtime.buckets import query_tile
@@ -38,26 +38,39 @@ class PromptScores(NamedTuple):
 
 
 Rows = tuple[Int[Array, " R"], Int[Array, " R"], Int[Array, " R"]]
-PrefillStep = Callable[[Weights, Pages, TokenCounts, PrefillBatch], tuple[Pages, Sampled, PromptScores]]
+Finished = tuple[Sampled, PromptScores]
+PrefillStep = Callable[..., tuple[Pages, Finished | Float[Array, "T D"]]]
 
 
 def prefill_step(template: ModelTemplate, mesh: Mesh, attention: Backend) -> PrefillStep:
-    """The program's function. It takes the pages donated; the first R slots of the counts belong to the batch's rows."""
+    """The program's function, of the whole model or of a stage of it, which passes hidden states on to the next. It takes the pages donated;
+    the first R slots of the counts, which only the last stage has, belong to the batch's rows."""
 
-    def step(weights: Weights, pages: Pages, counts: TokenCounts, batch: PrefillBatch) -> tuple[Pages, Sampled, PromptScores]:
+    def step(
+        weights: Weights, pages: Pages, counts: TokenCounts | None, batch: PrefillBatch, hidden: Float[Array, "T D"] | None = None
+    ) -> tuple[Pages, Finished | Float[Array, "T D"]]:
         model = template.merge(weights)
-        hidden, pages = forward(model, mesh, pages, batch, attention)
+        hidden, pages = forward(model, mesh, pages, batch, attention, template.part, hidden)
+        if counts is None:
+            return pages, hidden
         last = jnp.maximum(batch.query_start + batch.query_len - 1, 0)
         sampled = sample(model, hidden[last], batch.sampling, batch.num_generated, counts, jnp.arange(len(last)))
-        return pages, sampled, _score_prompt(model, hidden, batch.next_token_ids, batch.wants_prompt_logprobs)
+        return pages, (sampled, _score_prompt(model, hidden, batch.next_token_ids, batch.wants_prompt_logprobs))
 
     return step
 
 
 def forward(
-    model: CausalLM, mesh: Mesh, pages: Pages, batch: PrefillBatch, attention: Backend = "xla"
+    model: CausalLM,
+    mesh: Mesh,
+    pages: Pages,
+    batch: PrefillBatch,
+    attention: Backend = "xla",
+    part: Part | None = None,
+    hidden: Float[Array, "T D"] | None = None,
 ) -> tuple[Float[Array, "T D"], Pages]:
-    """Hidden states of the packed tokens, and the pages with their keys and values written."""
+    """Hidden states of the packed tokens, and the pages with their keys and values written; of a part of the model that is not its first,
+    from those of the part before."""
     num_tokens, page_size = batch.token_ids.shape[0], pages.shape[4]
     row, place, in_use = _rows_of_tokens(batch, num_tokens)
     positions = jnp.where(in_use, (batch.kv_len - batch.query_len)[row] + place, 0)
@@ -66,8 +79,9 @@ def forward(
     tables = tuple(by_group[:, :, group] for group in range(len(groups.spans)))
     page_ids = tuple(jnp.where(in_use, table[row, positions // page_size], NULL_PAGE) for table in tables)
     rows = (batch.query_start, batch.query_len, batch.kv_len)
-    attend = AttendOverPages(mesh, _Kernels(attention), groups, tables, page_ids, positions % page_size, rows)
-    return model(batch.token_ids, positions, pages, attend)
+    of_part = groups if part is None else groups.of_stage(part.layers)
+    attend = AttendOverPages(mesh, _Kernels(attention), of_part, tables, page_ids, positions % page_size, rows)
+    return run_part(model, part, batch.token_ids, hidden, positions, pages, attend)
 
 
 def _rows_of_tokens(batch: PrefillBatch, num_tokens: int) -> tuple[Int[Array, " T"], Int[Array, " T"], Bool[Array, " T"]]:

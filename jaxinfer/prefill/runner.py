@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
-from jaxinfer.kv_cache.pages import PagePool
 from jaxinfer.prefill.batch import PrefillBatch, empty_batch
 from jaxinfer.prefill.program import PromptScores, prefill_step
 from jaxinfer.runtime.buckets import prefill_rows
 from jaxinfer.runtime.compilation import Executable, ProgramSource, abstract_like
-from jaxinfer.runtime.template import ModelTemplate, Weights
+from jaxinfer.runtime.stage import Stage, StagedWeights, abstract_hidden, pass_on, program_name
 from jaxinfer.sampling.counting import TokenCounts, abstract_counts, reset_arguments, reset_program
 from jaxinfer.sampling.sampler import Sampled
-from pallas_kernels.dispatch import Backend
 from sharding.partition import place, replicated
-from sharding.rules import Rules
 
 
 class PrefillResult(NamedTuple):
@@ -28,56 +24,56 @@ class PrefillResult(NamedTuple):
 
 
 class PrefillRunner:
-    def __init__(
-        self,
-        template: ModelTemplate,
-        mesh: Mesh,
-        rules: Rules,
-        pool: PagePool,
-        buckets: tuple[int, ...],
-        max_model_len: int,
-        attention: Backend,
-    ) -> None:
-        self._pool = pool
-        self._mesh = mesh
+    def __init__(self, stages: Sequence[Stage], buckets: tuple[int, ...], max_model_len: int) -> None:
+        self._stages = tuple(stages)
         self.max_model_len = max_model_len
         self.buckets = buckets
-        self.table_width = pool.spec.runs_for(max_model_len) * pool.spec.num_groups
-        self._abstract_weights = template.abstract(mesh, rules)
-        self._abstract_counts = abstract_counts(prefill_rows(buckets[-1]), template.config.vocab_size, replicated(mesh))
-        self._step = prefill_step(template, mesh, attention)
+        spec = stages[0].pool.spec
+        self.table_width = spec.runs_for(max_model_len) * spec.num_groups
+        self._last = last = self._stages[-1]
+        self._abstract_counts = abstract_counts(prefill_rows(buckets[-1]), last.template.config.vocab_size, last.mesh, last.rules)
         self._programs: dict[str, Executable] = {}
-        self._weights: Weights = ()
+        self._weights: StagedWeights = ()
         self._counts: TokenCounts | None = None
 
-    def programs(self) -> list[ProgramSource]:
-        """What to compile: a prefill program a bucket, and the one that counts a sequence's tokens for its penalties."""
-        on_mesh = replicated(self._mesh)
-        batches = {size: empty_batch(size, prefill_rows(size), self.table_width) for size in self.buckets}
-        return [
-            ProgramSource(
-                f"prefill/{size}",
-                self._step,
-                (self._abstract_weights, self._pool.abstract, self._abstract_counts, abstract_like(batch, on_mesh)),
-                self._mesh,
-                donated=(1,),
-            )
-            for size, batch in batches.items()
-        ] + [reset_program("prefill/reset", self._abstract_counts, self.max_model_len, self._mesh)]
+    @property
+    def num_stages(self) -> int:
+        return len(self._stages)
 
-    def start(self, programs: dict[str, Executable], weights: Weights) -> None:
+    def programs(self) -> list[ProgramSource]:
+        """What to compile: a prefill program a bucket and stage, and the one that counts a sequence's tokens for its penalties."""
+        batches = {size: empty_batch(size, prefill_rows(size), self.table_width) for size in self.buckets}
+        sources = []
+        for number, stage in enumerate(self._stages):
+            weights, step = stage.template.abstract(stage.mesh, stage.rules), prefill_step(stage.template, stage.mesh, stage.attention)
+            counts = self._abstract_counts if stage is self._last else None
+            for size, batch in batches.items():
+                arguments = (weights, stage.pool.abstract, counts, abstract_like(batch, replicated(stage.mesh)))
+                hidden = abstract_hidden(stage, size)
+                name = program_name(f"prefill/{size}", self._stages, number)
+                sources.append(ProgramSource(name, step, arguments if hidden is None else (*arguments, hidden), stage.mesh, donated=(1,)))
+        return [*sources, reset_program("prefill/reset", self._abstract_counts, self.max_model_len, self._last.mesh)]
+
+    def start(self, programs: dict[str, Executable], weights: StagedWeights) -> None:
         """Take the compiled programs and the weights; allocate what else stays on the device."""
         self._programs, self._weights = programs, weights
-        self._counts = place(jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), self._abstract_counts), replicated(self._mesh))
+        self._counts = jax.tree.map(lambda a: place(np.zeros(a.shape, a.dtype), a.sharding), self._abstract_counts)
 
     def count_tokens(self, row: int, token_ids: Sequence[int], num_prompt: int) -> None:
         """Make a sequence's tokens known to the penalties of the next step's row."""
         self._counts = self._programs["prefill/reset"](self._counts, *reset_arguments(row, token_ids, num_prompt, self.max_model_len))
 
     def run(self, batch: PrefillBatch) -> PrefillResult:
-        """Start one step; returns arrays that the device is yet to fill."""
-        program = self._programs[f"prefill/{len(batch.token_ids)}"]
-        self._pool.array, sampled, scores = program(self._weights, self._pool.array, self._counts, batch)
+        """Start one step, on every stage; returns arrays that the last one's devices are yet to fill."""
+        handed: tuple[Any, ...] = ()
+        found: Any = None
+        for number, (stage, weights) in enumerate(zip(self._stages, self._weights, strict=True)):
+            program = self._programs[program_name(f"prefill/{len(batch.token_ids)}", self._stages, number)]
+            counts = self._counts if stage is self._last else None
+            stage.pool.array, found = program(weights, stage.pool.array, counts, batch, *handed)
+            if stage is not self._last:
+                handed = (pass_on(found, self._stages[number + 1]),)
+        sampled, scores = found
         result = PrefillResult(sampled, scores if batch.wants_prompt_logprobs else None)
         for array in jax.tree.leaves(result):
             array.copy_to_host_async()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -18,7 +19,7 @@ from jaxinfer.sampling.params import uses_penalties
 from jaxinfer.sampling.reading import read_logprob
 from jaxinfer.sequence import Sequence
 
-_MOST_IN_FLIGHT = 2  # one that runs and one that waits for it: the device never idles, and an abort finds little under way
+_WAITING = 1  # steps under way beside one for each stage: no device idles, and an abort finds little under way
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ class PrefillWorker:
 
     def launch(self, budget: int, num_free_slots: int, keep_free: int, make_room: MakeRoom, preempt: Preempt) -> list[Chunk]:
         """Start the next step, if there is one and not enough are under way already; returns its chunks. See `PrefillScheduler.schedule`."""
-        if len(self._in_flight) >= _MOST_IN_FLIGHT:
+        if len(self._in_flight) >= self._runner.num_stages + _WAITING:
             return []
         chunks = self.scheduler.schedule(budget, num_free_slots, keep_free, make_room, preempt)
         if not chunks:
@@ -67,17 +68,15 @@ class PrefillWorker:
         self._in_flight.append(_InFlight(chunks, starts, bucket, self._runner.run(batch), launched_at))
         return chunks
 
-    def collect(self, *, wait: bool, until: float | None = None) -> list[Prefilled]:
-        """Read the steps that have ended, with `wait` the oldest whether it has or not. With `until` instead all that were launched before
-        it, and no others."""
+    def collect(self, *, wait: int, until: float = math.inf) -> list[Prefilled]:
+        """Read the steps that have ended, and so many of the oldest whether they have or not, but none that was not launched before `until`."""
         prefilled: list[Prefilled] = []
         while self._in_flight:
             oldest = self._in_flight[0]
-            is_due = wait or oldest.result.sampled.packed.is_ready() if until is None else oldest.launched_at < until
-            if not is_due:
+            if oldest.launched_at >= until or not (wait > 0 or oldest.result.sampled.packed.is_ready()):
                 break
             prefilled += self._read(self._in_flight.popleft())
-            wait = False
+            wait -= 1
         return prefilled
 
     def _read(self, step: _InFlight) -> list[Prefilled]:

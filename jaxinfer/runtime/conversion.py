@@ -41,7 +41,7 @@ class Conversion:
         if self._form.is_packed or self._form.is_int8:
             form = MatrixFormat(jnp.dtype("float32"), experts=replace(self._form.experts, dtype=self._form.expert_dtype))
         if (config, form) != (template.config, template.form):
-            self.plain = template_of(template.model, config, form, template.activation_dtype)
+            self.plain = template_of(template.model, config, form, template.activation_dtype, template.part)
         if any(leaf.part for leaf in self.plain.leaves):
             self.plain = replace(self.plain, leaves=tuple(map(stored_leaf, self.plain.leaves)))
         self._targets = list(zip(template.leaves, template.abstract(mesh, rules), strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +22,8 @@ from sharding.rules import Rules
 
 
 def load_weights(template: Template[Any], source: TensorSource, mesh: Mesh, rules: Rules) -> Weights:
-    """The checkpoint's weights on the mesh, each device reading only its part. Raises `CheckpointError`."""
+    """The checkpoint's weights on the mesh, each device reading only its part. Raises `CheckpointError`, for tensors of no parameter too where
+    the template is of the whole model."""
     conversion = Conversion(template, mesh, rules)
     weight_map = template.model.weight_map
     for leaf in conversion.plain.leaves:
@@ -30,7 +32,7 @@ def load_weights(template: Template[Any], source: TensorSource, mesh: Mesh, rule
         elif leaf.part:
             weight_map = _with_part(weight_map, leaf.name, leaf.part)
     names = [leaf.name for leaf in conversion.plain.leaves]
-    loaded = load(source, dict(zip(names, conversion.abstract, strict=True)), weight_map, conversion.convert)
+    loaded = load(source, dict(zip(names, conversion.abstract, strict=True)), weight_map, conversion.convert, is_partial=template.part is not None)
     return conversion.weights(loaded)
 
 
@@ -46,8 +48,10 @@ def random_weights(template: Template[Any], mesh: Mesh, rules: Rules) -> Weights
     """Made-up weights, the same on every mesh: normal, scaled by fan-in; vectors (norms) are ones, the words of packed experts any bits."""
     conversion = Conversion(template, mesh, rules)
 
-    def make(number: int, leaf: Leaf, target: jax.ShapeDtypeStruct) -> Array:
-        random, inputs = np.random.default_rng(number), target.shape[-1 if leaf.part else 1 if leaf.axes[0] == "experts" else 0]
+    def make(leaf: Leaf, target: jax.ShapeDtypeStruct) -> Array:
+        # By the parameter's name: the same whatever else is on this mesh.
+        random = np.random.default_rng(zlib.crc32(leaf.paths[0].encode()))
+        inputs = target.shape[-1 if leaf.part else 1 if leaf.axes[0] == "experts" else 0]
         if leaf.is_stack or len(leaf.shape) == 1:
             value = np.ones(target.shape, np.float32)
         elif leaf.dtype == jnp.int32:
@@ -57,7 +61,7 @@ def random_weights(template: Template[Any], mesh: Mesh, rules: Rules) -> Weights
         return place(value.astype(target.dtype), target.sharding)
 
     targets = zip(conversion.plain.leaves, conversion.abstract, strict=True)
-    return conversion.weights({leaf.name: conversion.convert(leaf.name, make(i, leaf, target)) for i, (leaf, target) in enumerate(targets)})
+    return conversion.weights({leaf.name: conversion.convert(leaf.name, make(leaf, target)) for leaf, target in targets})
 
 
 def weight_bytes(weights: Weights) -> int:

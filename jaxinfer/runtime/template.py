@@ -12,8 +12,10 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from checkpoints.weight_map import WeightMap
+from jaxinfer.kv_cache.spec import LayerGroups
+from jaxinfer.layers.heads import HeadLayout
 from jaxinfer.layers.matrices import InStack, MatrixFormat
-from jaxinfer.models.base import CausalLM
+from jaxinfer.models.base import CausalLM, Part
 from jaxinfer.models.config import ArchitectureConfig
 from jaxinfer.models.encoder_config import EncoderConfig
 from jaxinfer.models.registry import model_class
@@ -80,16 +82,46 @@ class Template(Generic[Model]):
     graph: Any = field(compare=False)  # follows from what is above, as does the next
     structure: Any = field(compare=False)  # of the state, as a pytree
     leaves: tuple[Leaf, ...]
+    part: Part | None = None  # what it has leaves of, where that is not all
+
+    @property
+    def layers(self) -> range:
+        """Of a language model, those that it has leaves of."""
+        assert isinstance(self.config, ArchitectureConfig)
+        return range(self.config.num_layers) if self.part is None else self.part.layers
+
+    @property
+    def heads(self) -> HeadLayout | None:
+        """Of a language model: how its attention heads come from the model's own, where they are those of a mesh."""
+        assert isinstance(self.config, ArchitectureConfig)
+        return self.config.heads
+
+    @property
+    def layers_of_group(self) -> int:
+        """Of a language model: layers that a page is for."""
+        assert isinstance(self.config, ArchitectureConfig)
+        groups = LayerGroups.of(self.config.layer_spans)
+        return groups.size if self.part is None else groups.of_stage(self.part.layers).size
+
+    @property
+    def is_first(self) -> bool:
+        return self.part is None or self.part.is_first
+
+    @property
+    def is_last(self) -> bool:
+        return self.part is None or self.part.is_last
 
     def merge(self, weights: Weights) -> Model:
-        """The module with these arrays in it, for use inside a program."""
+        """The module with these arrays in it, for use inside a program. Of other parts there is nothing in it that could be used."""
         parameters: dict[int, Array | InStack] = {}
         for leaf, array in zip(self.leaves, weights, strict=True):
             if leaf.is_packed:
                 parameters |= {place: InStack(array, jnp.int32(i)) for i, place in enumerate(leaf.places)}
             else:
                 parameters |= zip(leaf.places, array if leaf.is_stack else (array,), strict=True)
-        return nnx.merge(self.graph, jax.tree.unflatten(self.structure, [parameters[place] for place in range(len(parameters))]))
+        absent = jnp.zeros(())
+        state = [parameters.get(place, absent) for place in range(self.structure.num_leaves)]
+        return nnx.merge(self.graph, jax.tree.unflatten(self.structure, state))
 
     def abstract(self, mesh: Mesh, rules: Rules) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shape, type and sharding of each leaf on a mesh. Raises `ValueError` where an axis can't be split so."""
@@ -102,31 +134,41 @@ class Template(Generic[Model]):
 ModelTemplate = Template[CausalLM]
 
 
-def make_template(config: ArchitectureConfig, form: MatrixFormat, activation_dtype: jnp.dtype | None = None) -> ModelTemplate:
-    """Build the model abstractly: no array is made. Activations have the vectors' type unless another is given."""
-    return template_of(model_class(config), config, form, activation_dtype or form.vector_dtype)
+def make_template(
+    config: ArchitectureConfig, form: MatrixFormat, activation_dtype: jnp.dtype | None = None, part: Part | None = None
+) -> ModelTemplate:
+    """Build the model abstractly, or a part of it: no array is made. Activations have the vectors' type unless another is given."""
+    return template_of(model_class(config), config, form, activation_dtype or form.vector_dtype, part)
 
 
 def template_of(
-    model: type[Model], config: ArchitectureConfig | EncoderConfig, form: MatrixFormat, activation_dtype: jnp.dtype
+    model: type[Model],
+    config: ArchitectureConfig | EncoderConfig,
+    form: MatrixFormat,
+    activation_dtype: jnp.dtype,
+    part: Part | None = None,
 ) -> Template[Model]:
     """The same of any class with a weight map that is built from these."""
     graph, state = nnx.split(nnx.eval_shape(lambda: model(config, form, activation_dtype)))
     parameters, structure = jax.tree.flatten_with_path(state)
     metadata = dict(nnx.to_flat_state(state))
+    names = [".".join(str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey)) for path, _ in parameters]
+    is_tied = not any(name.startswith("head.") for name in names)
     together: dict[Any, list[tuple[int, str]]] = {}  # vectors, scales and packed matrices by axes and shape, all else by itself
     for place, (path, value) in enumerate(parameters):
-        key = tuple(part.key for part in path if isinstance(part, jax.tree_util.DictKey))
+        if part is not None and not part.holds(names[place], is_tied=is_tied):
+            continue
+        key = tuple(step.key for step in path if isinstance(step, jax.tree_util.DictKey))
         about = metadata[key].get_metadata()
         is_packed = about.get("is_packed", False)
         is_scale = str(key[-1]).endswith(SCALE)
         alone = is_scale if is_scale or is_packed or len(value.shape) == 1 else key
         kind = (alone, is_packed, about.get("output_axes"), about.get("part"), about["logical_axes"], value.shape, value.dtype)
-        together.setdefault(kind, []).append((place, ".".join(map(str, key))))
+        together.setdefault(kind, []).append((place, names[place]))
     leaves = []
-    for (_, is_packed, output_axes, part, axes, shape, of_type), of_leaf in together.items():
+    for (_, is_packed, output_axes, stored_as, axes, shape, of_type), of_leaf in together.items():
         if is_packed or len(of_leaf) > 1:
             axes, shape = (None, *axes), (len(of_leaf), *shape)
         places, paths = zip(*of_leaf, strict=True)
-        leaves.append(Leaf(places, paths, axes, shape, of_type, is_packed, output_axes, part))
-    return Template(config, form, activation_dtype, model, graph, structure, tuple(leaves))
+        leaves.append(Leaf(places, paths, axes, shape, of_type, is_packed, output_axes, stored_as))
+    return Template(config, form, activation_dtype, model, graph, structure, tuple(leaves), part)

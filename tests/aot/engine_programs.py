@@ -17,6 +17,7 @@ from jaxinfer.models.config import ArchitectureConfig
 from jaxinfer.plan import choose_attention
 from jaxinfer.prefill.runner import PrefillRunner
 from jaxinfer.runtime.compilation import compile_program
+from jaxinfer.runtime.stage import Stage
 from jaxinfer.runtime.template import make_template
 from pallas_kernels.dispatch import Backend
 from sharding.mesh import make_mesh
@@ -49,7 +50,8 @@ def compile_for(
     group = config.num_heads // (spec.num_kv_heads if spec.num_sides == 2 else num_devices)
     attention = choose_attention(role, "auto", mesh.devices.flat[0], BFLOAT16, group, spec, (int(size),), config.soft_cap)
     runner = {"decode": DecodeRunner, "prefill": PrefillRunner}[role]
-    programs = {p.name: p for p in runner(template, mesh, TENSOR_PARALLEL, pool, (int(size),), context, attention).programs()}
+    stage = Stage(template, mesh, TENSOR_PARALLEL, pool, attention)
+    programs = {p.name: p for p in runner([stage], (int(size),), context).programs()}
     weights = [math.prod(w.sharding.shard_shape(w.shape)) * w.dtype.itemsize for w in template.abstract(mesh, TENSOR_PARALLEL)]
     return EngineProgram(compile_program(programs[name]), attention, spec, pool.device_bytes, sum(weights), max(weights))
 

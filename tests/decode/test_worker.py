@@ -19,6 +19,7 @@ from tests import sequences
 class Recorder:
     """Every row samples the token 7."""
 
+    num_lanes = 1
     num_slots = 4
     num_groups = 1
     buckets = (4,)
@@ -32,7 +33,7 @@ class Recorder:
     def put(self, rows: SamplingRows) -> SamplingRows:
         return rows
 
-    def run(self, batch: DecodeBatch, rows: SamplingRows) -> Sampled:
+    def run(self, batch: DecodeBatch, rows: SamplingRows, lane: int) -> Sampled:
         self.batches.append(batch)
         return Sampled(np.full((len(batch.slots), 2), 7, np.int32))
 

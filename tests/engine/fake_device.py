@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxinfer.assembly import Parts
+from jaxinfer.assembly import Parts, of_lanes
 from jaxinfer.config import EngineConfig, parse_bytes, parse_disk
 from jaxinfer.decode.batch import ON_DEVICE, DecodeBatch
 from jaxinfer.decode.scheduler import DecodeScheduler
@@ -124,12 +124,14 @@ class FakeRunner:
         self.spans = spans
         self.num_groups = len(spans)
         self.table_width = -(-max_model_len // pool.shape[1]) * self.num_groups
-        self.buckets = config.schedule.decode_buckets
+        self.num_stages = config.devices.layout("prefill").pp
+        self.num_lanes = config.devices.layout("decode").pp
+        self.buckets = of_lanes(config.schedule, self.num_lanes)
         self.num_slots = self.buckets[-1]
         self._device = device
-        self._last = np.zeros(self.num_slots, np.int64)
+        self._last = np.zeros(self.num_lanes * self.num_slots, np.int64)
         self._counted: dict[int, list[int]] = {}
-        self._page_table = np.zeros((self.num_slots, self.table_width), np.int64)
+        self._page_table = np.zeros((self.num_lanes * self.num_slots, self.table_width), np.int64)
 
     def count_tokens(self, row: int, token_ids: Sequence[int], num_prompt: int) -> None:
         assert 0 < num_prompt <= len(token_ids)
@@ -181,10 +183,11 @@ class FakeDecode(FakeRunner):
     def put(self, rows: SamplingRows) -> SamplingRows:
         return rows
 
-    def run(self, batch: DecodeBatch, rows: SamplingRows) -> Sampled:
+    def run(self, batch: DecodeBatch, rows: SamplingRows, lane: int) -> Sampled:
         tokens = np.zeros(len(batch.slots), np.int64)
-        for row, slot in enumerate(batch.slots):
-            if slot < self.num_slots:
+        for row, of_lane in enumerate(batch.slots):
+            if of_lane < self.num_slots:
+                slot = lane * self.num_slots + of_lane
                 fed = int(self._last[slot]) if batch.tokens[row] == ON_DEVICE else int(batch.tokens[row])
                 position = int(batch.positions[row])
                 at = position // self.pool.shape[1] * self.num_groups
@@ -286,7 +289,7 @@ def fake_engine(
             ),  # type: ignore[arg-type]
             TOKENIZER,
             PrefillWorker(scheduler, prefill, clocks[0], pace),  # type: ignore[arg-type]
-            DecodeWorker(DecodeScheduler(managers[-1], decode.num_slots), decode, clocks[-1]),  # type: ignore[arg-type]
+            DecodeWorker(DecodeScheduler(managers[-1], decode.num_slots, decode.num_lanes), decode, clocks[-1]),  # type: ignore[arg-type]
             transfer,
             managers[0],
             managers[-1],

@@ -147,6 +147,45 @@ def test_every_request_ends_once_with_its_tokens_and_no_page_is_lost(
         assert engine.stats.num_pages_moved > 100
 
 
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        {"prefill_parallel": "pp=3"},
+        {"prefill_parallel": "pp=2", "decode_parallel": "pp=4"},
+        {"decode_parallel": "pp=2", "prefill_parallel": "tp=2"},
+    ],
+)
+@pytest.mark.parametrize(("num_pages", "max_batch_size"), [(12, 8), (40, 5), (200, 16)])
+def test_a_pipeline_has_a_step_of_each_lane_under_way(clock, layouts, num_pages, max_batch_size, seed):
+    config = EngineConfig.of(
+        max_model_len=min(120, num_pages * 8),
+        page_size=8,
+        ageing_seconds=0.05,
+        max_batch_size=max_batch_size,
+        decode_buckets=(1, 4, 8),
+        prefill_buckets=(32, 64),
+        prefill_chunk_size=64,
+        **layouts,
+    )
+    engine = fake_engine(config, num_pages, seed=seed, clock=clock)
+    decode, most = engine._parts.decode, 0
+
+    def watched(*arguments):
+        nonlocal most
+        launched = launch(*arguments)
+        lanes = [step.rows.lane for step in decode._in_flight]
+        most = max(most, len(set(lanes)))
+        assert len(lanes) <= config.devices.layout("decode").pp + 1
+        return launched
+
+    launch, decode.launch = decode.launch, watched
+    check(engine, run(engine, np.random.default_rng(seed), clock))
+    assert most == config.devices.layout("decode").pp
+    if num_pages == 12:
+        assert engine.stats.num_preemptions > 10
+
+
 MIXES = {
     "windows": (EVERYTHING, Span(window=9)),
     "chunks": (EVERYTHING, Span(chunk=12), Span(chunk=12)),

@@ -68,8 +68,8 @@ def plain_logits(folder: Path, dtype: str = "float32") -> np.ndarray:
     """Of the prompt, by the plain forward pass of what the plan makes of a checkpoint."""
     source = SafetensorsSource(folder)
     plan = plan_for(source, dtype=dtype)
-    weights = load_weights(plan.template, source, plan.decode.mesh, plan.decode.rules)
-    return PlainForward(plan.template, weights, plan.decode.mesh).logits(PROMPT)
+    weights = load_weights(plan.template, source, plan.decode.stages[0].mesh, plan.decode.rules)
+    return PlainForward([(plan.template, plan.decode.stages[0].mesh)], [weights]).logits(PROMPT)
 
 
 def test_shapes_are_those_of_the_references_class() -> None:
@@ -101,11 +101,11 @@ def test_devices_hold_and_read_what_is_stored(
     source = SafetensorsSource(write(tmp_path, kind)[0])
     with caplog.at_level(logging.INFO):
         plan = plan_for(source, devices)
-    weights = load_weights(plan.template, source, plan.decode.mesh, plan.decode.rules)
+    weights = load_weights(plan.template, source, plan.decode.stages[0].mesh, plan.decode.rules)
     held = sum(w.addressable_shards[0].data.nbytes for leaf, w in zip(plan.template.leaves, weights, strict=True) if leaf.part)
     num_layers = 1 + (kind == "fp8")  # with experts, the module's too
     assert held == num_layers * EXPERTS * 3 * SIZE * INNER * BITS[kind] / 8 / len(devices)
-    assert weight_bytes(weights) == plan.decode.weight_bytes
+    assert weight_bytes(weights) == plan.decode.stages[0].weight_bytes
     not_ours = re.compile(r"layers\.\d+\.(embed_tokens|shared_head\.head)|vision_tower")  # a module's are the model's own once more
     taken = [name for name in source.names() if not not_ours.search(name)]
     of_file = sum(source.stored(name).num_bytes for name in taken)

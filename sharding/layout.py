@@ -1,0 +1,49 @@
+"""How a role's devices share its work: tensor parallel within a stage, stages in a pipeline, whole experts a device. Imports no JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+Device = TypeVar("Device")
+
+_AXES = ("tp", "pp", "ep")
+
+
+@dataclass(frozen=True, slots=True)
+class Parallel:
+    """A layout. Its devices are `pp` stages in turn, each of `tp` devices."""
+
+    tp: int = 1  # devices that every layer of a stage is split over
+    pp: int = 1  # stages that the layers are cut into
+    ep: int = 1  # devices that experts are dealt out to: tp of them, or 1 where each device has its columns of every expert
+
+    @classmethod
+    def parse(cls, text: str) -> Parallel:
+        """'tp=2,pp=2'; axes that are not named are 1. Raises `ValueError` naming what is wrong."""
+        sizes: dict[str, int] = {}
+        for part in text.split(","):
+            axis, equals, size = (word.strip() for word in part.partition("="))
+            if axis not in _AXES or not equals or not size.isdecimal() or int(size) < 1:
+                raise ValueError(f"{part.strip()!r} is no part of a layout: give tp=N, pp=N or ep=N, N from 1, such as tp=2,pp=2")
+            if axis in sizes:
+                raise ValueError(f"{axis} is given twice: once is enough")
+            sizes[axis] = int(size)
+        found = cls(**sizes)
+        if found.ep not in (1, found.tp):
+            raise ValueError(
+                f"ep is {found.ep}: experts are dealt out to the tp={found.tp} devices of a stage, so give ep={found.tp} or leave it out"
+            )
+        return found
+
+    @property
+    def num_devices(self) -> int:
+        return self.tp * self.pp
+
+    def stages(self, devices: Sequence[Device]) -> list[Sequence[Device]]:
+        """The devices of each stage."""
+        return [devices[start : start + self.tp] for start in range(0, self.num_devices, self.tp)]
+
+    def __str__(self) -> str:
+        return ",".join(f"{axis}={getattr(self, axis)}" for axis in _AXES if axis == "tp" or getattr(self, axis) > 1)
