@@ -88,6 +88,7 @@ JAX_FREE = (
     "jaxinfer/models/encoder_config.py",
     "jaxinfer/models/shapes.py",
     "sharding/cost_model.py",
+    "sharding/expert_exchange.py",
     "sharding/hardware.py",
     "sharding/pipeline.py",
     "sharding/stage_balancer.py",

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Int8
 
 from jaxinfer.layers.matrices import INT8
+from jaxinfer.layers.parts import as_part
 
 _MOST = 127  # of either sign, so that zero is exact
 _FINER = 2 * _MOST  # of the second integer's steps in one of the first's: it holds up to half of one
@@ -30,14 +31,20 @@ def quantize(matrix: Float[Array, "*O I"]) -> tuple[Int8[Array, "*O I"], Float[A
     return jnp.round(wide / scale[..., None]).astype(INT8), scale
 
 
-def product(x: Float[Array, "T I"], matrix: Int8[Array, "*O I"], scale: Float[Array, "*O"]) -> Float[Array, "T *O"]:
-    """x times the matrix, in x's type. Inputs that are split over devices are summed over them, outputs stay split."""
+def product(
+    x: Float[Array, "T I"], matrix: Int8[Array, "*O I"], scale: Float[Array, "*O"], *, is_summed: bool = True
+) -> Float[Array, "..."]:
+    """x times the matrix, [T, *O] in x's type. Inputs that are split over devices are summed over them, or else come as `parts.Parts`;
+    outputs stay split."""
     sharding = jax.typeof(matrix).sharding
     *outputs, inputs = sharding.spec
-    rows, found = PartitionSpec(None, inputs), PartitionSpec(None, *outputs)
-    local = partial(_local, split_over=inputs)
+    local = partial(_local, split_over=inputs if is_summed else None)
     over_shards = jax.shard_map(
-        local, mesh=sharding.mesh, in_specs=(rows, sharding.spec, PartitionSpec(*outputs)), out_specs=found, check_vma=False
+        local if is_summed else as_part(local),
+        mesh=sharding.mesh,
+        in_specs=(PartitionSpec(None, inputs), sharding.spec, PartitionSpec(*outputs)),
+        out_specs=PartitionSpec(*(() if is_summed else (inputs,)), None, *outputs),
+        check_vma=False,
     )
     return over_shards(x, matrix, scale)
 

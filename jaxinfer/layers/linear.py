@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jaxtyping import Array, Float
 
 from jaxinfer.layers import int8, packed
 from jaxinfer.layers.matrices import InStack, MatrixFormat, matrix, weight
+from jaxinfer.layers.parts import Parts, as_part
 
 
 def product(
@@ -44,18 +46,36 @@ class Linear(nnx.Module):
         self.bias = weight(self.out_shape, tuple(out_axes), form.vector_dtype) if use_bias else None
 
     def __call__(self, x: Float[Array, "T ..."]) -> Float[Array, "T ..."]:
+        y = self._product(x, is_summed=True)
+        return y if self.bias is None else y + self.bias[...].astype(y.dtype)
+
+    def parts(self, x: Float[Array, "T ..."]) -> Parts:
+        """Each device's partial sums, yet to be added over the mesh, of a product without a bias."""
+        assert self.bias is None
+        return self._product(x, is_summed=False)
+
+    def _product(self, x: Float[Array, "T ..."], *, is_summed: bool) -> Float[Array, "..."]:
         # As one plain matrix product over flat input axes: XLA reorders those of a general one, and then transposes the weights in every step.
         in_size = math.prod(self.in_shape)
         flat, kernel = x.reshape(x.shape[0], in_size), self.kernel.get_value()
         scale = None if self.kernel_scale is None else self.kernel_scale[...]
         if isinstance(kernel, InStack):
-            y = packed.product(flat, kernel, scale, len(self.out_shape))
-        elif scale is not None:
-            y = int8.product(flat, kernel.reshape(*self.out_shape, in_size), scale)
-        else:
+            return packed.product(flat, kernel, scale, len(self.out_shape), is_summed=is_summed)
+        if scale is not None:
+            return int8.product(flat, kernel.reshape(*self.out_shape, in_size), scale, is_summed=is_summed)
+        plain = kernel.reshape(in_size, *self.out_shape)
+        if is_summed:
             out_sharding = PartitionSpec() if jax.typeof(flat).sharding.spec[1] is not None else None
-            y = product(flat, kernel.reshape(in_size, *self.out_shape), equation="ti,i...->t...", out_sharding=out_sharding)
-        return y if self.bias is None else y + self.bias[...].astype(y.dtype)
+            return product(flat, plain, equation="ti,i...->t...", out_sharding=out_sharding)
+        sharding = jax.typeof(plain).sharding
+        inputs, *outputs = sharding.spec
+        return jax.shard_map(
+            as_part(partial(product, equation="ti,i...->t...")),
+            mesh=sharding.mesh,
+            in_specs=(PartitionSpec(None, inputs), sharding.spec),
+            out_specs=PartitionSpec(inputs, None, *outputs),
+            check_vma=False,
+        )(flat, plain)
 
 
 def silu(x: Float[Array, "..."]) -> Float[Array, "..."]:

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from jaxinfer.layers.linear import Linear, silu
 from jaxinfer.layers.matrices import MatrixFormat
+from jaxinfer.layers.parts import Parts
 
 Activation: TypeAlias = Callable[[Float[Array, "..."]], Float[Array, "..."]]
 
@@ -24,8 +25,15 @@ class GatedMLP(nnx.Module):
         self.down = Linear({"mlp": inner_size}, {"embed": size}, form, use_bias=use_bias)
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        return self.down(self._inner(x))
+
+    def parts(self, x: Float[Array, "T D"]) -> Parts:
+        """Each device's part of the result."""
+        return self.down.parts(self._inner(x))
+
+    def _inner(self, x: Float[Array, "T D"]) -> Float[Array, "T F"]:
         gate_up = self.gate_up(x)
-        return self.down(self.activation(gate_up[:, 0]) * gate_up[:, 1])
+        return self.activation(gate_up[:, 0]) * gate_up[:, 1]
 
 
 class MLP(nnx.Module):

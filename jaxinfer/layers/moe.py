@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
@@ -11,14 +13,17 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jaxinfer.layers.linear import silu
+from jaxinfer.layers.expert_rows import sent_home, through_experts
 from jaxinfer.layers.matrices import MatrixFormat, weight
 from jaxinfer.layers.mlp import GatedMLP
+from jaxinfer.layers.parts import Parts, as_part, summed
 from jaxinfer.layers.router import Router
 from jaxinfer.models.config import Routing
 from pallas_kernels.grouped_matmul import op
 from pallas_kernels.grouped_matmul.formats import INPUTS, KINDS, OUTPUTS, PARTS, Weights
-from pallas_kernels.grouped_matmul.op import grouped_matmul
+from sharding.expert_exchange import Exchange, Mixture, choose, link_for
+
+logger = logging.getLogger(__name__)
 
 
 class MixtureOfExperts(nnx.Module):
@@ -30,16 +35,17 @@ class MixtureOfExperts(nnx.Module):
         self.shared = None if shared_size is None else GatedMLP(size, shared_size, form, use_bias=False)
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        y = self.experts(x, *self.router(x))
-        return y if self.shared is None else y + self.shared(x)
+        # Shared and routed parts are added first: one sum over devices for both.
+        return self.experts(x, *self.router(x), None if self.shared is None else self.shared.parts(x))
 
 
 class Experts(nnx.Module):
     """SwiGLU once for each expert. The matrices are plain, with their inputs first, of the model's type; in a model of 8-bit integers, bfloat16;
-    or they are the words and scales of `pallas_kernels.grouped_matmul.formats`, where the form says so."""
+    or they are the words and scales of `pallas_kernels.grouped_matmul.formats`, where the form says so. Over devices either each expert is
+    split by its inner columns or experts are dealt out whole: what the parameters' shardings say."""
 
     def __init__(self, size: int, inner_size: int, routing: Routing, form: MatrixFormat) -> None:
-        self.scales_input = routing.scales_input
+        self.routing = routing
         self.packing, self.backend = form.experts.packing, form.experts.backend
         experts, outer, inner = {"experts": routing.num_experts}, {"embed": size}, {"gate_up": 2, "expert_mlp": inner_size}
         if self.packing is None:
@@ -49,25 +55,53 @@ class Experts(nnx.Module):
             self.gate_up_words, self.gate_up_scales = _packed(self.packing, experts | inner | outer)
             self.down_words, self.down_scales = _packed(self.packing, experts | outer | {"expert_mlp": inner_size})
 
-    def __call__(self, x: Float[Array, "T D"], experts: Int[Array, "T k"], weights: Float[Array, "T k"]) -> Float[Array, "T D"]:
-        """Each token's sum over its experts, by their weights. Inner columns that are split over devices are summed over them."""
+    def __call__(
+        self, x: Float[Array, "T D"], experts: Int[Array, "T k"], weights: Float[Array, "T k"], also: Parts | None = None
+    ) -> Float[Array, "T D"]:
+        """Each token's sum over its experts, by their weights, on every device; with what these other parts come to added."""
+        inputs, (axis, is_dealt_out) = (x, experts, weights, *self._arrays()), self._axis()
+        part = partial(self._part, dealt_over=axis if is_dealt_out else None)
+        if self._exchange(x, has_shared=also is not None) == "all_to_all":
+            routed = self._over_shards(partial(_sent_home, part=part, axis=axis), PartitionSpec())(*inputs)
+            return routed if also is None else routed + summed(also)
+        parts = self._over_shards(as_part(part), PartitionSpec(axis))(*inputs)
+        return summed(parts if also is None else parts + also)
+
+    def _arrays(self) -> list[Array]:
+        """Of gate and up, then of down."""
         if self.packing is None:
-            params, inner_axis = [self.gate_up, self.down], 1
-        else:
-            params, inner_axis = [self.gate_up_words, self.gate_up_scales, self.down_words, self.down_scales], 2
-        arrays = [param[...] for param in params]
-        shardings = [jax.typeof(array).sharding for array in arrays]
-        mesh, split_over = shardings[-1].mesh, shardings[-1].spec[inner_axis]
-        if split_over is not None and mesh.shape[split_over] == 1:
-            split_over = None
-        over_shards = jax.shard_map(
-            partial(_local, packing=self.packing, scales_input=self.scales_input, backend=self.backend, split_over=split_over),
-            mesh=mesh,
-            in_specs=(*[PartitionSpec()] * 3, *(sharding.spec for sharding in shardings)),
-            out_specs=PartitionSpec(),
-            check_vma=False,
+            return [self.gate_up[...], self.down[...]]
+        return [param[...] for param in (self.gate_up_words, self.gate_up_scales, self.down_words, self.down_scales)]
+
+    def _axis(self) -> tuple[str | None, bool]:
+        """The mesh axis that experts lie on, if any, and whether whole ones do."""
+        spec = jax.typeof(self._arrays()[-1]).sharding.spec
+        return (spec[0], True) if spec[0] is not None else (spec[1 if self.packing is None else 2], False)
+
+    def _exchange(self, x: Float[Array, "T D"], *, has_shared: bool) -> Exchange:
+        (axis, is_dealt_out), mesh, routing = self._axis(), jax.typeof(self._arrays()[0]).sharding.mesh, self.routing
+        if axis is None or not is_dealt_out or mesh.shape[axis] == 1:
+            return "replicate"
+        num_tokens, size = x.shape
+        mixture = Mixture(num_tokens, size, x.dtype.itemsize, routing.num_experts, routing.top_k, mesh.shape[axis], has_shared)
+        exchange, why = choose(mixture, link_for(mesh.abstract_device.device_kind))
+        logger.info("experts of %d tokens on %d devices: %s (%s)", num_tokens, mixture.num_devices, exchange, why)
+        return exchange
+
+    def _over_shards(self, local: Callable[..., Array], out: PartitionSpec) -> Callable[..., Array]:
+        """`local`, of x, experts, weights and arrays, on every device."""
+        shardings = [jax.typeof(array).sharding for array in self._arrays()]
+        specs = (*[PartitionSpec()] * 3, *(sharding.spec for sharding in shardings))
+        over_shards: Callable[..., Array] = jax.shard_map(local, mesh=shardings[0].mesh, in_specs=specs, out_specs=out, check_vma=False)
+        return over_shards
+
+    def _part(self, x: Array, experts: Array, weights: Array, *arrays: Array, dealt_over: str | None) -> Float[Array, "T D"]:
+        """On one device: of its columns of all experts, or of those that it has of experts dealt out over a mesh axis."""
+        first = None if dealt_over is None else jax.lax.axis_index(dealt_over) * len(arrays[0])
+        gate_up, down = _matrices(arrays, self.packing)
+        return through_experts(
+            x, experts, weights, gate_up, down, first=first, scales_input=self.routing.scales_input, backend=self.backend
         )
-        return over_shards(x, experts, weights, *arrays)
 
 
 def why_not(size: int, inner_size: int, num_devices: int, form: MatrixFormat, activation_dtype: jnp.dtype) -> str | None:
@@ -96,32 +130,13 @@ def _packed(packing: Literal["int4", "fp8"], axes: dict[str, int]) -> list[nnx.P
     return params
 
 
-def _local(
-    x: Float[Array, "T D"],
-    experts: Int[Array, "T k"],
-    weights: Float[Array, "T k"],
-    *arrays: Array,
-    packing: Literal["int4", "fp8"] | None,
-    scales_input: bool,
-    backend: Literal["mosaic_gpu", "xla"],
-    split_over: str | None,
+def _sent_home(
+    x: Array, experts: Array, weights: Array, *arrays: Array, part: Callable[..., Array], axis: str | None
 ) -> Float[Array, "T D"]:
-    """On one device, with its inner columns of every expert."""
-    gate_up, down = _matrices(arrays, packing)
-    num_experts, (num_tokens, top_k) = len(arrays[0]), experts.shape
-    chosen = experts.reshape(-1)
-    order = jnp.argsort(chosen, stable=True)  # of rows, a token's in turn
-    group_sizes = (chosen[:, None] == jnp.arange(num_experts)).sum(0, dtype=jnp.int32)
-    rows = x.at[order // top_k].get(mode="clip")
-    if scales_input:
-        rows = (rows.astype(jnp.float32) * weights.reshape(-1).at[order].get(mode="clip")[:, None]).astype(x.dtype)
-    gate, up = jnp.split(grouped_matmul(rows, gate_up, group_sizes, backend=backend), 2, axis=1)
-    rows = grouped_matmul(silu(gate) * up, down, group_sizes, backend=backend)
-    # Back by their places, not added up where they belong: always in the same order.
-    place = jnp.zeros_like(order).at[order].set(jnp.arange(len(order), dtype=order.dtype), unique_indices=True)
-    of_tokens = rows.at[place].get(mode="clip").reshape(num_tokens, top_k, -1).astype(jnp.float32)
-    y = (of_tokens if scales_input else of_tokens * weights[:, :, None]).sum(1).astype(x.dtype)
-    return y if split_over is None else jax.lax.psum(y, split_over)
+    """On one device."""
+    assert axis is not None
+    has_part = (experts[:, :, None] // len(arrays[0]) == jnp.arange(jax.lax.axis_size(axis))).any(1)
+    return sent_home(part(x, experts, weights, *arrays), has_part, axis)
 
 
 def _matrices(arrays: tuple[Array, ...], packing: Literal["int4", "fp8"] | None) -> tuple[Weights, Weights]:

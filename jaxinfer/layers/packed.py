@@ -11,24 +11,27 @@ from jaxtyping import Array, Float, Int
 
 from jaxinfer.layers import int8
 from jaxinfer.layers.matrices import InStack
+from jaxinfer.layers.parts import as_part
 from pallas_kernels.packed_matmul.layout import LANES, ZERO
 from pallas_kernels.packed_matmul.op import packed_matmul
 
 
-def product(x: Float[Array, "T I"], matrix: InStack, scale: Float[Array, "*O"] | None, output_axes: int) -> Float[Array, "T *O"]:
-    """x times the matrix, in x's type; integers come with a scale an output. Inputs that are split over devices are summed over them,
-    outputs stay split."""
+def product(
+    x: Float[Array, "T I"], matrix: InStack, scale: Float[Array, "*O"] | None, output_axes: int, *, is_summed: bool = True
+) -> Float[Array, "..."]:
+    """x times the matrix, [T, *O] in x's type; integers come with a scale an output. Inputs that are split over devices are summed over
+    them, or else come as `parts.Parts`; outputs stay split."""
     sharding = jax.typeof(matrix.stack).sharding
     _, *axes, _, _ = sharding.spec
     outputs, inputs = axes[:output_axes], axes[output_axes]
-    is_split = inputs is not None and sharding.mesh.shape[inputs] > 1
-    found = PartitionSpec(None, *outputs)
+    is_split = is_summed and inputs is not None and sharding.mesh.shape[inputs] > 1
+    local = partial(_local, output_axes=output_axes, split_over=inputs if is_split else None)
     of_scale = None if scale is None else PartitionSpec(*outputs)
     over_shards = jax.shard_map(
-        partial(_local, output_axes=output_axes, split_over=inputs if is_split else None),
+        local if is_summed else as_part(local),
         mesh=sharding.mesh,
         in_specs=(PartitionSpec(None, inputs), sharding.spec, PartitionSpec(), of_scale),
-        out_specs=found,
+        out_specs=PartitionSpec(*(() if is_summed else (inputs,)), None, *outputs),
         check_vma=False,
     )
     return over_shards(x, matrix.stack, matrix.place, scale)
