@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -22,11 +23,13 @@ from jaxinfer.encode.loading import load_encoder
 from jaxinfer.encode.worker import EncodeWorker
 from jaxinfer.kv_cache.manager import KVManager
 from jaxinfer.kv_cache.pages import PagePool
+from jaxinfer.kv_cache.spec import LayerGroups
 from jaxinfer.kv_tiers.tiers import Tiers
-from jaxinfer.kv_transfer.cross_mesh import CrossMeshTransfer
+from jaxinfer.kv_transfer.cross_mesh import CrossMeshTransfer, MeshMoves, Moves
 from jaxinfer.kv_transfer.handoff import KVTransfer
 from jaxinfer.kv_transfer.page_moves import PageMover, gather_programs, scatter_programs
 from jaxinfer.kv_transfer.same_mesh import SameMeshTransfer
+from jaxinfer.kv_transfer.stage_moves import StageMoves, routes
 from jaxinfer.kv_transfer.tiers import TierTransfer
 from jaxinfer.models.registry import config_of
 from jaxinfer.plan import Plan, RolePlan, make_plan, most_tokens
@@ -96,7 +99,7 @@ def _assemble(config: EngineConfig, stats: EngineStats, processes: Processes) ->
             processes.check(f"{role.role}_devices", stage.mesh)
     tokenizer = Tokenizer.from_source(source)
     spec, schedule = plan.page_spec, config.schedule
-    if not config.model.random_weights and any(len(role.stages) > 1 for role in (plan.prefill, plan.decode)):
+    if plan.has_stages and not config.model.random_weights:
         check_tensors(source, architecture)  # a stage knows nothing of the others' tensors
 
     roles = (plan.decode,) if plan.shares_mesh else (plan.prefill, plan.decode)
@@ -117,7 +120,10 @@ def _assemble(config: EngineConfig, stats: EngineStats, processes: Processes) ->
     decode_runner = DecodeRunner(decode_stages, of_lanes(schedule, plan.decode.layout.pp), plan.max_model_len)
     sources = prefill_runner.programs() + decode_runner.programs()
     tiers = _tiers(config, plan, source)
-    if not plan.shares_mesh or tiers is not None:
+    of_stages = _stage_moves(plan, pools) if not plan.shares_mesh and plan.has_stages else None
+    if of_stages is not None:
+        sources += [program for moves in of_stages for program in moves.programs()]
+    elif not plan.shares_mesh or tiers is not None:
         for role, (pool,) in zip(roles, pools, strict=True):
             sources += gather_programs(_moves(role), pool) + scatter_programs(_moves(role), pool)
     with ThreadPoolExecutor(1, "weights") as background:
@@ -130,7 +136,11 @@ def _assemble(config: EngineConfig, stats: EngineStats, processes: Processes) ->
     if config.devices.profile is not None:
         programs = named(programs)
     prefill_runner, decode_runner = processes.share("prefill", prefill_runner), processes.share("decode", decode_runner)
-    movers = [processes.share(_moves(role), PageMover(_moves(role), pool, programs)) for role, (pool,) in zip(roles, pools, strict=True)]
+    movers = [
+        processes.share(_moves(role), PageMover(_moves(role), of_role[0], programs))
+        for role, of_role in zip(roles, pools, strict=True)
+        if not plan.has_stages
+    ]
     pace = Pace(schedule.prefill_buckets, schedule.target_ttft, schedule.target_itl, delays_decode=plan.shares_mesh)
     transfer: KVTransfer = SameMeshTransfer()
     cross_mesh: CrossMeshTransfer | None = None
@@ -141,7 +151,14 @@ def _assemble(config: EngineConfig, stats: EngineStats, processes: Processes) ->
         if pace.steers or tiers is not None:
             _measure(prefill_runner, pace)
         if not plan.shares_mesh:
-            transfer = cross_mesh = CrossMeshTransfer(movers[0], movers[1], managers[0], managers[1])
+            ways: Sequence[Moves]
+            if of_stages is None:
+                ways = [MeshMoves(movers[0], movers[1]), MeshMoves(movers[1], movers[0])]
+            else:
+                for moves in of_stages:
+                    moves.start(programs)
+                ways = [processes.share(f"page moves {number}", moves) for number, moves in enumerate(of_stages)]
+            transfer = cross_mesh = CrossMeshTransfer(ways[0], ways[1], managers[0], managers[1])
             cross_mesh.warm_up()
     queue = WaitingQueue(schedule.ageing_seconds, quantum=schedule.prefill_chunk_size)
     prefill_scheduler = PrefillScheduler(managers[0], queue, schedule.prefill_buckets)
@@ -199,6 +216,14 @@ def _pools(plan: Plan, role: RolePlan) -> list[PagePool]:
     ]
 
 
+def _stage_moves(plan: Plan, pools: list[list[PagePool]]) -> list[StageMoves]:
+    """From prefill's pools to decode's, and back."""
+    groups = LayerGroups.of(plan.template.layer_spans)
+    prefill, decode = ([stage.template.layers for stage in role.stages] for role in (plan.prefill, plan.decode))
+    there = StageMoves("prefill to decode", routes(groups, prefill, decode), pools[0], pools[1])
+    return [there, StageMoves("decode to prefill", routes(groups, decode, prefill), pools[1], pools[0])]
+
+
 def _stages(role: RolePlan, pools: list[PagePool]) -> list[Stage]:
     return [Stage(stage.template, stage.mesh, role.rules, pool, role.attention) for stage, pool in zip(role.stages, pools, strict=True)]
 
@@ -210,7 +235,7 @@ def _tiers(config: EngineConfig, plan: Plan, source: TensorSource) -> Tiers | No
         return None
     if host_size >= 2 * page_bytes:
         host_size -= _most_fetched(config, plan) * page_bytes
-    if len(plan.prefill.stages) > 1 or len(plan.decode.stages) > 1:
+    if plan.has_stages:
         raise ConfigError("kv_host_memory is given, but pages of a pipeline's stages can't be kept there yet: leave it out, or use pp=1")
     if plan.page_spec.spans != (EVERYTHING,):
         raise ConfigError(

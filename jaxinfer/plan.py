@@ -81,6 +81,11 @@ class Plan:
     dequantised: Mapping[str, int]  # tensors of the checkpoint, by format, that are not kept as they are there
 
     @property
+    def has_stages(self) -> bool:
+        """Whether a role's layers are cut into several."""
+        return max(self.prefill.layout.pp, self.decode.layout.pp) > 1
+
+    @property
     def shares_mesh(self) -> bool:
         return (self.prefill.layout, self.prefill.devices) == (self.decode.layout, self.decode.devices)
 

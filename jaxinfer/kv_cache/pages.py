@@ -74,10 +74,10 @@ class PagePool:
         """Bytes on each device of the mesh."""
         return math.prod(self.abstract.sharding.shard_shape(self.abstract.shape)) * self.abstract.dtype.itemsize
 
-    def abstract_moved(self, num_pages: int) -> jax.ShapeDtypeStruct:
+    def abstract_moved(self, num_pages: int, num_layers: int | None = None) -> jax.ShapeDtypeStruct:
         """Pages under way from pool to pool, as one array [X, L, S, K, G, H] of the model's own KV heads, all of them on every device where the
-        mesh has others."""
-        shape = (num_pages, *self.abstract.shape[:2], self.spec.num_kv_heads, *self.abstract.shape[4:])
+        mesh has others; of so many layers, or of all that the pool has."""
+        shape = (num_pages, num_layers or self.abstract.shape[0], self.abstract.shape[1], self.spec.num_kv_heads, *self.abstract.shape[4:])
         axes = self._axes if self.heads is None else _WHOLE
         sharding = named_sharding(self.mesh, self._rules, axes, shape, "the KV cache")
         return jax.ShapeDtypeStruct(shape, self.abstract.dtype, sharding=sharding)

@@ -1,20 +1,43 @@
-"""Two meshes: pages are gathered on one, moved by `device_put`, and scattered into the other's pool."""
+"""Two meshes, or pipelines of them: pages are gathered on one, moved by `device_put`, and scattered into the other's pool."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
 
 from jaxinfer.kv_cache.manager import KVManager
 from jaxinfer.kv_cache.spec import NULL_PAGE
 from jaxinfer.kv_transfer.page_moves import MOVE_BUCKETS, PageMover
-from jaxinfer.sequence import Sequence
+from jaxinfer.sequence import Sequence as RunningSequence
+
+
+class Moves(Protocol):
+    """One way between two roles."""
+
+    def move(self, source_ids: Sequence[int], target_ids: Sequence[int], groups: Sequence[int]) -> None:
+        """Copy at most MOVE_BUCKETS[-1] pages, of these groups of layers, to others. Nothing waits."""
+        ...
+
+
+class MeshMoves:
+    """From one mesh to another, which have all layers each."""
+
+    def __init__(self, source: PageMover, target: PageMover) -> None:
+        self._source, self._target = source, target
+
+    def move(self, source_ids: Sequence[int], target_ids: Sequence[int], groups: Sequence[int]) -> None:
+        """See `Moves`."""
+        del groups  # a page goes as a whole, whichever group's it is
+        self._target.scatter(self._target.put(self._source.gather(source_ids)), target_ids)
 
 
 class CrossMeshTransfer:
-    def __init__(self, prefill: PageMover, decode: PageMover, prefill_manager: KVManager, decode_manager: KVManager) -> None:
-        self._prefill, self._decode = prefill, decode
+    def __init__(self, there: Moves, back: Moves, prefill_manager: KVManager, decode_manager: KVManager) -> None:
+        self._there, self._back = there, back
         self._prefill_manager, self._decode_manager = prefill_manager, decode_manager
         self.num_pages_moved = 0
 
-    def move(self, sequence: Sequence, keep_free: int) -> bool:
+    def move(self, sequence: RunningSequence, keep_free: int) -> bool:
         """See `KVTransfer`. Moves only what the decode mesh does not hold already. Nothing here waits: both devices run what they are given
         in order, so the pages given back on the prefill mesh are read before any later program writes to them."""
         prefill, decode = sequence.prefill_pages, sequence.decode_pages
@@ -29,7 +52,7 @@ class CrossMeshTransfer:
         self._prefill_manager.free(prefill)
         return True
 
-    def recall(self, sequence: Sequence, table: list[int], num_cached: int) -> int:
+    def recall(self, sequence: RunningSequence, table: list[int], num_cached: int) -> int:
         """Fill a sequence's page table on the prefill mesh with what the decode mesh alone has of its tokens, as of an answer that is now
         part of the prompt, after the `num_cached` tokens that it holds; returns how many it holds then."""
         held: list[int] = []
@@ -45,17 +68,18 @@ class CrossMeshTransfer:
         """Move the null page in every size: between meshes of different shapes `device_put` compiles programs of its own."""
         for size in MOVE_BUCKETS:
             for back in (False, True):
-                self._move_at_once([NULL_PAGE] * size, [NULL_PAGE] * size, back)
+                self._move_at_once([NULL_PAGE] * size, [NULL_PAGE] * size, [0] * size, back)
 
     def _move(self, source: list[int], target: list[int], back: bool = False) -> None:
+        # Page tables from a run's first group on.
         # Where either has none there is nothing that anyone still attends to.
-        pages = [pair for pair in zip(source, target, strict=True) if NULL_PAGE not in pair]
+        groups = (place % self._prefill_manager.spec.num_groups for place in range(len(source)))
+        pages = [(here, there, group) for here, there, group in zip(source, target, groups, strict=True) if NULL_PAGE not in (here, there)]
         most = MOVE_BUCKETS[-1]
         for start in range(0, len(pages), most):
             part = pages[start : start + most]
-            self._move_at_once([page for page, _ in part], [page for _, page in part], back)
+            self._move_at_once([page for page, _, _ in part], [page for _, page, _ in part], [group for _, _, group in part], back)
         self.num_pages_moved += len(pages)
 
-    def _move_at_once(self, source: list[int], target: list[int], back: bool) -> None:
-        here, there = (self._decode, self._prefill) if back else (self._prefill, self._decode)
-        there.scatter(there.put(here.gather(source)), target)
+    def _move_at_once(self, source: list[int], target: list[int], groups: list[int], back: bool) -> None:
+        (self._back if back else self._there).move(source, target, groups)

@@ -25,34 +25,38 @@ Gathered = Float[Array, "X L S K G H"]
 MOVE_BUCKETS = (4, 32)  # pages moved at once; more go in several moves
 
 
-def gather(pages: Pages, page_ids: Int[Array, " X"]) -> Gathered:
+def gather(pages: Pages, page_ids: Int[Array, " X"], heads: HeadLayout | None = None) -> Gathered:
     """Copies of these pages."""
-    return jnp.moveaxis(pages[:, :, page_ids], 2, 0)
+    return to_model_heads(jnp.moveaxis(pages[:, :, page_ids], 2, 0), heads)
 
 
-def scatter(pages: Pages, moved: Gathered, page_ids: Int[Array, " X"]) -> Pages:
+def scatter(pages: Pages, moved: Gathered, page_ids: Int[Array, " X"], heads: HeadLayout | None = None) -> Pages:
     """Put moved pages into the pool at these places; padding goes to the null page."""
-    return pages.at[:, :, page_ids].set(jnp.moveaxis(moved, 0, 2))
+    return pages.at[:, :, page_ids].set(jnp.moveaxis(to_pool_heads(moved, heads, pages), 0, 2))
 
 
-def gather_own(pages: Pages, page_ids: Int[Array, " X"], heads: HeadLayout) -> Gathered:
-    """The same from a pool with a mesh's own heads: of each of the model's one copy, on every device."""
+def to_model_heads(gathered: Gathered, heads: HeadLayout | None) -> Gathered:
+    """From a pool with a mesh's own heads: of each of the model's one copy, on every device."""
+    if heads is None:
+        return gathered
     firsts = slice(None, heads.model_kv_heads * heads.copies, heads.copies)
-    return jax.sharding.reshard(gather(pages, page_ids), PartitionSpec())[:, :, :, firsts]
+    return jax.sharding.reshard(gathered, PartitionSpec())[:, :, :, firsts]
 
 
-def scatter_own(pages: Pages, moved: Gathered, page_ids: Int[Array, " X"], heads: HeadLayout) -> Pages:
-    """The same into such a pool: every copy is filled, heads of zeros stay so."""
+def to_pool_heads(moved: Gathered, heads: HeadLayout | None, pages: Pages) -> Gathered:
+    """For such a pool: every copy is filled, heads of zeros stay so."""
+    if heads is None:
+        return moved
     copies = jnp.repeat(moved, heads.copies, axis=3)
     missing = heads.num_kv_heads - copies.shape[3]
     filled_up = jnp.pad(copies, [(0, missing if axis == 3 else 0) for axis in range(copies.ndim)])
     of_pool = jax.typeof(pages).sharding.spec
-    return scatter(pages, jax.sharding.reshard(filled_up, PartitionSpec(None, None, None, of_pool[3], None, None)), page_ids)
+    return jax.sharding.reshard(filled_up, PartitionSpec(None, None, None, of_pool[3], None, None))
 
 
 def gather_programs(name: str, pool: PagePool) -> list[ProgramSource]:
     """The gather program of each bucket, to be compiled with all the others."""
-    function = gather if pool.heads is None else partial(gather_own, heads=pool.heads)
+    function = partial(gather, heads=pool.heads)
     return [
         ProgramSource(f"{name} gather/{size}", function, (pool.abstract, _abstract_ids(pool, size)), pool.mesh) for size in MOVE_BUCKETS
     ]
@@ -60,7 +64,7 @@ def gather_programs(name: str, pool: PagePool) -> list[ProgramSource]:
 
 def scatter_programs(name: str, pool: PagePool) -> list[ProgramSource]:
     """The scatter program of each bucket, to be compiled with all the others."""
-    function = scatter if pool.heads is None else partial(scatter_own, heads=pool.heads)
+    function = partial(scatter, heads=pool.heads)
     return [
         ProgramSource(
             f"{name} scatter/{size}",
@@ -89,7 +93,7 @@ class PageMover:
     def gather(self, page_ids: Sequence[int]) -> Gathered:
         """Copies of pages."""
         size = bucket_for(len(page_ids), MOVE_BUCKETS)
-        return self._programs[f"{self._name} gather/{size}"](self._pool.array, _padded(page_ids, size))
+        return self._programs[f"{self._name} gather/{size}"](self._pool.array, padded(page_ids, size))
 
     def put(self, moved: Gathered | np.ndarray) -> Gathered:
         """Bring gathered pages, from wherever they are, onto the pool's mesh."""
@@ -107,14 +111,15 @@ class PageMover:
     def scatter(self, moved: Gathered, page_ids: Sequence[int]) -> None:
         """Write pages that `put` brought here."""
         size = moved.shape[0]
-        self._pool.array = self._programs[f"{self._name} scatter/{size}"](self._pool.array, moved, _padded(page_ids, size))
+        self._pool.array = self._programs[f"{self._name} scatter/{size}"](self._pool.array, moved, padded(page_ids, size))
 
     def wait(self) -> None:
         """Until all that was written is in the pool."""
         jax.block_until_ready(self._pool.array)
 
 
-def _padded(page_ids: Sequence[int], size: int) -> np.ndarray:
-    padded = np.full(size, NULL_PAGE, np.int32)
-    padded[: len(page_ids)] = page_ids
-    return padded
+def padded(page_ids: Sequence[int], size: int) -> np.ndarray:
+    """int32[size], with the null page's number after these."""
+    filled_up = np.full(size, NULL_PAGE, np.int32)
+    filled_up[: len(page_ids)] = page_ids
+    return filled_up

@@ -19,6 +19,7 @@ from jaxinfer.models.base import CausalLM, Part
 from jaxinfer.models.config import ArchitectureConfig
 from jaxinfer.models.encoder_config import EncoderConfig
 from jaxinfer.models.registry import model_class
+from pallas_kernels.span import Span
 from sharding.partition import named_sharding
 from sharding.rules import Rules
 
@@ -97,10 +98,15 @@ class Template(Generic[Model]):
         return self.config.heads
 
     @property
+    def layer_spans(self) -> tuple[Span, ...]:
+        """Of a language model: what each layer of all attends to."""
+        assert isinstance(self.config, ArchitectureConfig)
+        return self.config.layer_spans
+
+    @property
     def layers_of_group(self) -> int:
         """Of a language model: layers that a page is for."""
-        assert isinstance(self.config, ArchitectureConfig)
-        groups = LayerGroups.of(self.config.layer_spans)
+        groups = LayerGroups.of(self.layer_spans)
         return groups.size if self.part is None else groups.of_stage(self.part.layers).size
 
     @property

@@ -219,8 +219,8 @@ class FakeCrossMesh(CrossMeshTransfer):
         self._prefill_manager, self._decode_manager = managers
         self.num_pages_moved = 0
 
-    def _move_at_once(self, source: list[int], target: list[int], back: bool) -> None:
-        assert len(source) == len(target)
+    def _move_at_once(self, source: list[int], target: list[int], groups: list[int], back: bool) -> None:
+        assert len(source) == len(target) == len(groups)
         here, there = (self._target, self._source) if back else (self._source, self._target)
         there[target] = here[source]
 
