@@ -1,18 +1,52 @@
 """The place of the largest value, by plain reductions: XLA on CPU does not vectorise its own argmax.
 
-Over runs of lanes first, so that one pass reads all values. Of equal values the first counts.
+Over runs of lanes first, so that one pass reads all values. Of equal values the first counts. Where the values are split over devices, each
+finds the largest of its own, and these are compared.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
+from jaxinfer.layers.vocabulary import Part, over_parts
 
 _LANES = 128
 
 
 def argmax_of_rows(x: Float[Array, "B X"]) -> Int[Array, " B"]:
     """For each row, the place of its largest value."""
+    return over_parts(argmax_over_parts, x, 1, x)
+
+
+def argmax_of_columns(x: Float[Array, "X B"]) -> Int[Array, " B"]:
+    """For each column, the place of its largest value."""
+
+    def of_part(part: Part, x: Float[Array, "X B"]) -> Int[Array, " B"]:
+        return _largest_of_parts(part, len(x), _of_columns(x), lambda: x.max(axis=0))
+
+    return over_parts(of_part, x, 0, x)
+
+
+def argmax_over_parts(part: Part, x: Float[Array, "B X"]) -> Int[Array, " B"]:
+    """For each row, the place of the largest value of all parts' rows."""
+    return _largest_of_parts(part, x.shape[1], _of_rows(x), lambda: x.max(axis=1))
+
+
+def _largest_of_parts(part: Part, size: int, place: Int[Array, " B"], largest: Callable[[], Float[Array, " B"]]) -> Int[Array, " B"]:
+    """From each part's place of its largest value. One gather of pairs."""
+    if part.is_whole:
+        return place
+    value = jax.lax.bitcast_convert_type(largest().astype(jnp.float32), jnp.int32)
+    pairs = part.gathered(jnp.stack([value, part.first(size) + place]))
+    values, places = jax.lax.bitcast_convert_type(pairs[:, 0], jnp.float32), pairs[:, 1]
+    return jnp.take_along_axis(places, _first_of_largest(values, axis=0)[None], axis=0)[0]
+
+
+def _of_rows(x: Float[Array, "B X"]) -> Int[Array, " B"]:
     batch, size = x.shape
     if size % _LANES:
         return _first_of_largest(x, axis=1)
@@ -21,8 +55,7 @@ def argmax_of_rows(x: Float[Array, "B X"]) -> Int[Array, " B"]:
     return run * _LANES + _first_of_largest(jnp.take_along_axis(runs, run[:, None, None], axis=1)[:, 0], axis=1)
 
 
-def argmax_of_columns(x: Float[Array, "X B"]) -> Int[Array, " B"]:
-    """For each column, the place of its largest value."""
+def _of_columns(x: Float[Array, "X B"]) -> Int[Array, " B"]:
     size, batch = x.shape
     if size % _LANES:
         return _first_of_largest(x, axis=0)

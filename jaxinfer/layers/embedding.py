@@ -12,6 +12,8 @@ from jaxinfer.layers import int8, packed
 from jaxinfer.layers.argmax import argmax_of_columns, argmax_of_rows
 from jaxinfer.layers.linear import product
 from jaxinfer.layers.matrices import InStack, MatrixFormat, matrix, weight
+from jaxinfer.layers.vocabulary import Part, over_parts, split_axis
+from pallas_kernels.packed_matmul.layout import LANES
 
 
 class Embedding(nnx.Module):
@@ -21,18 +23,26 @@ class Embedding(nnx.Module):
         self.table_scale = weight((vocab_size,), ("vocab",), form.vector_dtype) if form.is_int8 else None
 
     def __call__(self, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
-        table = self.table.get_value()
+        """A table that is split over devices costs one sum of [T, D] over the mesh."""
+        table, scale = self.table.get_value(), None if self.table_scale is None else self.table_scale[...]
+        along = (table.stack, 1) if isinstance(table, InStack) else (table, 0)
+        return over_parts(self._rows, *along, table, scale, token_ids)
+
+    def _rows(self, part: Part, table: Array | InStack, scale: Array | None, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
+        """Each device gives those of its own part, and zeros for others."""
+        size = table.stack.shape[1] * LANES if isinstance(table, InStack) else len(table)
+        places, whole = part.places(token_ids, size), PartitionSpec() if part.is_whole else None
         if isinstance(table, InStack):
-            rows = packed.rows(table, token_ids)
+            rows = packed.rows(table, places, whole)
         else:
-            rows = table.at[token_ids].get(mode="clip", out_sharding=PartitionSpec())
+            rows = table.at[places].get(mode="clip", out_sharding=whole)
         rows = rows.astype(self.activation_dtype)
-        if self.table_scale is None:
-            return rows
-        return rows * self.table_scale[...].at[token_ids].get(mode="clip", out_sharding=PartitionSpec())[:, None].astype(rows.dtype)
+        if scale is not None:
+            rows = rows * scale.at[places].get(mode="clip", out_sharding=whole)[:, None].astype(rows.dtype)
+        return rows if part.axis is None else jax.lax.psum(jnp.where(places[:, None] < size, rows, 0), part.axis)
 
     def logits(self, x: Float[Array, "X D"]) -> Float[Array, "X V"]:
-        """Scores over the vocabulary, float32, whole on every device."""
+        """Scores over the vocabulary, float32; of several devices each has those of its part."""
         wide, table = x.astype(jnp.float32), self.table.get_value()
         scale = None if self.table_scale is None else self.table_scale[...]
         if isinstance(table, InStack):
@@ -41,7 +51,7 @@ class Embedding(nnx.Module):
             scores = product(wide, table, equation="ti,oi->to")
         else:
             scores = int8.product(wide, table, scale)
-        return jax.sharding.reshard(scores, PartitionSpec())
+        return scores if split_axis(scores, 1) else jax.sharding.reshard(scores, PartitionSpec())
 
     def best(self, x: Float[Array, "X D"]) -> Int[Array, " X"]:
         """The token of the highest score for each row."""
@@ -51,4 +61,4 @@ class Embedding(nnx.Module):
         # With the table as the left operand, whose rows XLA on CPU streams a quarter faster than it does as the right one; for this
         # alone the scores may come out the other way round.
         scores = jnp.matmul(table, x.T)
-        return argmax_of_columns(jax.sharding.reshard(scores, PartitionSpec()))
+        return argmax_of_columns(scores if split_axis(scores, 0) else jax.sharding.reshard(scores, PartitionSpec()))

@@ -56,29 +56,26 @@ def _local(x: Array, matrix: Array, scale: Array, split_over: str | None) -> Arr
     def sums(rows: Int8[Array, "X I"]) -> Int[Array, "X O"]:
         return jnp.einsum("oi,ti->ot", flat, rows, preferred_element_type=jnp.int32).T
 
-    y = of_integers(x, sums, split_over) if len(x) <= _FEW_ROWS else _converted(x, flat, split_over)
+    y = of_integers(x, sums) if len(x) <= _FEW_ROWS else _converted(x, flat)
+    y = y if split_over is None else jax.lax.psum(y, split_over)
     return (y * scale.reshape(-1)).reshape(-1, *scale.shape).astype(x.dtype)
 
 
-def of_integers(
-    x: Float[Array, "T I"], sums: Callable[[Int8[Array, "X I"]], Int[Array, "X O"]], split_over: str | None
-) -> Float[Array, "T O"]:
-    """x times a matrix that `sums` multiplies 8-bit rows with, each row as two of them."""
+def of_integers(x: Float[Array, "T I"], sums: Callable[[Int8[Array, "X I"]], Int[Array, "X O"]]) -> Float[Array, "T O"]:
+    """x times a matrix that `sums` multiplies 8-bit rows with, each row as two of them. Of a row that is split over devices each rounds its own
+    part by its own largest value."""
     wide = x.astype(jnp.float32)
     most = jnp.max(jnp.abs(wide), axis=1, keepdims=True)
-    most = most if split_over is None else jax.lax.pmax(most, split_over)  # so that sums of all devices have one unit
     unit = jnp.maximum(most, jnp.finfo(jnp.float32).tiny) / _MOST
     high = jnp.round(wide / unit)
     low = jnp.round((wide / unit - high) * _FINER)
     rows = jnp.concatenate([high, low]).astype(INT8)
-    found = sums(rows)
-    found = (found if split_over is None else jax.lax.psum(found, split_over)).astype(jnp.float32)
+    found = sums(rows).astype(jnp.float32)
     return (found[: len(x)] + found[len(x) :] * (1 / _FINER)) * unit
 
 
-def _converted(x: Float[Array, "T I"], matrix: Int8[Array, "O I"], split_over: str | None) -> Float[Array, "T O"]:
+def _converted(x: Float[Array, "T I"], matrix: Int8[Array, "O I"]) -> Float[Array, "T O"]:
     # XLA would convert all of a model's matrices before its first layer, and hold them all, if they did not depend on x. A first row that
     # is no number must not get into them, though: other rows are other requests'.
     after_x = jnp.nan_to_num(x[0, 0]) * 0
-    y = jnp.einsum("ti,oi->to", x, matrix.astype(x.dtype) + after_x, preferred_element_type=jnp.float32)
-    return y if split_over is None else jax.lax.psum(y, split_over)
+    return jnp.einsum("ti,oi->to", x, matrix.astype(x.dtype) + after_x, preferred_element_type=jnp.float32)

@@ -51,14 +51,15 @@ def _local(
     outputs[-1] *= LANES
     if scale is None:
         y = packed_matmul(x.astype(stack.dtype), flat, place)
-        y = y if split_over is None else jax.lax.psum(y, split_over)
     else:
-        y = int8.of_integers(x, lambda rows: packed_matmul(rows, flat, place), split_over) * scale.reshape(-1)
+        y = int8.of_integers(x, lambda rows: packed_matmul(rows, flat, place))
+    y = y if split_over is None else jax.lax.psum(y, split_over)
+    y = y if scale is None else y * scale.reshape(-1)
     return y.reshape(-1, *outputs).astype(x.dtype)
 
 
-def rows(matrix: InStack, places: Int[Array, " T"]) -> Array:
-    """[T, I]: of a matrix with one axis of outputs, those at these places, on every device."""
-    found = matrix.stack.at[matrix.place, places // LANES, :, places % LANES].get(mode="clip", out_sharding=PartitionSpec())
+def rows(matrix: InStack, places: Int[Array, " T"], out_sharding: PartitionSpec | None) -> Array:
+    """[T, I]: of a matrix with one axis of outputs, those at these places."""
+    found = matrix.stack.at[matrix.place, places // LANES, :, places % LANES].get(mode="clip", out_sharding=out_sharding)
     found = found.reshape(len(places), -1)
     return found.astype(jnp.int32) - ZERO if found.dtype == jnp.uint8 else found

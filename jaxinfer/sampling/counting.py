@@ -8,11 +8,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Int
 
+from jaxinfer.layers.vocabulary import Part, over_parts, specs
 from jaxinfer.runtime.compilation import ProgramSource, abstract_like
-from sharding.partition import replicated
+from sharding.partition import named_sharding, replicated
+from sharding.rules import Rules
 
 
 class TokenCounts(NamedTuple):
@@ -26,17 +28,25 @@ def reset(
     counts: TokenCounts, slot: Int[Array, ""], tokens: Int[Array, " C"], num_prompt: Int[Array, ""], num_tokens: Int[Array, ""]
 ) -> TokenCounts:
     """Count a sequence anew: `tokens` is padded, its first `num_prompt` are the prompt, those up to `num_tokens` were generated."""
-    vocab_size = counts.prompt.shape[1]
-    place = jnp.arange(tokens.shape[0])
-    prompt = jnp.zeros(vocab_size, bool).at[tokens].max(place < num_prompt, mode="drop")
+    arguments = (counts, slot, tokens, num_prompt, num_tokens)
+    return over_parts(_reset, counts.prompt, 1, *arguments, out_specs=specs(counts))
+
+
+def _reset(
+    part: Part, counts: TokenCounts, slot: Int[Array, ""], tokens: Int[Array, " C"], num_prompt: Int[Array, ""], num_tokens: Int[Array, ""]
+) -> TokenCounts:
+    size = counts.prompt.shape[1]
+    place, of_part = jnp.arange(tokens.shape[0]), part.places(tokens, size)
+    prompt = jnp.zeros(size, bool).at[of_part].max(place < num_prompt, mode="drop")
     was_generated = (place >= num_prompt) & (place < num_tokens)
-    output = jnp.zeros(vocab_size, jnp.int32).at[tokens].add(was_generated.astype(jnp.int32), mode="drop")
+    output = jnp.zeros(size, jnp.int32).at[of_part].add(was_generated.astype(jnp.int32), mode="drop")
     return TokenCounts(counts.prompt.at[slot].set(prompt), counts.output.at[slot].set(output))
 
 
-def abstract_counts(num_slots: int, vocab_size: int, sharding: NamedSharding) -> TokenCounts:
-    """Shapes of the counts of that many slots."""
+def abstract_counts(num_slots: int, vocab_size: int, mesh: Mesh, rules: Rules) -> TokenCounts:
+    """Shapes of the counts of that many slots; split as the scores are."""
     shape = (num_slots, vocab_size)
+    sharding = replicated(mesh) if mesh.size == 1 else named_sharding(mesh, rules, (None, "vocab"), shape, "token counts")
     return TokenCounts(jax.ShapeDtypeStruct(shape, bool, sharding=sharding), jax.ShapeDtypeStruct(shape, np.int32, sharding=sharding))
 
 

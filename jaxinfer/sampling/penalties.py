@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxinfer.layers.vocabulary import Part, over_parts, specs
 from jaxinfer.sampling.counting import TokenCounts
 from jaxinfer.sampling.params import SamplingRows
 
@@ -28,4 +29,8 @@ def any_penalty(rows: SamplingRows) -> Bool[Array, ""]:
 
 def add_sampled(counts: TokenCounts, slots: Int[Array, " B"], tokens: Int[Array, " B"]) -> TokenCounts:
     """Count the step's tokens: of all rows, since a few additions in place cost less than to ask which rows need them."""
-    return counts._replace(output=counts.output.at[slots, tokens].add(1, mode="drop"))
+
+    def on_part(part: Part, output: Int[Array, "S V"], slots: Int[Array, " B"], tokens: Int[Array, " B"]) -> Int[Array, "S V"]:
+        return output.at[slots, part.places(tokens, output.shape[1])].add(1, mode="drop")
+
+    return counts._replace(output=over_parts(on_part, counts.output, 1, counts.output, slots, tokens, out_specs=specs(counts.output)))

@@ -2,6 +2,8 @@
 
 Nothing is sorted: top-k and top-p keep what lies above a threshold that 32 passes of bisection over the floats' bits find
 exactly, and one uniform number a row picks from the cumulative sum. What no row of a batch asks for is skipped.
+
+A vocabulary that is split over devices stays so: they tell each other their best, their sums and their candidates, never all scores.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from jaxinfer.layers.argmax import argmax_of_rows
+from jaxinfer.layers.argmax import argmax_of_rows, argmax_over_parts
+from jaxinfer.layers.vocabulary import WHOLE, Part, over_parts
 from jaxinfer.request import MAX_TOP_LOGPROBS
 from jaxinfer.sampling.counting import TokenCounts
 from jaxinfer.sampling.params import SamplingRows
@@ -91,30 +94,59 @@ def sample_from_logits(
 ) -> Sampled:
     """One token a row. `num_generated` tokens came before it: with the seed it alone decides the random draw, so a sequence's
     tokens do not depend on what else is in the batch, nor on having been preempted. Penalties are by the counts of each row's slot."""
+    return over_parts(_sample_on_part, logits, 1, logits, rows, num_generated, counts, slots)
+
+
+def _sample_on_part(
+    part: Part,
+    logits: Float[Array, "B V"],
+    rows: SamplingRows,
+    num_generated: Int[Array, " B"],
+    counts: TokenCounts,
+    slots: Int[Array, " B"],
+) -> Sampled:
     scores = jax.lax.cond(any_penalty(rows), lambda: penalize(logits, counts, slots, rows), lambda: logits)
     has_bias = jnp.any(rows.bias_until > num_generated[:, None])
-    scores = jax.lax.cond(has_bias, lambda: _add_biases(scores, rows, num_generated), lambda: scores)
-    greedy = argmax_of_rows(scores)
+    scores = jax.lax.cond(has_bias, lambda: _add_biases(part, scores, rows, num_generated), lambda: scores)
+    greedy = argmax_over_parts(part, scores)
     tokens = jax.lax.cond(
         jnp.any(rows.temperature > 0),
-        lambda: jnp.where(rows.temperature > 0, _draw(scores, rows, num_generated), greedy),
+        lambda: jnp.where(rows.temperature > 0, _draw(part, scores, rows, num_generated), greedy),
         lambda: greedy,
     )
-    return Sampled.of(tokens, *token_logprobs(logits, tokens, jnp.any(rows.wants_logprobs > 0)))
+    return Sampled.of(tokens, *_logprobs_on_part(part, logits, tokens, jnp.any(rows.wants_logprobs > 0)))
 
 
 def token_logprobs(
     logits: Float[Array, "B V"], tokens: Int[Array, " B"], wanted: Bool[Array, ""]
 ) -> tuple[Float[Array, " B"], Int[Array, "B 20"], Float[Array, "B 20"]]:
     """The tokens' log-probabilities, and the likeliest tokens with theirs; zeros unless `wanted`."""
+    logprobs: tuple[Array, Array, Array] = over_parts(_logprobs_on_part, logits, 1, logits, tokens, wanted)
+    return logprobs
+
+
+def _logprobs_on_part(
+    part: Part, logits: Float[Array, "B V"], tokens: Int[Array, " B"], wanted: Bool[Array, ""]
+) -> tuple[Float[Array, " B"], Int[Array, "B 20"], Float[Array, "B 20"]]:
+    batch, size = logits.shape
 
     def computed() -> tuple[Array, Array, Array]:
         total = jax.nn.logsumexp(logits, axis=-1)
-        top, top_tokens = jax.lax.top_k(logits, min(MAX_TOP_LOGPROBS, logits.shape[1]))
-        chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1, mode="clip")[:, 0]
+        top, top_tokens = jax.lax.top_k(logits, min(MAX_TOP_LOGPROBS, size))
+        place = part.places(tokens, size)
+        chosen = jnp.take_along_axis(logits, place[:, None], axis=1, mode="clip")[:, 0]
+        if not part.is_whole:
+            # One gather for all of it. A part of another's token has what it has at its end: the token's own is picked.
+            found = jnp.concatenate([_bits(total)[:, None], _bits(chosen)[:, None], _bits(top), top_tokens + part.first(size)], axis=1)
+            totals, of_parts, top, top_tokens = jnp.split(part.gathered(found), (1, 2, 2 + top.shape[1]), axis=2)
+            total = jax.nn.logsumexp(_floats(totals[..., 0]), axis=0)
+            chosen = jnp.take_along_axis(_floats(of_parts[..., 0]), (tokens // size)[None], axis=0, mode="clip")[0]
+            top, top_tokens = (jnp.swapaxes(of_parts, 0, 1).reshape(batch, -1) for of_parts in (_floats(top), top_tokens))
+            top, best = jax.lax.top_k(top, min(MAX_TOP_LOGPROBS, size * part.num_parts))
+            top_tokens = jnp.take_along_axis(top_tokens, best, axis=1)
         return chosen - total, top_tokens, top - total[:, None]
 
-    return jax.lax.cond(wanted, computed, lambda: _no_logprobs(*logits.shape))
+    return jax.lax.cond(wanted, computed, lambda: _no_logprobs(batch, size * part.num_parts))
 
 
 def _no_logprobs(batch: int, vocab_size: int) -> tuple[Array, Array, Array]:
@@ -122,30 +154,31 @@ def _no_logprobs(batch: int, vocab_size: int) -> tuple[Array, Array, Array]:
     return jnp.zeros(batch), jnp.zeros((batch, num_top), jnp.int32), jnp.zeros((batch, num_top))
 
 
-def _add_biases(scores: Float[Array, "B V"], rows: SamplingRows, num_generated: Int[Array, " B"]) -> Float[Array, "B V"]:
+def _add_biases(part: Part, scores: Float[Array, "B V"], rows: SamplingRows, num_generated: Int[Array, " B"]) -> Float[Array, "B V"]:
     values = jnp.where(rows.bias_until > num_generated[:, None], rows.bias_values, 0.0)
-    return scores.at[jnp.arange(scores.shape[0])[:, None], rows.bias_tokens].add(values, mode="drop")
+    places = part.places(rows.bias_tokens, scores.shape[1])
+    return scores.at[jnp.arange(scores.shape[0])[:, None], places].add(values, mode="drop")
 
 
-def _draw(scores: Float[Array, "B V"], rows: SamplingRows, num_generated: Int[Array, " B"]) -> Int[Array, " B"]:
+def _draw(part: Part, scores: Float[Array, "B V"], rows: SamplingRows, num_generated: Int[Array, " B"]) -> Int[Array, " B"]:
     # The best becomes 0 before the division, so that no temperature, however low, makes it infinite.
     temperature = jnp.maximum(jnp.where(rows.temperature > 0, rows.temperature, 1.0), jnp.finfo(jnp.float32).tiny)
-    scaled = (scores - jnp.max(scores, axis=1, keepdims=True)) / temperature[:, None]
+    scaled = (scores - part.highest(jnp.max(scores, axis=1, keepdims=True))) / temperature[:, None]
     weights = jnp.where(scaled >= jnp.log(rows.min_p)[:, None], jnp.exp(scaled), 0.0)
     order = _ordered_bits(scaled)
 
     def with_top_k() -> Float[Array, "B V"]:
-        least = _threshold(order, jnp.ones_like(weights), rows.top_k.astype(jnp.float32))
+        least = _threshold(part, order, jnp.ones_like(weights), rows.top_k.astype(jnp.float32))
         return jnp.where((rows.top_k[:, None] == 0) | (order >= least[:, None]), weights, 0.0)
 
     weights = jax.lax.cond(jnp.any(rows.top_k > 0), with_top_k, lambda: weights)
 
     def with_top_p() -> Float[Array, "B V"]:
-        least = _threshold(order, weights, rows.top_p * jnp.sum(weights, axis=1))
+        least = _threshold(part, order, weights, rows.top_p * part.summed(jnp.sum(weights, axis=1)))
         return jnp.where((rows.top_p[:, None] >= 1) | (order >= least[:, None]), weights, 0.0)
 
     weights = jax.lax.cond(jnp.any(rows.top_p < 1), with_top_p, lambda: weights)
-    return pick(weights, _uniform(rows.seed, num_generated))
+    return pick(weights, _uniform(rows.seed, num_generated), part)
 
 
 def _ordered_bits(x: Float[Array, "B V"]) -> UInt[Array, "B V"]:
@@ -154,8 +187,10 @@ def _ordered_bits(x: Float[Array, "B V"]) -> UInt[Array, "B V"]:
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
 
-def _threshold(order: UInt[Array, "B V"], weights: Float[Array, "B V"], enough: Float[Array, " B"]) -> UInt[Array, " B"]:
+def _threshold(part: Part, order: UInt[Array, "B V"], weights: Float[Array, "B V"], enough: Float[Array, " B"]) -> UInt[Array, " B"]:
     """Of each row the largest t such that the weights of places with order >= t sum to at least `enough`, bit by bit."""
+    if not part.is_whole:
+        return _threshold_of_parts(part, order, weights, enough)
 
     def one_bit(i: Int[Array, ""], found: UInt[Array, " B"]) -> UInt[Array, " B"]:
         tried = found | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
@@ -163,6 +198,23 @@ def _threshold(order: UInt[Array, "B V"], weights: Float[Array, "B V"], enough: 
         return jnp.where(mass >= enough, tried, found)
 
     return jax.lax.fori_loop(0, 32, one_bit, jnp.zeros(order.shape[0], jnp.uint32))
+
+
+def _threshold_of_parts(
+    part: Part, order: UInt[Array, "B V"], weights: Float[Array, "B V"], enough: Float[Array, " B"]
+) -> UInt[Array, " B"]:
+    """The same over all parts, four bits at a time: eight exchanges of sums instead of 32."""
+    num_bits = 4
+    digits = jnp.arange(1, 1 << num_bits, dtype=jnp.uint32)
+
+    def one_digit(i: Int[Array, ""], found: UInt[Array, " B"]) -> UInt[Array, " B"]:
+        shift = (32 - num_bits * (i + 1)).astype(jnp.uint32)
+        tried = found[:, None] | (digits << shift)
+        mass = part.summed(jnp.sum(jnp.where(order[:, None] >= tried[:, :, None], weights[:, None], 0.0), axis=2))
+        # Of falling sums, which they are in floats too when all are made in one order: as many digits are low enough as the largest that is.
+        return found | (jnp.sum(mass >= enough[:, None], axis=1, dtype=jnp.uint32) << shift)
+
+    return jax.lax.fori_loop(0, 32 // num_bits, one_digit, jnp.zeros(order.shape[0], jnp.uint32))
 
 
 def _uniform(seed: UInt[Array, "B 2"], num_generated: Int[Array, " B"]) -> Float[Array, " B"]:
@@ -174,18 +226,38 @@ def _uniform(seed: UInt[Array, "B 2"], num_generated: Int[Array, " B"]) -> Float
     return jax.vmap(of_row)(seed, num_generated)
 
 
-def pick(weights: Float[Array, "B V"], uniform: Float[Array, " B"]) -> Int[Array, " B"]:
-    """The place at which each row's cumulative weight passes uniform * total, one whose weight is not 0: first the run of lanes,
-    then the lane."""
-    batch, vocab_size = weights.shape
-    lanes = jnp.pad(weights, ((0, 0), (0, -vocab_size % _LANES))).reshape(batch, -1, _LANES)
+def pick(weights: Float[Array, "B V"], uniform: Float[Array, " B"], part: Part = WHOLE) -> Int[Array, " B"]:
+    """The place at which each row's cumulative weight passes uniform * total, one whose weight is not 0: first the part, then the run of
+    lanes, then the lane."""
+    batch, size = weights.shape
+    lanes = jnp.pad(weights, ((0, 0), (0, -size % _LANES))).reshape(batch, -1, _LANES)
     runs = lanes.sum(axis=2)
     up_to = jnp.cumsum(runs, axis=1)
-    target = uniform * up_to[:, -1]
-    run = _first_above(runs, up_to, target)
-    before = jnp.where(run > 0, jnp.take_along_axis(up_to, jnp.maximum(run - 1, 0)[:, None], axis=1)[:, 0], 0.0)
+    if part.is_whole:
+        return _pick_in_runs(lanes, runs, up_to, uniform * up_to[:, -1])
+    parts = part.gathered(up_to[:, -1]).T
+    up_to_part = jnp.cumsum(parts, axis=1)
+    target = uniform * up_to_part[:, -1]
+    hit, before = _narrowed(parts, up_to_part, target)
+    # All look for it, and the one it is in is believed.
+    places = part.first(size) + _pick_in_runs(lanes, runs, up_to, target - before)
+    return jnp.take_along_axis(part.gathered(places), hit[None], axis=0)[0]
+
+
+def _pick_in_runs(
+    lanes: Float[Array, "B R X"], runs: Float[Array, "B R"], up_to: Float[Array, "B R"], target: Float[Array, " B"]
+) -> Int[Array, " B"]:
+    run, before = _narrowed(runs, up_to, target)
     lanes = jnp.take_along_axis(lanes, run[:, None, None], axis=1)[:, 0]
     return run * _LANES + _first_above(lanes, jnp.cumsum(lanes, axis=1), target - before)
+
+
+def _narrowed(
+    parts: Float[Array, "B X"], up_to: Float[Array, "B X"], target: Float[Array, " B"]
+) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
+    """The part in which the sum passes the target, and the sum before it."""
+    place = _first_above(parts, up_to, target)
+    return place, jnp.where(place > 0, jnp.take_along_axis(up_to, jnp.maximum(place - 1, 0)[:, None], axis=1)[:, 0], 0.0)
 
 
 def _first_above(parts: Float[Array, "B X"], up_to: Float[Array, "B X"], target: Float[Array, " B"]) -> Int[Array, " B"]:
@@ -195,3 +267,11 @@ def _first_above(parts: Float[Array, "B X"], up_to: Float[Array, "B X"], target:
     reached = jnp.where(parts > 0, up_to, 0.0)
     most = jnp.nextafter(jnp.max(reached, axis=1), 0.0)
     return argmax_of_rows((reached > jnp.minimum(target, most)[:, None]).astype(jnp.float32))
+
+
+def _bits(x: Float[Array, "..."]) -> Int[Array, "..."]:
+    return jax.lax.bitcast_convert_type(x, jnp.int32)
+
+
+def _floats(bits: Int[Array, "..."]) -> Float[Array, "..."]:
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)

@@ -1,15 +1,19 @@
-"""The sampler against a plain model of it."""
+"""The sampler against a plain model of it, on one device and with the vocabulary split over several."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec, reshard
 
 from jaxinfer.layers.argmax import argmax_of_columns, argmax_of_rows
+from jaxinfer.layers.vocabulary import Part, over_parts
 from jaxinfer.request import RequestError, SamplingParams
-from jaxinfer.sampling.counting import TokenCounts
+from jaxinfer.sampling.counting import TokenCounts, reset, reset_arguments
 from jaxinfer.sampling.params import neutral_rows, set_row
+from jaxinfer.sampling.penalties import add_sampled
 from jaxinfer.sampling.sampler import Sampled, pick, sample_from_logits
+from sharding.mesh import TENSOR, make_mesh
 from tests.sampling.plain_sampler import adjusted, probabilities
 
 VOCAB = 300  # neither a multiple of the sampler's lanes nor within one run of them
@@ -17,10 +21,26 @@ DRAWS = 8192
 END_TOKENS = [7, 299]
 
 
+@pytest.fixture(params=[1, 3], ids=["whole", "three parts"], autouse=True)
+def num_parts(request):
+    """Over how many devices the vocabulary is split."""
+    if request.param == 1:
+        yield 1
+        return
+    with jax.set_mesh(make_mesh(range(request.param))):
+        yield request.param
+
+
+def split(arrays, dimension: int = 1):
+    """Along their vocabulary."""
+    is_one = jax.sharding.get_abstract_mesh().empty
+    return arrays if is_one else reshard(arrays, PartitionSpec(*[None] * dimension, TENSOR))
+
+
 @jax.jit
 def run(logits, rows, num_generated, counts):
     """Each row in the slot of its own number."""
-    return sample_from_logits(logits, rows, num_generated, counts, jnp.arange(len(logits)))
+    return sample_from_logits(split(logits), rows, num_generated, split(counts), jnp.arange(len(logits)))
 
 
 def rows_of(params: list[SamplingParams], seeds: list[int]):
@@ -58,8 +78,8 @@ def test_greedy_is_the_first_largest_logit():
     random = np.random.default_rng(0)
     logits = random.integers(-3, 4, (64, VOCAB)).astype(np.float32)  # many ties
     logits[random.random(logits.shape) < 0.1] = -np.inf
-    np.testing.assert_array_equal(argmax_of_rows(jnp.asarray(logits)), logits.argmax(1))
-    np.testing.assert_array_equal(argmax_of_columns(jnp.asarray(logits.T)), logits.argmax(1))
+    np.testing.assert_array_equal(jax.jit(lambda x: argmax_of_rows(split(x)))(logits), logits.argmax(1))
+    np.testing.assert_array_equal(jax.jit(lambda x: argmax_of_columns(split(x, 0)))(logits.T), logits.argmax(1))
     np.testing.assert_array_equal(sampled(logits, [SamplingParams(temperature=0.0)] * 64).tokens, logits.argmax(1))
 
 
@@ -229,6 +249,14 @@ def test_a_vocabulary_smaller_than_the_alternatives_is_fine():
     assert result.top_tokens.tolist() == [[1, 2, 0]]
 
 
+@jax.jit
+def picked(weights, uniform):
+    def on_part(part: Part, weights, uniform):
+        return pick(weights, uniform, part)
+
+    return over_parts(on_part, split(weights), 1, split(weights), uniform)
+
+
 def test_pick_finds_a_place_with_weight_at_every_edge():
     random = np.random.default_rng(4)
     size = 2000
@@ -246,7 +274,41 @@ def test_pick_finds_a_place_with_weight_at_every_edge():
     ):
         for nudge in (-1.0, 0.0, 2.0):
             near = np.clip(np.nextafter(uniform, np.float32(nudge)) if nudge else uniform, 0.0, below_one)
-            places = np.asarray(jax.jit(pick)(weights, near))
+            places = np.asarray(picked(weights, near))
             assert (weights[rows, places] > 0).all()
             assert (up_to[rows, places] >= near - 1e-5).all()
             assert (up_to[rows, places] - weights[rows, places] / weights.sum(1) <= near + 1e-5).all()
+
+
+def test_parts_draw_what_the_whole_draws(num_parts):
+    """Wherever rounding of sums does not decide."""
+    logits = np.stack([random_logits(i) for i in range(2048)])
+    kinds = [
+        {},
+        {"top_k": 20},
+        {"top_p": 0.8},
+        {"top_k": 50, "top_p": 0.9, "min_p": 0.02},
+        {"frequency_penalty": 0.5, "logit_bias": {3: 2.0}},
+    ]
+    params = [SamplingParams(**kinds[i % len(kinds)]) for i in range(len(logits))]
+    outputs = [[(7 * i) % VOCAB, (31 * i) % VOCAB] for i in range(len(logits))]
+    tokens = np.asarray(sampled(logits, params, outputs=outputs).tokens)
+    with jax.set_mesh(make_mesh((0,))):
+        rows, counts = rows_of(params, list(range(len(params)))), counts_of([[]] * len(params), outputs)
+        on_one = jax.jit(sample_from_logits)(logits, rows, np.full(len(params), 2, np.int32), counts, np.arange(len(params)))
+        expected = np.asarray(on_one.packed)[:, 0]
+    assert np.mean(tokens != expected) <= (0 if num_parts == 1 else 1e-3)
+
+
+def test_tokens_are_counted_where_they_are():
+    random = np.random.default_rng(3)
+    tokens = random.integers(0, VOCAB, 40).tolist()
+
+    @jax.jit
+    def counted(counts, arguments, slots, more):
+        return add_sampled(reset(split(counts), *arguments), slots, more)
+
+    stale = counts_of([[5, 150, 299]] * 3, [[0, 150, 150]] * 3)
+    after = counted(stale, reset_arguments(1, tokens, 25, 64), np.array([1, 2, 1]), np.array([tokens[0], 299, VOCAB - 1]))
+    expected = counts_of([[5, 150, 299], tokens[:25], [5, 150, 299]], [[0, 150, 150], [*tokens[25:], tokens[0], 299], [0, 150, 150, 299]])
+    jax.tree.map(np.testing.assert_array_equal, after, expected)

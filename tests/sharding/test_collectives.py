@@ -2,52 +2,131 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
+from dataclasses import replace
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from jaxinfer.decode.runner import DecodeRunner
+from jaxinfer.kv_cache.pages import PagePool
+from jaxinfer.kv_cache.spec import PageSpec
+from jaxinfer.layers.matrices import MatrixFormat
+from jaxinfer.models.config import ArchitectureConfig
+from jaxinfer.models.registry import read_config
 from jaxinfer.prefill.runner import PrefillRunner
 from jaxinfer.runtime.compilation import compile_program
+from jaxinfer.runtime.stage import Stage
+from jaxinfer.runtime.template import make_template
+from sharding.collectives import Collective, collectives, collectives_a_layer
+from sharding.mesh import make_mesh
 from sharding.rules import TENSOR_PARALLEL
-from tests import model_on_mesh
-from tests.tiny_model import HIDDEN, LAYERS, VOCAB
+from tests.families import checkpoint
+from tests.tiny_model import CONFIG, HIDDEN
 
-COLLECTIVES = r"= (\w+\[[\d,]*\])\S* (all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all)(?:-start)?\("
 RUNNERS = {"prefill": (PrefillRunner, 128), "decode": (DecodeRunner, 8)}
+NUM_SAMPLED = {"prefill": 4, "decode": 8}  # rows
+TINY = read_config(CONFIG | {"num_key_value_heads": 4, "num_hidden_layers": 2})
+FORMS = {
+    "packed": MatrixFormat(jnp.dtype("float32"), is_packed=True),
+    "plain": MatrixFormat(jnp.dtype("float32")),
+    "int8": MatrixFormat(jnp.dtype("int8"), is_packed=True),
+}
 
 
-def compiled(model: model_on_mesh.OnMesh, role: str):
+def compiled(config: ArchitectureConfig, form: str, role: str, num_devices: int) -> tuple[jax.stages.Compiled, PagePool]:
+    """The role's program, of abstract weights."""
     runner, size = RUNNERS[role]
-    attention = "llvm_cpu" if model.template.form.is_packed else "xla"
-    return compile_program(runner(model.template, model.mesh, TENSOR_PARALLEL, model.pool, (size,), 256, attention).programs()[0])
+    template, mesh = make_template(config, FORMS[form]), make_mesh(range(num_devices))
+    pool = PagePool(PageSpec.of(config, 16, 4), 4096, template.activation_dtype, mesh, TENSOR_PARALLEL)
+    attention = "llvm_cpu" if FORMS[form].is_packed else "xla"
+    program = runner([Stage(template, mesh, TENSOR_PARALLEL, pool, attention)], (size,), 256).programs()[0]
+    return compile_program(program), pool
+
+
+def two_lengths(config: ArchitectureConfig, num_layers: int, *how: Any) -> tuple[str, str]:
+    """The program of the model's first so many layers, and that of one more."""
+    shortened = (replace(config, num_layers=num, spans=config.spans[:num]) for num in (num_layers, num_layers + 1))
+    shorter, longer = (compiled(of_layers, *how)[0].as_text() for of_layers in shortened)
+    return shorter, longer
+
+
+def reduced(*shape: int) -> Collective:
+    return Collective("all-reduce", (f"f32[{','.join(map(str, shape))}]",))
+
+
+def gathered(dtype: str, *shape: int) -> Collective:
+    return Collective("all-gather", (f"{dtype}[{','.join(map(str, shape))}]",))
 
 
 @pytest.mark.parametrize("role", RUNNERS)
-@pytest.mark.parametrize("is_packed", [True, False], ids=["packed", "plain"])
-def test_two_devices_add_up_once_an_attention_and_once_an_mlp(tiny_model_path, role, is_packed):
-    program = compiled(model_on_mesh.put(tiny_model_path, (0, 1), num_pages=512, is_packed=is_packed), role)
-    found = Counter(re.findall(COLLECTIVES, program.as_text()))
-    num_tokens = RUNNERS[role][1]
-    # One more sum is the embedding's, whose rows are spread over the devices; the scores of the rows that sample are brought together,
-    # in one place or the other: batches of plain greedy rows have a branch of their own.
-    expected = Counter({(f"f32[{num_tokens},{HIDDEN}]", "all-reduce"): 2 * LAYERS})
-    expected[f"f32[{num_tokens},{HIDDEN}{',1' if is_packed else ''}]", "all-reduce"] += 1
-    num_sampled = {"prefill": 4, "decode": num_tokens}[role]
-    expected[f"f32[{num_sampled},{VOCAB}]", "all-gather"] += 1
-    expected[f"f32[{num_sampled},{VOCAB}]" if is_packed else f"f32[{VOCAB},{num_sampled}]", "all-gather"] += 1
-    if role == "prefill":
-        expected[f"f32[32,{VOCAB}]", "all-gather"] += 1  # where prompt log-probabilities are asked for, a tile of tokens at a time
-    assert found == expected
+@pytest.mark.parametrize(("form", "num_devices"), [("packed", 2), ("plain", 4), ("int8", 2)])
+def test_devices_add_up_once_an_attention_and_once_an_mlp_and_exchange_candidates(form, num_devices, role):
+    shorter, longer = two_lengths(TINY, 1, form, role, num_devices)
+    num_tokens, rows = RUNNERS[role][1], NUM_SAMPLED[role]
+    assert collectives_a_layer(shorter, longer) == {reduced(num_tokens, HIDDEN): 2}
+    outside = collectives(shorter) - Counter({reduced(num_tokens, HIDDEN): 2})
+    assert outside == Counter(
+        {
+            reduced(num_tokens, HIDDEN): 1,  # the embedding's rows
+            gathered("s32", num_devices, 2, rows): 2,  # each part's best score and its token, of plain greedy batches and of others
+            reduced(rows, 1): 1,  # the best score of all
+            gathered("f32", num_devices, rows, 15): 2,  # sums above so many thresholds at once, in the loops of top-k and top-p
+            gathered("f32", num_devices, rows): 2,  # all weights' sums: for top-p, and of the parts to draw from
+            gathered("s32", num_devices, rows): 1,  # each part's token, of which one was drawn
+            gathered("s32", num_devices, rows, 42): 1,  # log-probabilities: sums, and the 20 best of each part
+            **({gathered("s32", num_devices, 32, 42): 1} if role == "prefill" else {}),  # those of prompts
+        }
+    )
+
+
+# One of a kind that has something to it between or beside the two sums: norms, latents, experts of which one is every token's.
+KINDS = {"qwen3": 1, "gemma_3": 1, "deepseek_v3": 2, "llama_4": 1, "qwen3_moe": 1}
+
+
+@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize("role", RUNNERS)
+def test_every_kind_of_layer_costs_two_sums(role, family):
+    config = read_config(checkpoint.config_of(family))
+    shorter, longer = two_lengths(config, KINDS[family], "plain", role, 2)
+    assert collectives_a_layer(shorter, longer) == {reduced(RUNNERS[role][1], config.hidden_size): 2}
 
 
 @pytest.mark.parametrize("role", RUNNERS)
-@pytest.mark.parametrize("is_packed", [True, False], ids=["packed", "plain"])
-def test_one_device_says_nothing_and_copies_no_pages(tiny_model_path, role, is_packed):
-    model = model_on_mesh.put(tiny_model_path, (0,), num_pages=4096, page_size=16, is_packed=is_packed)
-    program = compiled(model, role)
-    assert not re.findall(COLLECTIVES, program.as_text())
+@pytest.mark.parametrize("form", FORMS)
+def test_one_device_says_nothing_and_copies_no_pages(form, role):
+    program, pool = compiled(TINY, form, role, 1)
+    assert not collectives(program.as_text())
     memory = program.memory_analysis()
-    assert memory.alias_size_in_bytes >= model.pool.device_bytes
-    assert memory.temp_size_in_bytes < model.pool.device_bytes / 8
+    assert memory.alias_size_in_bytes >= pool.device_bytes
+    assert memory.temp_size_in_bytes < pool.device_bytes / 8
+
+
+def test_collectives_are_read_from_text():
+    program = """
+  %all-reduce.1 = f32[8,64]{1,0} all-reduce(%dot.3), channel_id=1, replica_groups={{0,1}}
+  ROOT %both = (bf16[4]{0}, bf16[2,3]{1,0}) all-reduce(%a, %b), channel_id=2
+  %start = bf16[32,8192]{1,0} all-reduce-start(%gemm_fusion_dot.3), channel_id=3
+  %done = bf16[32,8192]{1,0} all-reduce-done(%start)
+  %gather-start = (s32[1,2]{1,0}, s32[8,2]{1,0}) all-gather-start(%bitcast), channel_id=4
+  %gather-done = s32[8,2]{1,0} all-gather-done(%gather-start)
+  %gathers = ((f32[1]{0}, pred[2]{0}), (f32[4]{0}, /*index=1*/pred[8]{0})) all-gather-start(%a, %b), dimensions={0}
+  %permute-start = (f8e4m3fn[16]{0}, f8e4m3fn[16]{0}, u32[], u32[]) collective-permute-start(%c)
+  %all-to-all = (s4[3]{0}, s4[3]{0}) all-to-all(%d, %e)
+  %fusion = f32[8]{0} fusion(%all-reduce.1), kind=kLoop, calls=%all-reduce
+"""
+    found = collectives(program)
+    assert {str(collective): collective.num_bytes for collective in found} == {
+        "all-reduce f32[8,64]": 2048,
+        "all-reduce bf16[4], bf16[2,3]": 20,
+        "all-reduce bf16[32,8192]": 2**19,
+        "all-gather s32[8,2]": 64,
+        "all-gather f32[4], pred[8]": 24,
+        "collective-permute f8e4m3fn[16]": 16,
+        "all-to-all s4[3], s4[3]": 4,
+    }
+    assert set(found.values()) == {1}
+    with pytest.raises(ValueError, match="lacks all-reduce f32"):
+        collectives_a_layer(program, program.replace("f32[8,64]", "f32[8,65]"))
