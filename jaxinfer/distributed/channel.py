@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import queue
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -28,12 +27,6 @@ _OPTIONS = [
     ("grpc.so_reuseport", 0),  # else two leaders could listen on one port
     ("grpc.enable_http_proxy", 0),
     ("grpc.max_receive_message_length", -1),
-    # A process that hangs or whose machine is gone is found out in 20 s; one that died, at once.
-    ("grpc.keepalive_time_ms", 5_000),
-    ("grpc.keepalive_timeout_ms", 15_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.http2.min_ping_interval_without_data_ms", 2_000),
 ]
 
 Greeting = Mapping[str, Any]  # what processes say of themselves when they meet, as JSON
@@ -70,7 +63,6 @@ class Doom:
             raise ProcessLostError(self.reason)
 
     def _end(self) -> None:
-        print(f"jaxinfer: error: {self.reason}", file=sys.stderr, flush=True)
         os._exit(1)
 
 

@@ -24,7 +24,9 @@ from jaxinfer.distributed.channel import Doom, FollowerChannel, Greeting, Leader
 from jaxinfer.runtime.program_key import sources
 
 OWN_SETTINGS = ("process_id", "model", "profile")  # may differ from process to process: a model is where each finds it
-_HEARTBEAT, _SHUTDOWN = 30, 10  # seconds that JAX's own service waits; what `channel` notices comes before
+# Seconds that JAX's own service waits. A process that died is noticed at once by `channel`; for one that hangs, or whose machine is gone, it
+# is the heartbeat that fails, and JAX ends all processes.
+_HEARTBEAT, _SHUTDOWN = 20, 10
 _NOTICED = 2.0  # seconds until the end of a process is noticed at most, where a collective fails of it
 
 Target = TypeVar("Target")
@@ -118,7 +120,7 @@ class Follower:
         return watched(self._channel.doom)
 
     def close(self) -> None:
-        self._channel.close()
+        pass  # `follow` leaves, once it has said why
 
     def follow(self, messages: Iterator[bytes]) -> None:
         """Make the leader's calls until it closes."""
