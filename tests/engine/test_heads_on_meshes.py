@@ -1,0 +1,83 @@
+"""A model with three KV heads on two, four and eight devices, and between meshes with other heads: one device's tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxinfer.llm import LLM
+from jaxinfer.request import SamplingParams
+from tests import tiny_model
+from tests.conftest import TINY
+from tests.engine.page_audit import assert_all_free
+from tests.engine.workload import tokens_of
+
+SMALL = {"max_batch_size": 8, "decode_buckets": (8,), "prefill_buckets": (128,)}
+PLAIN = {"matmul_backend": "xla", "attention_backend": "xla"}
+FOUR = (0, 1, 2, 3)
+# With room for a few requests at once: of four and eight devices each has one KV head of a page, of two each has two, one has three.
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "two": {"prefill_devices": (0, 1), "decode_devices": (0, 1), "kv_memory": "192KiB"},
+    "eight": {"prefill_devices": tuple(range(8)), "decode_devices": tuple(range(8)), "kv_memory": "96KiB"},
+    "one to four": {"prefill_devices": (4,), "decode_devices": FOUR, "kv_memory": "144KiB"},
+    "four to two": {"prefill_devices": FOUR, "decode_devices": (4, 5), "kv_memory": "192KiB"},
+    "four to two, plain": {"prefill_devices": FOUR, "decode_devices": (4, 5), "kv_memory": "192KiB", **PLAIN},
+    "two to four, integers": {"prefill_devices": (0, 1), "decode_devices": (4, 5, 6, 7), "kv_memory": "96KiB", "weights": "int8"},
+}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+# Prompts of one begin, so that the prefix cache is of use, and more of them than there is room for.
+PROMPTS = [[*range(7, 7 + 33), *np.random.default_rng(60 + i).integers(0, 400, 1 + 5 * i).tolist()] for i in range(12)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    heads = {"num_attention_heads": 9, "num_key_value_heads": 3, "attention_bias": True}
+    return tiny_model.write(tmp_path_factory.mktemp("models") / "three", **heads)
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> dict[str, list[Any]]:
+    """By what weights are kept as."""
+    roomy = TINY | SMALL | {"kv_memory": "4MiB"}
+    found = {}
+    for weights in ("auto", "int8"):
+        llm = LLM(str(folder), **roomy, weights=weights)
+        found[weights] = tokens_of(llm.generate(PROMPTS, GREEDY))
+        assert llm.engine.stats.num_preemptions == 0
+        for prompt, [tokens] in zip(PROMPTS, found[weights], strict=True):
+            second, first = np.sort(llm.logits(prompt + tokens)[len(prompt) - 1 : -1], -1)[:, -2:].T
+            assert (first - second).min() > {"auto": 2e-4, "int8": 4e-3}[weights]  # rounding chooses no other
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tokens_are_one_devices_with_hits_and_preemption(folder: Path, expected: dict[str, list[Any]], layout: str) -> None:
+    settings = TINY | SMALL | LAYOUTS[layout]
+    llm = LLM(str(folder), **settings)
+    for _ in range(2):
+        assert tokens_of(llm.generate(PROMPTS, GREEDY)) == expected[LAYOUTS[layout].get("weights", "auto")]
+    stats = llm.engine.stats
+    assert stats.num_preemptions > 0 and stats.num_cached_tokens > 0
+    assert stats.num_compilations_after_ready == 0
+    if settings["prefill_devices"] != settings["decode_devices"]:
+        assert stats.num_pages_moved > 0
+    assert_all_free(llm.engine)
+
+
+def test_the_default_model_says_on_two_and_four_devices_what_it_says_on_one(default_llm: LLM) -> None:
+    prompt = default_llm.tokenizer.encode("The capital of France is")
+    greedy = SamplingParams(temperature=0.0, max_tokens=8)
+    llm = LLM(
+        kv_memory="64MiB",
+        max_model_len=256,
+        max_batch_size=1,
+        decode_buckets=(1,),
+        prefill_buckets=(32,),
+        prefill_chunk_size=32,
+        prefill_devices=(0, 1),
+        decode_devices=(2, 3, 4, 5),
+    )
+    assert tokens_of(llm.generate([prompt], greedy)) == tokens_of(default_llm.generate([prompt], greedy))
