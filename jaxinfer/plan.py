@@ -101,7 +101,8 @@ def make_plan(config: EngineConfig, architecture: ArchitectureConfig, source: Te
         return make_template(architecture.on_devices(num_devices), form, activation_dtype)
 
     template = lay_out(build, config.model, [(mesh, _rules(role, config)) for role, (mesh, *_) in meshes.items()])
-    template = _with_experts(template, architecture, source, [mesh for mesh, *_ in meshes.values()])
+    device, layouts = meshes["prefill"][0].devices.flat[0], {role: config.devices.layout(role) for role in meshes}
+    template = _with_experts(template, architecture, source, device, layouts)
     spec = PageSpec.of(architecture, config.cache.page_size, template.activation_dtype.itemsize)
     roles = {role: _plan_role(role, of_role, template, architecture, spec, config) for role, of_role in meshes.items()}
     # A request must fit alone in either pool, or it could wait for ever.
@@ -167,16 +168,21 @@ def choose_formats(config: ModelConfig, platform: str, *, keeps_types: bool = Fa
 
 
 def _with_experts(
-    template: ModelTemplate, architecture: ArchitectureConfig, source: TensorSource, meshes: Sequence[jax.sharding.Mesh]
+    template: ModelTemplate, architecture: ArchitectureConfig, source: TensorSource, device: jax.Device, layouts: Mapping[str, Parallel]
 ) -> ModelTemplate:
-    """With experts, if any, as the checkpoint has them where that can be, and the best products with them that run here."""
+    """With experts, if any, as the checkpoint has them where that can be, and the best products with them that run here.
+
+    Raises `ConfigError` for a layout that deals out experts that there are none of."""
     matrices = [leaf for leaf in template.leaves if leaf.is_of_experts]
     if not matrices:
+        for role, layout in layouts.items():
+            if layout.ep > 1:
+                raise ConfigError(f"{role}_parallel is {layout}, but this model has no experts: leave out ep={layout.ep}")
         return template
     sizes = dict(zip(matrices[0].axes, matrices[0].shape, strict=True))
-    num_devices = [mesh.size for mesh in meshes]
+    num_devices = [layout.tp // layout.ep for layout in layouts.values()]  # that each expert is split over
     form = replace(template.form, experts=ExpertFormat(packing=choose_packing(template, source, num_devices)))
-    against = _wrong_device("mosaic_gpu", meshes[0].devices.flat[0]) or moe.why_not(
+    against = _wrong_device("mosaic_gpu", device) or moe.why_not(
         sizes["embed"], sizes["expert_mlp"], max(num_devices), form, template.activation_dtype
     )
     backend: Literal["mosaic_gpu", "xla"] = "xla" if against else "mosaic_gpu"
