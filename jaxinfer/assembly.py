@@ -323,6 +323,8 @@ def _report(stats: EngineStats, config: EngineConfig, plan: Plan, programs: dict
     counts = plan.template.config.vocab_size * (np.dtype(bool).itemsize + np.dtype(np.int32).itemsize)
     slots, rows = config.schedule.max_batch_size + 1, prefill_rows(config.schedule.prefill_buckets[-1])
     for name, role, of_role in zip(names, (plan.prefill, plan.decode)[-len(names) :], pools, strict=True):
+        if role.heads_cost is not None:
+            stats.heads[name] = role.heads_cost
         for number, (stage, pool) in enumerate(zip(role.stages, of_role, strict=True)):
             of = program_name(name, role.stages, number)
             ending = program_name("", role.stages, number)

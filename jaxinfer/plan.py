@@ -66,6 +66,13 @@ class RolePlan:
     attention: Backend
 
     @property
+    def heads_cost(self) -> str | None:
+        """What it costs that this many devices don't divide the model's heads; None where they do."""
+        config = self.stages[0].template.config
+        assert isinstance(config, ArchitectureConfig)
+        return None if config.heads is None else config.heads.cost(has_latents=config.latent is not None)
+
+    @property
     def devices(self) -> list[jax.Device]:
         """Stage by stage."""
         return [device for stage in self.stages for device in stage.mesh.devices.flat]
@@ -260,7 +267,7 @@ def _plan_role(
     layout, rules = config.devices.layout(role), _rules(role, config)
     own = architecture.on_devices(layout.tp)
     if own.heads is not None:
-        logger.info("%s: %s", role, own.heads)
+        logger.info("%s: %s", role, own.heads.cost(has_latents=own.latent is not None))
         template = make_template(own, template.form, template.activation_dtype)
     try:
         templates = cut(template, layout.pp)

@@ -73,6 +73,7 @@ class EngineStats:
     decode_devices: tuple[str, ...] = ()
     prefill_layout: str = "tp=1"
     decode_layout: str = "tp=1"
+    heads: dict[str, str] = field(default_factory=dict)  # what it costs that devices don't divide them, by role or "shared"
     # Targets, in seconds
     target_ttft: float | None = None
     target_itl: float | None = None

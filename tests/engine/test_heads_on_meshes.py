@@ -27,6 +27,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "four to two, plain": {"prefill_devices": FOUR, "decode_devices": (4, 5), "kv_memory": "192KiB", **PLAIN},
     "two to four, integers": {"prefill_devices": (0, 1), "decode_devices": (4, 5, 6, 7), "kv_memory": "96KiB", "weights": "int8"},
 }
+TWO_OR_FOUR = "KV heads 3 -> 4 over {} devices: 33% more KV, 33% more attention weights"
+COSTS = {
+    "eight": {"shared": "KV heads 3 -> 8, 2 copies of each, over 8 devices: 167% more KV, 100% more attention weights"},
+    "one to four": {"decode": TWO_OR_FOUR.format(4)},
+    "four to two": {"prefill": TWO_OR_FOUR.format(4), "decode": TWO_OR_FOUR.format(2)},
+}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
 # Prompts of one begin, so that the prefix cache is of use, and more of them than there is room for.
 PROMPTS = [[*range(7, 7 + 33), *np.random.default_rng(60 + i).integers(0, 400, 1 + 5 * i).tolist()] for i in range(12)]
@@ -62,6 +68,7 @@ def test_tokens_are_one_devices_with_hits_and_preemption(folder: Path, expected:
     stats = llm.engine.stats
     assert stats.num_preemptions > 0 and stats.num_cached_tokens > 0
     assert stats.num_compilations_after_ready == 0
+    assert stats.heads == COSTS.get(layout, stats.heads)
     if settings["prefill_devices"] != settings["decode_devices"]:
         assert stats.num_pages_moved > 0
     assert_all_free(llm.engine)

@@ -104,6 +104,12 @@ def shown(stats, measured=None):
     return capture.get()
 
 
+def test_the_summary_says_what_heads_that_devices_dont_divide_cost():
+    assert "heads" not in shown(EngineStats())
+    rows = [line.split() for line in shown(EngineStats(heads={"decode": "KV heads 3 -> 4"})).splitlines()]
+    assert ["decode", "heads", "KV", "heads", "3", "->", "4"] in rows
+
+
 def test_the_summary_tells_of_tiers_and_targets_where_there_are_any():
     assert "KV in host memory" not in shown(EngineStats())
     numbers = dict.fromkeys((name for name in TierStats.__slots__ if name != "refused"), 0)
