@@ -15,16 +15,27 @@ from tests.golden.read import MAX_LOGIT_DIFFERENCE
 LAYOUTS: dict[str, dict[str, Any]] = {
     "two meshes": {"prefill_devices": (0,), "decode_devices": (1,)},
     "two devices each": {"prefill_devices": (0, 1), "decode_devices": (2, 3)},
+    "pipelines": {"prefill_parallel": "tp=2,pp=2", "decode_parallel": "tp=1,pp=2"},
+    "a pipeline for both": {"prefill_parallel": "tp=1,pp=3"},
     "plain matrices": {"matmul_backend": "xla"},
+    "experts dealt out": {"prefill_parallel": "tp=2,ep=2", "decode_parallel": "tp=4,ep=4"},
 }
 # Windows or chunks beside global layers, latents, experts, and norms over heads of both devices.
 CASES = (
     ("deepseek_v3", "two devices each"),
+    ("deepseek_v3", "pipelines"),
+    ("deepseek_v3", "a pipeline for both"),
+    ("deepseek_v3", "experts dealt out"),
     ("gemma_3", "two meshes"),
     ("gemma_3", "two devices each"),
+    ("gemma_3", "pipelines"),
+    ("gemma_3", "a pipeline for both"),
     ("llama_4", "two devices each"),
+    ("llama_4", "pipelines"),
+    ("llama_4", "experts dealt out"),
     ("olmo2", "two devices each"),
     ("qwen3_moe", "two devices each"),
+    ("qwen3_moe", "experts dealt out"),
     ("qwen3_moe", "plain matrices"),
 )
 # Experts are bfloat16 beside integers: what differs by float32's rounding is rounded otherwise there.

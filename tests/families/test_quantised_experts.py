@@ -55,11 +55,11 @@ def write(folder: Path, kind: str) -> tuple[Path, Path]:
     return deepseek.write(folder / "packed", packed, there), deepseek.write(folder / "plain", config, values)
 
 
-def plan_for(source: SafetensorsSource, devices: tuple[int, ...] = (0,), dtype: str = "float32") -> Plan:
+def plan_for(source: SafetensorsSource, layout: str = "tp=1", dtype: str = "float32") -> Plan:
     config = EngineConfig(
         model=ModelConfig(model=str(source.path), dtype=dtype),
         cache=CacheConfig(kv_memory="2MiB", page_size=8),
-        devices=DeviceConfig(prefill_devices=devices, decode_devices=devices),
+        devices=DeviceConfig(prefill_parallel=layout, decode_parallel=layout),
     )
     return make_plan(config, config_of(source), source)
 
@@ -93,18 +93,19 @@ def test_packed_experts_answer_as_the_numbers_they_stand_for(tmp_path: Path, kin
     np.testing.assert_allclose([one.logprob for one in answer.logprobs], logprobs[np.arange(24), answer.token_ids], atol=ABSORBED[kind])
 
 
-@pytest.mark.parametrize("devices", [(0,), (0, 1)])
+# Of whole experts four devices hold one each, of which no columns for four could be packed.
+@pytest.mark.parametrize(("layout", "num_devices"), [("tp=1", 1), ("tp=2", 2), ("tp=2,ep=2", 2), ("tp=4,ep=4", 4)])
 @pytest.mark.parametrize("kind", BITS)
 def test_devices_hold_and_read_what_is_stored(
-    tmp_path: Path, kind: str, devices: tuple[int, ...], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, kind: str, layout: str, num_devices: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     source = SafetensorsSource(write(tmp_path, kind)[0])
     with caplog.at_level(logging.INFO):
-        plan = plan_for(source, devices)
+        plan = plan_for(source, layout)
     weights = load_weights(plan.template, source, plan.decode.stages[0].mesh, plan.decode.rules)
     held = sum(w.addressable_shards[0].data.nbytes for leaf, w in zip(plan.template.leaves, weights, strict=True) if leaf.part)
     num_layers = 1 + (kind == "fp8")  # with experts, the module's too
-    assert held == num_layers * EXPERTS * 3 * SIZE * INNER * BITS[kind] / 8 / len(devices)
+    assert held == num_layers * EXPERTS * 3 * SIZE * INNER * BITS[kind] / 8 / num_devices
     assert weight_bytes(weights) == plan.decode.stages[0].weight_bytes
     not_ours = re.compile(r"layers\.\d+\.(embed_tokens|shared_head\.head)|vision_tower")  # a module's are the model's own once more
     taken = [name for name in source.names() if not not_ours.search(name)]
@@ -135,6 +136,6 @@ def test_experts_that_are_stored_in_several_ways_are_dequantised_and_the_log_say
 def test_experts_whose_part_of_a_device_no_tile_divides_are_dequantised(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     source = SafetensorsSource(write(tmp_path, "fp8")[0])
     with caplog.at_level(logging.INFO):
-        plan = plan_for(source, (0, 1, 2, 3))
+        plan = plan_for(source, "tp=4")
     assert not any(leaf.part for leaf in plan.template.leaves)
     assert "kept as float32 (their expert_mlp axis has 64 on a device, of 4" in caplog.text

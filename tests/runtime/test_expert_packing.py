@@ -17,6 +17,7 @@ from safetensors.numpy import save_file
 
 from checkpoints.safetensors_source import SafetensorsSource
 from checkpoints.weight_map import Weight, WeightMap
+from jaxinfer.layers import moe
 from jaxinfer.layers.matrices import ExpertFormat, MatrixFormat
 from jaxinfer.layers.moe import MixtureOfExperts
 from jaxinfer.models.config import Routing
@@ -24,7 +25,7 @@ from jaxinfer.runtime.expert_packing import choose_packing
 from jaxinfer.runtime.load import load_weights, random_weights
 from jaxinfer.runtime.template import Template, template_of
 from sharding.mesh import make_mesh
-from sharding.rules import TENSOR_PARALLEL
+from sharding.rules import EXPERT_PARALLEL, TENSOR_PARALLEL, Rules
 from tests.kernels.grouped_experts import compressed_tensors_words
 
 LAYERS, EXPERTS, SIZE, INNER = 2, 4, 128, 512
@@ -102,9 +103,9 @@ def laid_out(form: MatrixFormat) -> Template:
     return template_of(Mixtures, None, form, FLOAT32)
 
 
-def outputs(template: Template, source: SafetensorsSource, device_ids: tuple[int, ...]) -> np.ndarray:
+def outputs(template: Template, source: SafetensorsSource, device_ids: tuple[int, ...], rules: Rules = TENSOR_PARALLEL) -> np.ndarray:
     mesh = make_mesh(device_ids)
-    weights = load_weights(template, source, mesh, TENSOR_PARALLEL)
+    weights = load_weights(template, source, mesh, rules)
     x = np.random.default_rng(1).standard_normal((21, SIZE)).astype(np.float32)
     with jax.set_mesh(mesh):
         return np.asarray(jax.jit(lambda weights, x: template.merge(weights)(x))(weights, x))
@@ -114,15 +115,25 @@ def outputs(template: Template, source: SafetensorsSource, device_ids: tuple[int
 ALIKE = {"int4": jnp.dtype("bfloat16"), "fp8": FLOAT32}
 
 
-@pytest.mark.parametrize("device_ids", [(0,), (0, 1), (4, 5, 6, 7)])
+@pytest.mark.parametrize(
+    ("device_ids", "rules"),
+    [
+        ((0,), TENSOR_PARALLEL),
+        ((0, 1), TENSOR_PARALLEL),
+        ((4, 5, 6, 7), TENSOR_PARALLEL),
+        ((0, 1), EXPERT_PARALLEL),
+        ((4, 5, 6, 7), EXPERT_PARALLEL),
+    ],
+    ids=["1", "2", "4", "2 of whole ones", "4 of whole ones"],
+)
 @pytest.mark.parametrize("kind", ALIKE)
-def test_packed_experts_compute_what_dequantised_ones_do(tmp_path: Path, kind: str, device_ids: tuple[int, ...]) -> None:
+def test_packed_experts_compute_what_dequantised_ones_do(tmp_path: Path, kind: str, device_ids: tuple[int, ...], rules: Rules) -> None:
     source = write(tmp_path, kind)
     plain = laid_out(MatrixFormat(FLOAT32, experts=ExpertFormat(ALIKE[kind])))
     packed = laid_out(MatrixFormat(FLOAT32, experts=ExpertFormat(packing=kind)))
     expected = outputs(plain, source, (0,))
     assert np.abs(expected).max() > 1
-    np.testing.assert_allclose(outputs(packed, source, device_ids), expected, atol=2e-5 * np.abs(expected).max())
+    np.testing.assert_allclose(outputs(packed, source, device_ids, rules), expected, atol=2e-5 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("kind", ALIKE)
@@ -183,10 +194,19 @@ def test_scales_that_would_have_to_be_rounded_leave_experts_plain(tmp_path: Path
     assert "the checkpoint's weight_scale is bfloat16 and float32: only bfloat16 is packed" in caplog.text
 
 
+def test_dealt_out_packed_experts_come_together_by_an_all_to_all_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, template = write(tmp_path, "int4"), laid_out(MatrixFormat(FLOAT32, experts=ExpertFormat(packing="int4")))
+    expected = outputs(template, source, (0, 1), EXPERT_PARALLEL)
+    monkeypatch.setattr(moe, "choose", lambda mixture, link: ("all_to_all", "a test says so"))
+    found = outputs(template, source, (0, 1), EXPERT_PARALLEL)
+    np.testing.assert_allclose(found, expected, atol=2e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("rules", [TENSOR_PARALLEL, EXPERT_PARALLEL], ids=["columns", "whole"])
 @pytest.mark.parametrize("kind", ALIKE)
-def test_made_up_packed_experts_are_the_same_on_every_mesh(kind: str) -> None:
+def test_made_up_packed_experts_are_the_same_on_every_mesh(kind: str, rules: Rules) -> None:
     template = laid_out(MatrixFormat(FLOAT32, experts=ExpertFormat(packing=kind)))
-    one, two = (random_weights(template, make_mesh(ids), TENSOR_PARALLEL) for ids in ((0,), (0, 1)))
+    one, two = (random_weights(template, make_mesh(ids), rules) for ids in ((0,), (0, 1)))
     for leaf, a, b in zip(template.leaves, one, two, strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b), err_msg=leaf.name)
     assert len({np.asarray(a).tobytes()[:64] for leaf, a in zip(template.leaves, one, strict=True) if leaf.part}) > LAYERS
