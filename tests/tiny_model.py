@@ -72,7 +72,7 @@ def tensors(config: Mapping[str, Any] = CONFIG) -> dict[str, np.ndarray]:
         "lm_head.weight": normal(VOCAB, HIDDEN, gain=4.0),
         "model.norm.weight": np.ones(HIDDEN, np.float32),
     }
-    for layer in range(LAYERS):
+    for layer in range(config["num_hidden_layers"]):
         name = f"model.layers.{layer}"
         weights |= {
             f"{name}.input_layernorm.weight": 1 + 0.1 * random.standard_normal(HIDDEN).astype(np.float32),

@@ -1,0 +1,95 @@
+"""The same greedy tokens however prefill's and decode's devices share the work: tensor parallel, pipelines, both, and meshes of different shape.
+
+The model's two KV heads are copied where a stage has four devices. Pages are few enough to run out, and prompts begin alike.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxinfer.llm import LLM
+from jaxinfer.request import SamplingParams
+from sharding.layout import Parallel
+from tests import tiny_model
+from tests.engine.page_audit import assert_all_free
+from tests.engine.workload import alone, tokens_of
+
+LAYOUTS = ("tp=1", "tp=2", "tp=4", "tp=1,pp=2", "tp=1,pp=4", "tp=2,pp=2")
+ON_EIGHT = ("tp=2,pp=4", "tp=4,pp=2")
+NUM_LAYERS, NUM_PAGES = 4, 40
+SETTINGS = {
+    "max_batch_size": 12,
+    "decode_buckets": (12,),
+    "prefill_buckets": (32,),
+    "prefill_chunk_size": 32,
+    "max_model_len": 160,
+    "page_size": 8,
+}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model.write(tmp_path_factory.mktemp("models") / "four_layers", num_hidden_layers=NUM_LAYERS)
+
+
+def prompts() -> list[list[int]]:
+    """Of many lengths; those of every third begin with the same 40 tokens."""
+    random = np.random.default_rng(3)
+    common = random.integers(0, 500, 40).tolist()
+    return [(common if i % 3 == 0 else []) + random.integers(0, 500, int(random.integers(1, 60))).tolist() for i in range(18)]
+
+
+@cache
+def expected(folder: Path) -> list[list[list[int]]]:
+    """Each by itself, on one device."""
+    llm = LLM(str(folder), **SETTINGS | {"kv_memory": "8MiB"})
+    return alone(llm, prompts(), [GREEDY] * len(prompts()))
+
+
+def page_bytes(layout: str) -> int:
+    """On a device."""
+    parallel = Parallel.parse(layout)
+    return NUM_LAYERS // parallel.pp * -(-tiny_model.KV_HEADS // parallel.tp) * 2 * tiny_model.HEAD * SETTINGS["page_size"] * 4
+
+
+def check(llm: LLM, folder: Path) -> None:
+    asked = prompts()
+    assert tokens_of(llm.generate(asked, GREEDY)) == expected(folder)
+    again = llm.generate(asked[:3], GREEDY)  # what is left of the first time in the prefix cache is used
+    assert tokens_of(again) == expected(folder)[:3]
+    assert llm.engine.stats.num_cached_tokens > 0
+    assert llm.engine.stats.num_compilations_after_ready == 0
+    assert_all_free(llm.engine)
+
+
+@pytest.mark.parametrize(("prefill", "decode"), list(product(LAYOUTS, LAYOUTS)))
+def test_two_layouts_hand_over_and_give_one_devices_tokens(folder: Path, prefill: str, decode: str) -> None:
+    kv_bytes = NUM_PAGES * max(page_bytes(prefill), page_bytes(decode))
+    prefill_devices, decode_devices = range(Parallel.parse(prefill).num_devices), range(4, 4 + Parallel.parse(decode).num_devices)
+    llm = LLM(
+        str(folder),
+        **SETTINGS,
+        kv_memory=f"{kv_bytes}B",
+        prefill_parallel=prefill,
+        decode_parallel=decode,
+        prefill_devices=tuple(prefill_devices),
+        decode_devices=tuple(decode_devices),
+    )
+    check(llm, folder)
+    assert llm.engine.stats.num_pages_moved > 50
+    if page_bytes(decode) >= page_bytes(prefill):
+        assert llm.engine.stats.num_preemptions > 0
+
+
+@pytest.mark.parametrize("layout", LAYOUTS + ON_EIGHT)
+def test_one_layout_for_both_gives_one_devices_tokens(folder: Path, layout: str) -> None:
+    llm = LLM(str(folder), **SETTINGS, kv_memory=f"{NUM_PAGES * page_bytes(layout)}B", prefill_parallel=layout)
+    assert llm.engine.shares_mesh
+    check(llm, folder)
+    assert llm.engine.stats.num_preemptions > 0
