@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -42,12 +42,13 @@ from jaxinfer.prefill.worker import PrefillWorker
 from jaxinfer.runtime.buckets import prefill_rows
 from jaxinfer.runtime.compilation import COUNTER, Executable, compile_programs, use_persistent_cache
 from jaxinfer.runtime.device_clock import DeviceClock
+from jaxinfer.runtime.expert_loads import ExpertLoads
 from jaxinfer.runtime.load import load_weights, random_weights
 from jaxinfer.runtime.profile import named
 from jaxinfer.runtime.stage import Stage, StagedWeights, program_name
 from jaxinfer.sampling.params import neutral_rows
 from jaxinfer.servable import check_tensors
-from jaxinfer.stats import EngineStats
+from jaxinfer.stats import EngineStats, ExpertLoad
 from jaxinfer.tokenizer import Tokenizer
 from pallas_kernels.span import EVERYTHING
 
@@ -160,6 +161,7 @@ def _assemble(config: EngineConfig, stats: EngineStats, processes: Processes) ->
                 ways = [processes.share(f"page moves {number}", moves) for number, moves in enumerate(of_stages)]
             transfer = cross_mesh = CrossMeshTransfer(ways[0], ways[1], managers[0], managers[1])
             cross_mesh.warm_up()
+    _watch_experts(stats, {"prefill": prefill_runner.loads, "decode": decode_runner.loads})
     queue = WaitingQueue(schedule.ageing_seconds, quantum=schedule.prefill_chunk_size)
     prefill_scheduler = PrefillScheduler(managers[0], queue, schedule.prefill_buckets)
     if cross_mesh is not None:
@@ -243,6 +245,19 @@ def _tiers(config: EngineConfig, plan: Plan, source: TensorSource) -> Tiers | No
         )
     disk = parse_disk("kv_disk", cache.kv_disk) if cache.kv_disk else None
     return Tiers(page_bytes, host_size, disk, _fingerprint(config, plan, source) if disk else b"")
+
+
+def _watch_experts(stats: EngineStats, loads: Mapping[str, ExpertLoads]) -> None:
+    """From now on: warming up sends all tokens the same way."""
+    for of_role in loads.values():
+        of_role.reset()
+
+    def read() -> dict[str, ExpertLoad]:
+        found = {role: of_role.read() for role, of_role in loads.items()}
+        return {role: load for role, load in found.items() if load is not None}
+
+    if any(abstract is not None for of_role in loads.values() for abstract in of_role.abstract):
+        stats.read_expert_loads = read
 
 
 def _most_fetched(config: EngineConfig, plan: Plan) -> int:

@@ -55,6 +55,16 @@ class TierStats:
     refused: dict[str, int] = field(default_factory=dict)  # reason -> pages of the file that were not believed
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertLoad:
+    """How unevenly tokens went to the experts of a mixture, in all steps since the start: the busiest one's as a multiple of the mean. 1: all
+    had the same."""
+
+    of_experts: float  # on average over layers
+    most_of_experts: float  # in the layer where it is most
+    of_devices: float | None  # that experts are dealt out to, on average over layers; None where each device has its columns of all
+
+
 @dataclass(slots=True)
 class EngineStats:
     """Counters only grow; gauges are of the last step. Seconds and bytes throughout."""
@@ -107,6 +117,8 @@ class EngineStats:
     prefill_host_seconds: float = 0.0  # the same of prefill steps, with admission and hand-off
     # Of the tiers below the devices' pages, now, in any thread; None: there are none
     read_tiers: Callable[[], TierStats] | None = None
+    # Of each mesh whose model has experts and has had tokens for them ("prefill", "decode"), in any thread; None: there are no experts
+    read_expert_loads: Callable[[], dict[str, ExpertLoad]] | None = None
     # Latencies
     time_to_first_token: Histogram = field(default_factory=Histogram)
     inter_token_latency: Histogram = field(default_factory=Histogram)

@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.registry import Collector
 
-from jaxinfer.stats import TIME_BUCKETS, EngineStats, Histogram, TierStats
+from jaxinfer.stats import TIME_BUCKETS, EngineStats, ExpertLoad, Histogram, TierStats
 from server.batches.runner import BatchCounts
 from server.usage import Outcome, TenantTotals
 
@@ -81,6 +81,8 @@ class _StatsCollector(Collector):
         yield from self._labelled()
         yield from self._targets()
         yield from self._by_tenant()
+        if stats.read_expert_loads is not None:
+            yield _of_experts(stats.read_expert_loads())
         if stats.read_tiers is not None:
             yield from _of_tiers(stats.read_tiers())
         if self._batches is not None:
@@ -136,6 +138,17 @@ class _StatsCollector(Collector):
             for outcome in Outcome:
                 requests.add_metric([tenant, outcome], totals.requests[outcome])
         yield requests
+
+
+def _of_experts(loads: Mapping[str, ExpertLoad]) -> Metric:
+    help = "Tokens of the busiest expert, or device with experts, as a multiple of the mean, on average over layers, or in the worst layer"
+    ratio = GaugeMetricFamily("jaxinfer_expert_load_ratio", help, labels=["mesh", "of"])
+    for mesh, load in loads.items():
+        ratio.add_metric([mesh, "experts"], load.of_experts)
+        ratio.add_metric([mesh, "experts of the worst layer"], load.most_of_experts)
+        if load.of_devices is not None:
+            ratio.add_metric([mesh, "devices"], load.of_devices)
+    return ratio
 
 
 def _of_tiers(tiers: TierStats) -> Iterable[Metric]:

@@ -44,6 +44,11 @@ def summary_table(stats: EngineStats, measured: Measured | None = None) -> Table
         _add_speed(table, stats, measured)
     for part, num_bytes in stats.memory.items():
         table.add_row(part, format_bytes(num_bytes))
+    if stats.read_expert_loads is not None:
+        for role, load in stats.read_expert_loads().items():
+            of_devices = "" if load.of_devices is None else f", the busiest device {load.of_devices:.2f}x"
+            most = f"{load.most_of_experts:.2f}x in the worst layer"
+            table.add_row(f"{role} experts", f"the busiest had {load.of_experts:.2f}x the mean's tokens ({most}){of_devices}")
     if stats.read_tiers is not None:
         _add_tiers(table, stats.read_tiers())
     return table

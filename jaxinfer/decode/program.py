@@ -17,6 +17,7 @@ from jaxinfer.layers.attention import How
 from jaxinfer.layers.attention_over_pages import AttendOverPages, Place
 from jaxinfer.layers.latent_attention import absorbed
 from jaxinfer.models.base import CausalLM, Part, run_part
+from jaxinfer.runtime.expert_loads import with_loads
 from jaxinfer.runtime.template import ModelTemplate, Weights
 from jaxinfer.sampling.counting import TokenCounts
 from jaxinfer.sampling.params import SamplingRows
@@ -35,12 +36,12 @@ class DecodeState(NamedTuple):
     counts: TokenCounts | None
 
 
-DecodeStep = Callable[..., tuple[Pages, DecodeState, Sampled | Float[Array, "B D"]]]
+DecodeStep = Callable[..., tuple[Pages, DecodeState, Sampled | Float[Array, "B D"], Int[Array, "L E"] | None]]
 
 
 def decode_step(template: ModelTemplate, mesh: Mesh, attention: Backend) -> DecodeStep:
     """The program's function, of the whole model or of a stage of it. It takes pages and state donated. A first stage that is not the last
-    is handed the tokens that the last one sampled, a later one the hidden states of the stage before it."""
+    is handed the tokens that the last one sampled, a later one the hidden states of the stage before it. `loads` are `runtime.expert_loads`'s."""
 
     def step(
         weights: Weights,
@@ -48,8 +49,9 @@ def decode_step(template: ModelTemplate, mesh: Mesh, attention: Backend) -> Deco
         state: DecodeState,
         batch: DecodeBatch,
         sampling: SamplingRows | None,
+        loads: Int[Array, "L E"] | None,
         handed: Array | None = None,
-    ) -> tuple[Pages, DecodeState, Sampled | Float[Array, "B D"]]:
+    ) -> tuple[Pages, DecodeState, Sampled | Float[Array, "B D"], Int[Array, "L E"] | None]:
         model = template.merge(weights)
         hidden = None if template.is_first else handed
         newest = state.tokens if handed is None else handed
@@ -62,11 +64,12 @@ def decode_step(template: ModelTemplate, mesh: Mesh, attention: Backend) -> Deco
         places = run[:, None] * num_groups + jnp.arange(num_groups)
         page_table = state.page_table.at[batch.slots[:, None], places].set(batch.pages)
         hidden, pages = forward(model, mesh, pages, tokens, batch, page_table, attention, template.part, hidden)
+        loads = with_loads(loads, model, batch.slots < len(page_table) - 1)
         if state.tokens is None or state.counts is None or sampling is None:
-            return pages, DecodeState(None, page_table, None), hidden
+            return pages, DecodeState(None, page_table, None), hidden, loads
         sampled = sample(model, hidden, sampling, batch.num_generated, state.counts, batch.slots)
         counts = add_sampled(state.counts, batch.slots, sampled.tokens)
-        return pages, DecodeState(state.tokens.at[batch.slots].set(sampled.tokens), page_table, counts), sampled
+        return pages, DecodeState(state.tokens.at[batch.slots].set(sampled.tokens), page_table, counts), sampled, loads
 
     return step
 

@@ -15,6 +15,7 @@ from jaxinfer.decode.program import DecodeState, decode_step, seat
 from jaxinfer.kv_cache.spec import NULL_PAGE
 from jaxinfer.layers.matrices import MatrixFormat
 from jaxinfer.runtime.compilation import Executable, ProgramSource, abstract_like
+from jaxinfer.runtime.expert_loads import ExpertLoads
 from jaxinfer.runtime.stage import Stage, StagedWeights, abstract_hidden, pass_on, program_name
 from jaxinfer.sampling.counting import abstract_counts, reset_arguments, reset_program
 from jaxinfer.sampling.params import SamplingRows, neutral_rows
@@ -35,6 +36,7 @@ class DecodeRunner:
     def __init__(self, stages: Sequence[Stage], buckets: tuple[int, ...], max_model_len: int) -> None:
         self._stages = tuple(stages)
         self._first, self._last = self._stages[0], self._stages[-1]
+        self.loads = ExpertLoads(stages)
         self._is_on_accelerator = not is_cpu(self._last.mesh)
         self._max_model_len = max_model_len
         self.buckets = buckets
@@ -71,7 +73,7 @@ class DecodeRunner:
                 sampling = abstract_like(neutral_rows(size), on_mesh) if template.is_last else None
                 batch = abstract_like(empty_batch(size, self.num_slots, self.num_groups), on_mesh)
                 handed = self._abstract_tokens(stage) if template.is_first else abstract_hidden(stage, size)
-                arguments = (weights, stage.pool.abstract, state, batch, sampling)
+                arguments = (weights, stage.pool.abstract, state, batch, sampling, self.loads.abstract[number])
                 sources.append(
                     ProgramSource(
                         program_name(f"decode/{size}", self._stages, number),
@@ -92,6 +94,7 @@ class DecodeRunner:
     def start(self, programs: dict[str, Executable], weights: StagedWeights) -> None:
         """Take the compiled programs and the weights; allocate what else stays on the devices."""
         self._programs, self._weights = programs, weights
+        self.loads.reset()
 
         def empty(abstract: DecodeState, stage: Stage) -> DecodeState:
             return jax.tree.map(lambda a: place(np.zeros(a.shape, a.dtype), a.sharding), abstract)
@@ -131,7 +134,9 @@ class DecodeRunner:
         for number, (stage, weights) in enumerate(zip(self._stages, self._weights, strict=True)):
             program = self._programs[program_name(f"decode/{len(batch.slots)}", self._stages, number)]
             sampling = rows if stage is self._last else None
-            stage.pool.array, states[number], found = program(weights, stage.pool.array, states[number], batch, sampling, *handed)
+            stage.pool.array, states[number], found, self.loads.counts[number] = program(
+                weights, stage.pool.array, states[number], batch, sampling, self.loads.counts[number], *handed
+            )
             if stage is not self._last:
                 handed = (pass_on(found, self._stages[number + 1]),)
         self._hand_tokens(lane)

@@ -32,6 +32,7 @@ class Router(nnx.Module):
         if routing.num_groups > 1:
             ranked = _within_best_groups(scores if self.bias is None else ranked, routing.num_groups, routing.top_groups)
         _, experts = jax.lax.top_k(ranked, routing.top_k)
+        self.chosen = nnx.Intermediate(experts)  # for whoever counts them
         weights = jnp.take_along_axis(scores, experts, axis=1)
         if routing.normalises:
             weights = weights / (weights.sum(1, keepdims=True) + 1e-20)

@@ -105,12 +105,16 @@ def run_blocks(
     call: Callable[[Any, Array, Pages, Attend], tuple[Array, Pages]],
 ) -> tuple[Float[Array, "T D"], Pages]:
     """x through the blocks of these layers in turn, as `call(block, x, pages, its attend)`. Blocks of one structure are traced once, not each anew:
-    tracing is what a start with a warm compilation cache spends its time on. XLA inlines them all the same."""
+    tracing is what a start with a warm compilation cache spends its time on. XLA inlines them all the same. What modules of a block leave as
+    `nnx.Intermediate` is left in the block given."""
 
     @partial(jax.jit, static_argnums=0)
-    def run(graph: nnx.GraphDef, state: nnx.State, x: Array, pages: Pages, place: Any) -> tuple[Array, Pages]:
-        return call(nnx.merge(graph, state), x, pages, attend.at(place))
+    def run(graph: nnx.GraphDef, state: nnx.State, x: Array, pages: Pages, place: Any) -> tuple[Array, Pages, nnx.State]:
+        block = nnx.merge(graph, state)
+        x, pages = call(block, x, pages, attend.at(place))
+        return x, pages, nnx.pop(block, nnx.Intermediate)
 
     for layer in layers:
-        x, pages = run(*nnx.split(blocks[layer]), x, pages, attend.place(layer))
+        x, pages, left = run(*nnx.split(blocks[layer]), x, pages, attend.place(layer))
+        nnx.update(blocks[layer], left)
     return x, pages

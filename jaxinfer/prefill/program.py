@@ -19,6 +19,7 @@ from jaxinfer.models.base import CausalLM, Part, run_part
 from jaxinfer.prefill.batch import PrefillBatch
 from jaxinfer.request import MAX_TOP_LOGPROBS
 from jaxinfer.runtime.buckets import query_tile
+from jaxinfer.runtime.expert_loads import with_loads
 from jaxinfer.runtime.template import ModelTemplate, Weights
 from jaxinfer.sampling.counting import TokenCounts
 from jaxinfer.sampling.sampler import Sampled, sample, token_logprobs
@@ -39,23 +40,30 @@ class PromptScores(NamedTuple):
 
 Rows = tuple[Int[Array, " R"], Int[Array, " R"], Int[Array, " R"]]
 Finished = tuple[Sampled, PromptScores]
-PrefillStep = Callable[..., tuple[Pages, Finished | Float[Array, "T D"]]]
+PrefillStep = Callable[..., tuple[Pages, Finished | Float[Array, "T D"], Int[Array, "L E"] | None]]
 
 
 def prefill_step(template: ModelTemplate, mesh: Mesh, attention: Backend) -> PrefillStep:
     """The program's function, of the whole model or of a stage of it, which passes hidden states on to the next. It takes the pages donated;
-    the first R slots of the counts, which only the last stage has, belong to the batch's rows."""
+    the first R slots of the counts, which only the last stage has, belong to the batch's rows. `loads` are `runtime.expert_loads`'s."""
 
     def step(
-        weights: Weights, pages: Pages, counts: TokenCounts | None, batch: PrefillBatch, hidden: Float[Array, "T D"] | None = None
-    ) -> tuple[Pages, Finished | Float[Array, "T D"]]:
+        weights: Weights,
+        pages: Pages,
+        counts: TokenCounts | None,
+        batch: PrefillBatch,
+        loads: Int[Array, "L E"] | None,
+        hidden: Float[Array, "T D"] | None = None,
+    ) -> tuple[Pages, Finished | Float[Array, "T D"], Int[Array, "L E"] | None]:
         model = template.merge(weights)
         hidden, pages = forward(model, mesh, pages, batch, attention, template.part, hidden)
+        if loads is not None:
+            loads = with_loads(loads, model, _rows_of_tokens(batch, len(batch.token_ids))[2])
         if counts is None:
-            return pages, hidden
+            return pages, hidden, loads
         last = jnp.maximum(batch.query_start + batch.query_len - 1, 0)
         sampled = sample(model, hidden[last], batch.sampling, batch.num_generated, counts, jnp.arange(len(last)))
-        return pages, (sampled, _score_prompt(model, hidden, batch.next_token_ids, batch.wants_prompt_logprobs))
+        return pages, (sampled, _score_prompt(model, hidden, batch.next_token_ids, batch.wants_prompt_logprobs)), loads
 
     return step
 

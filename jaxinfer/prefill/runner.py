@@ -12,6 +12,7 @@ from jaxinfer.prefill.batch import PrefillBatch, empty_batch
 from jaxinfer.prefill.program import PromptScores, prefill_step
 from jaxinfer.runtime.buckets import prefill_rows
 from jaxinfer.runtime.compilation import Executable, ProgramSource, abstract_like
+from jaxinfer.runtime.expert_loads import ExpertLoads
 from jaxinfer.runtime.stage import Stage, StagedWeights, abstract_hidden, pass_on, program_name
 from jaxinfer.sampling.counting import TokenCounts, abstract_counts, reset_arguments, reset_program
 from jaxinfer.sampling.sampler import Sampled
@@ -26,6 +27,7 @@ class PrefillResult(NamedTuple):
 class PrefillRunner:
     def __init__(self, stages: Sequence[Stage], buckets: tuple[int, ...], max_model_len: int) -> None:
         self._stages = tuple(stages)
+        self.loads = ExpertLoads(stages)
         self.max_model_len = max_model_len
         self.buckets = buckets
         spec = stages[0].pool.spec
@@ -48,7 +50,8 @@ class PrefillRunner:
             weights, step = stage.template.abstract(stage.mesh, stage.rules), prefill_step(stage.template, stage.mesh, stage.attention)
             counts = self._abstract_counts if stage is self._last else None
             for size, batch in batches.items():
-                arguments = (weights, stage.pool.abstract, counts, abstract_like(batch, replicated(stage.mesh)))
+                loads = self.loads.abstract[number]
+                arguments = (weights, stage.pool.abstract, counts, abstract_like(batch, replicated(stage.mesh)), loads)
                 hidden = abstract_hidden(stage, size)
                 name = program_name(f"prefill/{size}", self._stages, number)
                 sources.append(ProgramSource(name, step, arguments if hidden is None else (*arguments, hidden), stage.mesh, donated=(1,)))
@@ -57,6 +60,7 @@ class PrefillRunner:
     def start(self, programs: dict[str, Executable], weights: StagedWeights) -> None:
         """Take the compiled programs and the weights; allocate what else stays on the device."""
         self._programs, self._weights = programs, weights
+        self.loads.reset()
         self._counts = jax.tree.map(lambda a: place(np.zeros(a.shape, a.dtype), a.sharding), self._abstract_counts)
 
     def count_tokens(self, row: int, token_ids: Sequence[int], num_prompt: int) -> None:
@@ -70,7 +74,8 @@ class PrefillRunner:
         for number, (stage, weights) in enumerate(zip(self._stages, self._weights, strict=True)):
             program = self._programs[program_name(f"prefill/{len(batch.token_ids)}", self._stages, number)]
             counts = self._counts if stage is self._last else None
-            stage.pool.array, found = program(weights, stage.pool.array, counts, batch, *handed)
+            loads = self.loads.counts[number]
+            stage.pool.array, found, self.loads.counts[number] = program(weights, stage.pool.array, counts, batch, loads, *handed)
             if stage is not self._last:
                 handed = (pass_on(found, self._stages[number + 1]),)
         sampled, scores = found
