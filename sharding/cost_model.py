@@ -133,6 +133,9 @@ class Cost:
     def __add__(self, other: Cost) -> Cost:
         return Cost(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
 
+    def __mul__(self, count: int) -> Cost:
+        return Cost(*(getattr(self, each.name) * count for each in fields(self)))
+
     @property
     def bound(self) -> str:
         """What most of the time goes to."""

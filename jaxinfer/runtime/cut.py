@@ -12,16 +12,19 @@ from sharding.stage_balancer import balance
 
 
 def cut(template: ModelTemplate, num_stages: int) -> tuple[ModelTemplate, ...]:
-    """A template for each stage. The cost of a layer is the bytes of its weights, which decode reads and prefill multiplies with; the head's comes
-    on top of the last stage, while of the embedding a step reads a few rows. So memory is shared out evenly too. Raises `ValueError` for more
-    stages than layers."""
+    """A template for each stage. Raises `ValueError` for more stages than layers."""
     if num_stages == 1:
         return (template,)
     assert isinstance(template.config, ArchitectureConfig)
-    layers = layer_bytes(template)
-    ranges = balance(layers, num_stages, last_extra=head_bytes(template))
-    parts = [Part(layers, layers.start == 0, layers.stop == template.config.num_layers) for layers in ranges]
+    parts = [Part(layers, layers.start == 0, layers.stop == template.config.num_layers) for layers in stage_layers(template, num_stages)]
     return tuple(make_template(template.config, template.form, template.activation_dtype, part) for part in parts)
+
+
+def stage_layers(template: ModelTemplate, num_stages: int) -> list[range]:
+    """The layers of each stage. The cost of a layer is the bytes of its weights, which decode reads and prefill multiplies with; the head's comes
+    on top of the last stage, while of the embedding a step reads a few rows. So memory is shared out evenly too. Raises `ValueError` for more
+    stages than layers."""
+    return balance(layer_bytes(template), num_stages, last_extra=head_bytes(template))
 
 
 def layer_bytes(template: ModelTemplate) -> Sequence[int]:

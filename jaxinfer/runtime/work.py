@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import jax.numpy as jnp
 
 from jaxinfer.layers.matrices import MatrixFormat
+from jaxinfer.models.base import Part as StagePart
 from jaxinfer.models.config import ArchitectureConfig, Routing
 from jaxinfer.runtime.template import ModelTemplate, make_template
 from sharding.cost_model import Attention, Experts, Matrices, Part, Step, part_cost
@@ -18,9 +19,10 @@ from sharding.layout import Parallel
 from sharding.rules import Rules
 from sharding.stage_balancer import balance
 
-# Counted in programs compiled for an H100: what XLA leaves of a layer's norms, rotations, products and writes once it has fused them.
-_LAYER_KERNELS, _ROUTING_KERNELS = 10, 14
-_EMBEDDING_KERNELS, _HEAD_KERNELS = 3, 30
+# What XLA leaves of a step once it has fused it, counted in decode and prefill programs of Llama 3.1 8B, Llama 4 Scout and Kimi K2.5 compiled for
+# H100 and H200: 11 to 14 kernels a dense layer, 30 to 38 one with experts, some 15 before the layers and after them.
+_LAYER_KERNELS, _ROUTING_KERNELS = 12, 22
+_EMBEDDING_KERNELS, _HEAD_KERNELS = 3, 12
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,15 @@ class ModelWork:
     embedding: Part
     layers: tuple[Part, ...]
     head: Part
+    split_bytes: Mapping[str, int]  # of all arrays that are split over devices, by what they are part of, such as "blocks.3" or "head"
+    whole_bytes: Mapping[str, int]  # of those that each device has whole
+
+    def device_bytes(self, layers: range, num_devices: int) -> int:
+        """Of the weights that each of a stage's devices has; what a stage keeps is `models.base.Part`'s to say."""
+        part = StagePart(layers, layers.start == 0, layers.stop == len(self.layers))
+        is_tied = "head" not in self.split_bytes and "head" not in self.whole_bytes
+        names = [name for name in {*self.split_bytes, *self.whole_bytes} if part.holds(name, is_tied=is_tied)]
+        return sum(self.split_bytes.get(name, 0) // num_devices + self.whole_bytes.get(name, 0) for name in names)
 
     def of_stage(self, layers: range) -> list[Part]:
         """What a stage with these layers does."""
@@ -75,7 +86,10 @@ def model_work(template: ModelTemplate, rules: Rules) -> ModelWork:
     head = Part(
         matrices("embedding" if config.tie_word_embeddings else "head"), reduced_bytes=(8,), num_kernels=_HEAD_KERNELS, of_sampled=True
     )
-    return ModelWork(embedding, layers, head)
+    split, whole = defaultdict[str, int](int), defaultdict[str, int](int)
+    for (part, is_split), size in num_bytes.items():
+        (whole if is_split is False else split)[part] += size
+    return ModelWork(embedding, layers, head, split, whole)
 
 
 _ByPart = defaultdict[tuple[str, bool | None], int]  # part of the model; whether it is split over devices, None for a mixture's experts

@@ -8,10 +8,12 @@ from typing import Any
 
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractMesh, AxisType
 
 from jaxinfer.layers.matrices import ExpertFormat, MatrixFormat
 from jaxinfer.models.registry import read_config
 from jaxinfer.models.shapes import known_shapes, model_shape
+from jaxinfer.runtime.cut import cut
 from jaxinfer.runtime.template import ModelTemplate, make_template
 from jaxinfer.runtime.work import ModelWork, model_work
 from sharding.cost_model import Part, Step, stage_cost
@@ -99,3 +101,17 @@ def test_a_large_head_takes_layers_off_the_last_stage() -> None:
     costs = [stage_cost(work.of_stage(layers), step, 1, 1, HARDWARE["cpu"]).seconds for layers in stages]
     even = [stage_cost(work.of_stage(layers), step, 1, 1, HARDWARE["cpu"]).seconds for layers in (range(15), range(15, 30))]
     assert max(costs) < max(even)
+
+
+@pytest.mark.parametrize("name", ["smollm2-135m", "llama-3.1-8b", "deepseek-v3"])
+def test_a_stages_bytes_are_those_of_its_template(name: str) -> None:
+    """The tied table, which the last stage has too, and modules that nothing runs among them."""
+    made, work = template(name), work_of(name)
+    for num_stages in (1, 3):
+        for of_stage in cut(made, num_stages):
+            num_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in of_stage.leaves)
+            assert work.device_bytes(of_stage.layers, 1) == num_bytes
+    mesh = AbstractMesh((2,), ("tensor",), axis_types=(AxisType.Explicit,))
+    halves = made.abstract(mesh, TENSOR_PARALLEL) if name != "smollm2-135m" else ()  # type: ignore[arg-type]
+    halved = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in halves)
+    assert not halves or work.device_bytes(range(len(work.layers)), 2) == halved
