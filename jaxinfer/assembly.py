@@ -46,6 +46,7 @@ from jaxinfer.runtime.expert_loads import ExpertLoads
 from jaxinfer.runtime.load import load_weights, random_weights
 from jaxinfer.runtime.profile import named
 from jaxinfer.runtime.stage import Stage, StagedWeights, program_name
+from jaxinfer.runtime.stage_clock import StageClock
 from jaxinfer.sampling.params import neutral_rows
 from jaxinfer.servable import check_tensors
 from jaxinfer.stats import EngineStats, ExpertLoad
@@ -117,8 +118,9 @@ def _assemble(config: EngineConfig, stats: EngineStats, processes: Processes) ->
         )
         for role in roles
     ]
-    prefill_runner = PrefillRunner(prefill_stages, schedule.prefill_buckets, plan.max_model_len)
-    decode_runner = DecodeRunner(decode_stages, of_lanes(schedule, plan.decode.layout.pp), plan.max_model_len)
+    stage_clocks = [StageClock(role.layout.pp) if role.layout.pp > 1 else None for role in roles]
+    prefill_runner = PrefillRunner(prefill_stages, schedule.prefill_buckets, plan.max_model_len, stage_clocks[0])
+    decode_runner = DecodeRunner(decode_stages, of_lanes(schedule, plan.decode.layout.pp), plan.max_model_len, stage_clocks[-1])
     sources = prefill_runner.programs() + decode_runner.programs()
     tiers = _tiers(config, plan, source)
     of_stages = _stage_moves(plan, pools) if not plan.shares_mesh and plan.has_stages else None
@@ -149,6 +151,10 @@ def _assemble(config: EngineConfig, stats: EngineStats, processes: Processes) ->
         prefill_runner.start(programs, prefill_weights)
         decode_runner.start(programs, decode_weights)
         _warm_up(prefill_runner, decode_runner)
+        for name, clock in zip(_names(plan), stage_clocks, strict=True):
+            if clock is not None:
+                clock.begin()
+                stats.stage_times[name] = clock.times
         if pace.steers or tiers is not None:
             _measure(prefill_runner, pace)
         if not plan.shares_mesh:
@@ -325,6 +331,11 @@ def _run_full(prefill: PrefillRunner, size: int) -> None:
     jax.block_until_ready(prefill.run(batch))
 
 
+def _names(plan: Plan) -> tuple[str, ...]:
+    """Of the meshes, as statistics have them."""
+    return ("shared",) if plan.shares_mesh else ("prefill", "decode")
+
+
 def _report(stats: EngineStats, config: EngineConfig, plan: Plan, programs: dict[str, Executable], pools: list[list[PagePool]]) -> None:
     stats.num_programs += len(programs)
     stats.prefill_devices, stats.decode_devices = tuple(map(str, plan.prefill.devices)), tuple(map(str, plan.decode.devices))
@@ -334,7 +345,7 @@ def _report(stats: EngineStats, config: EngineConfig, plan: Plan, programs: dict
     stats.weights = f"{plan.template.form}{unpacked and f' (dequantised: {unpacked})'}"
     most, chunk_size = plan.decode.num_pages * plan.page_spec.page_size, config.schedule.prefill_buckets[-1]
     stats.kv_tokens = most_tokens(plan.page_spec, stats.decode_pages, chunk_size, most)
-    names = ("shared",) if plan.shares_mesh else ("prefill", "decode")
+    names = _names(plan)
     counts = plan.template.config.vocab_size * (np.dtype(bool).itemsize + np.dtype(np.int32).itemsize)
     slots, rows = config.schedule.max_batch_size + 1, prefill_rows(config.schedule.prefill_buckets[-1])
     for name, role, of_role in zip(names, (plan.prefill, plan.decode)[-len(names) :], pools, strict=True):

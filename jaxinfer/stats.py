@@ -66,6 +66,14 @@ class ExpertLoad:
 
 
 @dataclass(slots=True)
+class StageTimes:
+    """Of a pipeline's stage, in seconds."""
+
+    busy: float = 0.0
+    waiting: float = 0.0  # for the stage before it, with a step launched and nothing else to do: a bubble
+
+
+@dataclass(slots=True)
 class EngineStats:
     """Counters only grow; gauges are of the last step. Seconds and bytes throughout."""
 
@@ -84,6 +92,8 @@ class EngineStats:
     prefill_layout: str = "tp=1"
     decode_layout: str = "tp=1"
     heads: dict[str, str] = field(default_factory=dict)  # what it costs that devices don't divide them, by role or "shared"
+    # Of each stage of a pipeline, by role or "shared"; both only grow
+    stage_times: dict[str, list[StageTimes]] = field(default_factory=dict)
     # Targets, in seconds
     target_ttft: float | None = None
     target_itl: float | None = None
@@ -123,6 +133,15 @@ class EngineStats:
     time_to_first_token: Histogram = field(default_factory=Histogram)
     inter_token_latency: Histogram = field(default_factory=Histogram)
     queue_seconds: Histogram = field(default_factory=Histogram)
+
+    def bubbles(self) -> dict[str, float]:
+        """By role or "shared": of all stages' time with work launched, the share that they waited for another. Nothing before the first step."""
+        found = {}
+        for role, stages in self.stage_times.items():
+            busy, waiting = sum(times.busy for times in stages), sum(times.waiting for times in stages)
+            if busy:
+                found[role] = waiting / (busy + waiting)
+        return found
 
     def targets(self) -> dict[str, tuple[float, float | None]]:
         """Of each latency target that is set ("ttft", "itl"): its seconds, and the share of all first tokens, or of all times between two

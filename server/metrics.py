@@ -79,6 +79,7 @@ class _StatsCollector(Collector):
         for field, (name, help) in _HISTOGRAMS.items():
             yield _histogram(f"jaxinfer_{name}", help, getattr(stats, field))
         yield from self._labelled()
+        yield from self._stages()
         yield from self._targets()
         yield from self._by_tenant()
         if stats.read_expert_loads is not None:
@@ -109,6 +110,19 @@ class _StatsCollector(Collector):
         for (method, route, code), count in dict(self._answered).items():
             answered.add_metric([method, route, str(code)], count)
         yield from (used, cached, total, devices, memory, finished, answered)
+
+    def _stages(self) -> Iterable[Metric]:
+        stages = ("role", "stage")
+        busy = CounterMetricFamily("jaxinfer_stage_busy_seconds", "Seconds that a pipeline's stage worked", labels=stages)
+        waiting = CounterMetricFamily(
+            "jaxinfer_stage_bubble_seconds", "Seconds that it waited for the stage before it, with a step launched", labels=stages
+        )
+        for role, of_role in self._stats.stage_times.items():
+            for number, times in enumerate(of_role, 1):
+                busy.add_metric([role, str(number)], times.busy)
+                waiting.add_metric([role, str(number)], times.waiting)
+        if self._stats.stage_times:
+            yield from (busy, waiting)
 
     def _targets(self) -> Iterable[Metric]:
         seconds = GaugeMetricFamily("jaxinfer_target_seconds", "Latency targets that prefill steers by, where set", labels=["target"])

@@ -31,8 +31,8 @@ def summary_table(stats: EngineStats, measured: Measured | None = None) -> Table
     table.add_column(style="bold")
     table.add_column()
     is_shared = stats.prefill_devices == stats.decode_devices
-    table.add_row("prefill mesh", ", ".join(stats.prefill_devices))
-    table.add_row("decode mesh", ", ".join(stats.decode_devices) + (" (the same: one page pool)" if is_shared else ""))
+    table.add_row("prefill mesh", _mesh(stats.prefill_devices, stats.prefill_layout))
+    table.add_row("decode mesh", _mesh(stats.decode_devices, stats.decode_layout) + (" (the same: one page pool)" if is_shared else ""))
     table.add_row("load", f"{stats.load_seconds:.2f} s")
     compiled = f"{stats.num_compilations} compiled, the others cached" if stats.num_compilations < stats.num_programs else "all compiled"
     table.add_row("compile", f"{stats.compile_seconds:.2f} s, {stats.num_programs} programs: {compiled}")
@@ -54,6 +54,10 @@ def summary_table(stats: EngineStats, measured: Measured | None = None) -> Table
     return table
 
 
+def _mesh(devices: tuple[str, ...], layout: str) -> str:
+    return ", ".join(devices) + (f": {layout}" if len(devices) > 1 else "")
+
+
 def _add_tiers(table: Table, tiers: TierStats) -> None:
     table.add_row("KV in host memory", f"{format_bytes(tiers.host_size)} at most, {tiers.host_pages} pages now")
     if tiers.disk_size:
@@ -69,5 +73,7 @@ def _add_speed(table: Table, stats: EngineStats, measured: Measured) -> None:
     for name, (target, share) in stats.targets().items():
         held = "not measured" if share is None else f"held {share:.0%} of the times"
         table.add_row(f"target {name.upper()}", f"{target * 1000:.0f} ms: {held}")
+    for role, share in stats.bubbles().items():
+        table.add_row(f"{role} bubbles", f"{share:.0%} of the stages' time: they waited for one another")
     table.add_row("KV pages", f"{stats.peak_pages_used} used at most, of {stats.decode_pages}")
     table.add_row("compiled after ready", str(stats.num_compilations_after_ready))

@@ -17,6 +17,7 @@ from jaxinfer.layers.matrices import MatrixFormat
 from jaxinfer.runtime.compilation import Executable, ProgramSource, abstract_like
 from jaxinfer.runtime.expert_loads import ExpertLoads
 from jaxinfer.runtime.stage import Stage, StagedWeights, abstract_hidden, pass_on, program_name
+from jaxinfer.runtime.stage_clock import Ended, StageClock
 from jaxinfer.sampling.counting import abstract_counts, reset_arguments, reset_program
 from jaxinfer.sampling.params import SamplingRows, neutral_rows
 from jaxinfer.sampling.sampler import Sampled
@@ -33,8 +34,9 @@ class DecodeRunner:
     """With several stages as many steps are under way, so that none waits for another: the batch is cut into as many lanes, each with slots of its
     own. A lane's slots are numbered from 0, but where sequences join, which slots of all lanes are told apart by."""
 
-    def __init__(self, stages: Sequence[Stage], buckets: tuple[int, ...], max_model_len: int) -> None:
-        self._stages = tuple(stages)
+    def __init__(self, stages: Sequence[Stage], buckets: tuple[int, ...], max_model_len: int, clock: StageClock | None = None) -> None:
+        """`clock`: is told of the steps, where there are several stages."""
+        self._stages, self._clock = tuple(stages), clock
         self._first, self._last = self._stages[0], self._stages[-1]
         self.loads = ExpertLoads(stages)
         self._is_on_accelerator = not is_cpu(self._last.mesh)
@@ -49,6 +51,7 @@ class DecodeRunner:
         self._programs: dict[str, Executable] = {}
         self._weights: StagedWeights = ()
         self._states: list[list[DecodeState]] = []  # of each lane and stage
+        self._ended: list[Ended | None] = [None] * self.num_lanes  # each lane's last step, on the last stage
         self._newest: list[tuple[Array, ...]] = [() for _ in stages]  # each lane's tokens, on the way from the last stage to the first
 
     def _abstract_state(self, stage: Stage) -> DecodeState:
@@ -131,12 +134,16 @@ class DecodeRunner:
         """Start one step of a lane, on every stage; returns arrays that the last one's devices are yet to fill."""
         states, handed = self._states[lane], self._newest[lane]
         found: Any = None
+        launched_at = self._clock.now() if self._clock is not None else 0.0
         for number, (stage, weights) in enumerate(zip(self._stages, self._weights, strict=True)):
             program = self._programs[program_name(f"decode/{len(batch.slots)}", self._stages, number)]
             sampling = rows if stage is self._last else None
             stage.pool.array, states[number], found, self.loads.counts[number] = program(
                 weights, stage.pool.array, states[number], batch, sampling, self.loads.counts[number], *handed
             )
+            if self._clock is not None:
+                array = found.packed if stage is self._last else found
+                self._ended[lane] = self._clock.launched(number, launched_at, array, self._ended[lane])
             if stage is not self._last:
                 handed = (pass_on(found, self._stages[number + 1]),)
         self._hand_tokens(lane)

@@ -14,6 +14,7 @@ from jaxinfer.runtime.buckets import prefill_rows
 from jaxinfer.runtime.compilation import Executable, ProgramSource, abstract_like
 from jaxinfer.runtime.expert_loads import ExpertLoads
 from jaxinfer.runtime.stage import Stage, StagedWeights, abstract_hidden, pass_on, program_name
+from jaxinfer.runtime.stage_clock import Ended, StageClock
 from jaxinfer.sampling.counting import TokenCounts, abstract_counts, reset_arguments, reset_program
 from jaxinfer.sampling.sampler import Sampled
 from sharding.partition import place, replicated
@@ -25,8 +26,9 @@ class PrefillResult(NamedTuple):
 
 
 class PrefillRunner:
-    def __init__(self, stages: Sequence[Stage], buckets: tuple[int, ...], max_model_len: int) -> None:
-        self._stages = tuple(stages)
+    def __init__(self, stages: Sequence[Stage], buckets: tuple[int, ...], max_model_len: int, clock: StageClock | None = None) -> None:
+        """`clock`: is told of the steps, where there are several stages."""
+        self._stages, self._clock = tuple(stages), clock
         self.loads = ExpertLoads(stages)
         self.max_model_len = max_model_len
         self.buckets = buckets
@@ -71,11 +73,15 @@ class PrefillRunner:
         """Start one step, on every stage; returns arrays that the last one's devices are yet to fill."""
         handed: tuple[Any, ...] = ()
         found: Any = None
+        ended: Ended | None = None
+        launched_at = self._clock.now() if self._clock is not None else 0.0
         for number, (stage, weights) in enumerate(zip(self._stages, self._weights, strict=True)):
             program = self._programs[program_name(f"prefill/{len(batch.token_ids)}", self._stages, number)]
             counts = self._counts if stage is self._last else None
             loads = self.loads.counts[number]
             stage.pool.array, found, self.loads.counts[number] = program(weights, stage.pool.array, counts, batch, loads, *handed)
+            if self._clock is not None:
+                ended = self._clock.launched(number, launched_at, found[0].packed if stage is self._last else found, ended)
             if stage is not self._last:
                 handed = (pass_on(found, self._stages[number + 1]),)
         sampled, scores = found
