@@ -1,0 +1,45 @@
+"""What eight H100s say to each other in the programs of models that are split over all of them, at their real sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from jaxinfer.layers.matrices import ExpertFormat, MatrixFormat
+from jaxinfer.models.registry import read_config
+from jaxinfer.models.shapes import model_shape
+from sharding.collectives import Collective, collectives, collectives_a_layer
+from tests.aot.engine_programs import BFLOAT16, compile_for, first_layers
+
+pytestmark = pytest.mark.aot
+
+
+@dataclass(frozen=True)
+class Case:
+    model: str
+    num_layers: int  # of the shorter of two: the longer has one more, of the kind that most are
+    packing: str | None = None
+
+
+CASES = [Case("llama-3.1-70b", 1), Case("kimi-k2.5", 1, "int4")]
+
+
+@pytest.mark.parametrize("name", ["decode/32", "prefill/2048"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.model)
+def test_a_layer_costs_two_sums_and_sampling_no_scores(case, name):
+    config = read_config(model_shape(case.model))
+    form = MatrixFormat(BFLOAT16, experts=ExpertFormat(packing=case.packing, backend="mosaic_gpu"))
+    shorter, longer = (
+        compile_for("h100", 8, first_layers(config, num), form, name, num_pages=2**12, context=8192).compiled.as_text()
+        for num in (case.num_layers, case.num_layers + 1)
+    )
+    num_tokens = int(name.partition("/")[2])
+    residual = Collective("all-reduce", (f"bf16[{num_tokens},{config.hidden_size}]",))
+    assert collectives_a_layer(shorter, longer) == {residual: 2}
+    found = collectives(shorter)
+    # One more is the embedding's. All else is the sampler's: best scores, sums, candidates.
+    assert found.pop(residual) == 2 * case.num_layers + 1
+    print(f"{case.model}, {name}, beside two sums of {residual.num_bytes} bytes a layer: {', '.join(map(str, sorted(found)))}")
+    rows = 32  # that are sampled, or whose prompts' log-probabilities are worked out at a time
+    assert max(collective.num_bytes for collective in found) < rows * config.vocab_size * 4 / 100
