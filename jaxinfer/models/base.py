@@ -116,5 +116,6 @@ def run_blocks(
 
     for layer in layers:
         x, pages, left = run(*nnx.split(blocks[layer]), x, pages, attend.place(layer))
-        nnx.update(blocks[layer], left)
+        if left:
+            nnx.update(blocks[layer], left)
     return x, pages

@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
 import server
-from jaxinfer.stats import EngineStats, TierStats
+from jaxinfer.stats import EngineStats, ExpertLoad, TierStats
 from server.metrics import live_numbers, metrics_text
 from server.summary import Measured, summary_table
 
@@ -95,6 +95,23 @@ def test_every_number_of_the_tiers_is_exported():
     assert found["jaxinfer_kv_tier_hits_total", ("tier", "host")] == tiers.num_host_hits
     assert found["jaxinfer_kv_tier_refused_pages_total", ("reason", "other model")] == 3001
     assert not any("kv_tier" in name for name, *_ in samples(metrics_text(EngineStats(), {}, {})[0].decode()))
+
+
+def test_loads_of_experts_are_exported_where_there_are_any():
+    loads = {"prefill": ExpertLoad(1.5, 2.5, None), "decode": ExpertLoad(3.5, 4.5, 1.25)}
+    found = samples(metrics_text(EngineStats(read_expert_loads=lambda: loads), {}, {})[0].decode())
+    ratios = {tuple(labels): value for (name, *labels), value in found.items() if name == "jaxinfer_expert_load_ratio"}
+    assert ratios == {
+        (("mesh", "prefill"), ("of", "experts")): 1.5,
+        (("mesh", "prefill"), ("of", "experts of the worst layer")): 2.5,
+        (("mesh", "decode"), ("of", "experts")): 3.5,
+        (("mesh", "decode"), ("of", "experts of the worst layer")): 4.5,
+        (("mesh", "decode"), ("of", "devices")): 1.25,
+    }
+    assert not any("expert" in name for name, *_ in samples(metrics_text(EngineStats(), {}, {})[0].decode()))
+    text = shown(EngineStats(read_expert_loads=lambda: loads))
+    assert text.count("the busiest device") == 1 and "the busiest had 1.50x the mean's tokens (2.50x in the worst layer)" in text
+    assert "the busiest had 3.50x the mean's tokens (4.50x in the worst layer), the busiest device 1.25x" in text
 
 
 def shown(stats, measured=None):
