@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxinfer.config import parse_bytes
 from jaxinfer.llm import LLM
 from jaxinfer.request import SamplingParams
 from tests import tiny_model
@@ -22,7 +23,7 @@ FOUR = (0, 1, 2, 3)
 LAYOUTS: dict[str, dict[str, Any]] = {
     "two": {"prefill_devices": (0, 1), "decode_devices": (0, 1), "kv_memory": "192KiB"},
     "eight": {"prefill_devices": tuple(range(8)), "decode_devices": tuple(range(8)), "kv_memory": "96KiB"},
-    "one to four": {"prefill_devices": (4,), "decode_devices": FOUR, "kv_memory": "144KiB"},
+    "one to four": {"prefill_devices": (4,), "decode_devices": FOUR, "kv_memory": "120KiB"},
     "four to two": {"prefill_devices": FOUR, "decode_devices": (4, 5), "kv_memory": "192KiB"},
     "four to two, plain": {"prefill_devices": FOUR, "decode_devices": (4, 5), "kv_memory": "192KiB", **PLAIN},
     "two to four, integers": {"prefill_devices": (0, 1), "decode_devices": (4, 5, 6, 7), "kv_memory": "96KiB", "weights": "int8"},
@@ -33,9 +34,10 @@ COSTS = {
     "one to four": {"decode": TWO_OR_FOUR.format(4)},
     "four to two": {"prefill": TWO_OR_FOUR.format(4), "decode": TWO_OR_FOUR.format(2)},
 }
-GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+HEAD_BYTES = 2 * tiny_model.LAYERS * 16 * tiny_model.HEAD * 4  # of a page of 16 tokens
+GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 # Prompts of one begin, so that the prefix cache is of use, and more of them than there is room for.
-PROMPTS = [[*range(7, 7 + 33), *np.random.default_rng(60 + i).integers(0, 400, 1 + 5 * i).tolist()] for i in range(12)]
+PROMPTS = [[*range(7, 7 + 33), *np.random.default_rng(60 + i).integers(0, 400, 1 + 5 * i).tolist()] for i in range(10)]
 
 
 @pytest.fixture(scope="module")
@@ -63,12 +65,16 @@ def expected(folder: Path) -> dict[str, list[Any]]:
 def test_tokens_are_one_devices_with_hits_and_preemption(folder: Path, expected: dict[str, list[Any]], layout: str) -> None:
     settings = TINY | SMALL | LAYOUTS[layout]
     llm = LLM(str(folder), **settings)
-    for _ in range(2):
-        assert tokens_of(llm.generate(PROMPTS, GREEDY)) == expected[LAYOUTS[layout].get("weights", "auto")]
+    of_one = expected[LAYOUTS[layout].get("weights", "auto")]
+    assert tokens_of(llm.generate(PROMPTS, GREEDY)) == of_one
+    assert tokens_of(llm.generate(PROMPTS[-2:], GREEDY)) == of_one[-2:]  # of which much is cached
     stats = llm.engine.stats
     assert stats.num_preemptions > 0 and stats.num_cached_tokens > 0
     assert stats.num_compilations_after_ready == 0
     assert stats.heads == COSTS.get(layout, stats.heads)
+    for name in ("shared",) if "shared KV pages" in stats.memory else ("prefill", "decode"):
+        left = parse_bytes("kv_memory", settings["kv_memory"]) - stats.memory[f"{name} KV pages"]
+        assert 0 <= left < 3 * HEAD_BYTES  # less than a page, of the most heads that a device has here
     if settings["prefill_devices"] != settings["decode_devices"]:
         assert stats.num_pages_moved > 0
     assert_all_free(llm.engine)
