@@ -88,8 +88,11 @@ def test_two_devices_multiply_as_one_does(num_rows, split):
     x, matrix = random.standard_normal((num_rows, 256), np.float32), random.integers(-127, 128, (4, 8, 256)).astype(np.int8)
     scale = random.uniform(0.5, 2.0, (4, 8)).astype(np.float32)
     one, two = multiplied(x, matrix, scale), multiplied(x, matrix, scale, device_ids=(0, 1), **{split: TENSOR})
-    if num_rows <= 32:
-        np.testing.assert_array_equal(one, two)  # integers are summed exactly, in any order
+    if num_rows <= 32 and split == "outputs":
+        np.testing.assert_array_equal(one, two)
+    elif num_rows <= 32:  # each rounds its inputs by their own largest, which loses no more
+        exact = np.einsum("ti,abi->tab", x.astype(np.float64), matrix) * scale
+        assert np.abs(two - exact).mean() < 1.05 * np.abs(one - exact).mean()
     else:
         np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-2)
 
@@ -103,7 +106,7 @@ def test_the_engines_matrices_are_the_checkpoints_rounded(integers):
     """Of each kind one, and one of those that several tensors are joined in."""
     theirs = tiny_model.tensors()
     parts = integers.engine._parts
-    model = parts.plan.template.merge(parts.weights)
+    model = parts.plan.template.merge(parts.weights[0])
 
     def of(param, output_axes):
         kernel = param.get_value()
