@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
@@ -83,5 +82,5 @@ def _exchange(rows: Float[Array, "R D"], num_rows: Int[Array, "N N"], share: int
         return lax.all_to_all(runs, axis, 0, 0).reshape(rows.shape)
 
     # XLA has no ragged one for CPUs.
-    found: Array = jax.lax.platform_dependent(rows, cpu=dense, default=ragged)
+    found: Array = lax.platform_dependent(rows, cpu=dense, default=ragged)
     return found
