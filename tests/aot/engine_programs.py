@@ -42,12 +42,13 @@ def compile_for(
     target: str, num_devices: int, config: ArchitectureConfig, form: MatrixFormat, name: str, *, num_pages: int, context: int
 ) -> EngineProgram:
     """A program such as 'decode/32' or 'prefill/512', of a model split over so many cards, whose pool has so many pages of 16 tokens."""
-    template = make_template(config, form)
+    own = config.on_devices(num_devices)
+    template = make_template(own, form)
     mesh = make_mesh(range(num_devices), target_devices(target, num_devices))
     spec = PageSpec.of(config, 16, BFLOAT16.itemsize)
-    pool = PagePool(spec, num_pages, BFLOAT16, mesh, TENSOR_PARALLEL)
+    pool = PagePool(spec, num_pages, BFLOAT16, mesh, TENSOR_PARALLEL, own.heads)
     role, _, size = name.partition("/")
-    group = config.num_heads // (spec.num_kv_heads if spec.num_sides == 2 else num_devices)
+    group = own.num_heads // (own.num_kv_heads if spec.num_sides == 2 else num_devices)
     attention = choose_attention(role, "auto", mesh.devices.flat[0], BFLOAT16, group, spec, (int(size),), config.soft_cap)
     runner = {"decode": DecodeRunner, "prefill": PrefillRunner}[role]
     stage = Stage(template, mesh, TENSOR_PARALLEL, pool, attention)
