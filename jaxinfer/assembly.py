@@ -147,6 +147,7 @@ def _assemble(config: EngineConfig, stats: EngineStats, processes: Processes) ->
     pace = Pace(schedule.prefill_buckets, schedule.target_ttft, schedule.target_itl, delays_decode=plan.shares_mesh)
     transfer: KVTransfer = SameMeshTransfer()
     cross_mesh: CrossMeshTransfer | None = None
+    processes.compiled()
     with COUNTER.compiling():  # what allocating and moving compile is wanted
         prefill_runner.start(programs, prefill_weights)
         decode_runner.start(programs, decode_weights)

@@ -1,14 +1,17 @@
-"""From logical axes to shardings."""
+"""From logical axes to shardings, and arrays onto those."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, reshard
 
 from sharding.rules import Rules
+
+Index = tuple[slice, ...]  # of a part of an array
 
 
 def partition_spec(axes: Sequence[str | None], rules: Rules) -> PartitionSpec:
@@ -20,9 +23,11 @@ def named_sharding(mesh: Mesh, rules: Rules, axes: Sequence[str | None], shape: 
     """The sharding of an array of this shape. Raises `ValueError`, naming `what`, if an axis does not divide evenly."""
     spec = partition_spec(axes, rules)
     for axis, size, mesh_axis in zip(axes, shape, spec, strict=True):
-        if mesh_axis is not None and size % mesh.shape[mesh_axis]:
+        if mesh_axis is not None and size % (num_devices := mesh.shape[mesh_axis]):
+            nearest = max(num for num in range(1, num_devices) if size % num == 0)
             raise ValueError(
-                f"{what}: its {axis} axis of {size} can't be split over {mesh.shape[mesh_axis]} devices; use a number of devices that divides {size}"
+                f"{what}: its {axis} axis of {size} can't be split over {num_devices} devices; use a number of devices that divides {size}, "
+                f"such as {nearest}"
             )
     return NamedSharding(mesh, spec)
 
@@ -41,24 +46,52 @@ def place(values: Any, sharding: NamedSharding) -> Any:
 
 
 def move(array: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """An array of one mesh on another. Where devices are of several processes, each moves what its own devices have; raises `ValueError` where
-    those of the target need what only other processes' have: no launch of a program would say who sends it when."""
+    """An array of one mesh on another. Where the devices are several processes', each moves what its own have; if some need what only others'
+    have, the array is first made whole on all devices of its mesh, by a program that every process must launch, as this call is."""
     if sharding.is_fully_addressable and array.is_fully_addressable:
         return jax.device_put(array, sharding)
-    held = [(_bounds(shard.index, array.shape), shard.data) for shard in array.addressable_shards]
-    pieces = []
-    for device, index in sharding.addressable_devices_indices_map(array.shape).items():
-        wanted = _bounds(index, array.shape)
-        for has, data in held:
-            if all(a <= c and d <= b for (a, b), (c, d) in zip(has, wanted, strict=True)):
-                inside = tuple(slice(c - a, d - a) for (a, _), (c, d) in zip(has, wanted, strict=True))
-                pieces.append(jax.device_put(data if has == wanted else data[inside], device))
-                break
-        else:
-            raise ValueError(f"{device} needs a part that no device of its process has")
+    sources = _sources(array.sharding, sharding, array.shape)
+    if sources is None:
+        assert isinstance(array.sharding, NamedSharding)
+        array = reshard(array, NamedSharding(array.sharding.mesh, PartitionSpec()))
+        sources = _sources(array.sharding, sharding, array.shape)
+        assert sources is not None
+    held = {shard.device: shard.data for shard in array.addressable_shards}
+    pieces = [
+        jax.device_put(held[source] if inside is None else held[source][inside], device)
+        for device, (source, inside) in sources.items()
+        if device in sharding.addressable_devices
+    ]
     return jax.make_array_from_single_device_arrays(array.shape, sharding, pieces)
 
 
-def _bounds(index: tuple[slice, ...] | None, shape: Sequence[int]) -> list[tuple[int, int]]:
+@cache
+def _sources(
+    source: Sharding, target: Sharding, shape: tuple[int, ...]
+) -> dict[jax.Device, tuple[jax.Device, tuple[slice, ...] | None]] | None:
+    """For each of the target's devices one of its process that has its part, and where in that one's, None for the whole of it. None if for
+    some there is no such device, whichever process asks."""
+    held: Mapping[Any, Any] = source.devices_indices_map(shape)
+    wanted: Mapping[Any, Any] = target.devices_indices_map(shape)
+    found: dict[jax.Device, tuple[jax.Device, tuple[slice, ...] | None]] = {}
+    for device, index in wanted.items():
+        near = [(other, within(has, index, shape)) for other, has in held.items() if other.process_index == device.process_index]
+        have = [(other, inside) for other, inside in near if inside is not None]
+        if not have:
+            return None
+        other, inside = have[0]
+        found[device] = other, None if _bounds(held[other], shape) == _bounds(index, shape) else inside
+    return found
+
+
+def within(held: Index, wanted: Index, shape: Sequence[int]) -> tuple[slice, ...] | None:
+    """Where in one part of an array another lies; None if not all of it does."""
+    pairs = list(zip(_bounds(held, shape), _bounds(wanted, shape), strict=True))
+    if any(c < a or b < d for (a, b), (c, d) in pairs):
+        return None
+    return tuple(slice(c - a, d - a) for (a, _), (c, d) in pairs)
+
+
+def _bounds(index: Index, shape: Sequence[int]) -> list[tuple[int, int]]:
     """From where to where, in each dimension."""
-    return [part.indices(size)[:2] for part, size in zip(index or (), shape, strict=True)]
+    return [part.indices(size)[:2] for part, size in zip(index, shape, strict=True)]

@@ -76,7 +76,8 @@ class LeaderChannel:
         self._changed = threading.Condition()
         self._queues: dict[int, queue.SimpleQueue[bytes | None]] = {}  # of messages to be sent, by process
         self._peers: dict[int, str] = {}
-        self._ready: set[int] = set()
+        self._arrived: dict[int, int] = {}  # at how many points each process has said that it waits
+        self._is_done = False  # with waiting for others
         self._refused = ""
         self._is_closing = False
         self._server = grpc.server(ThreadPoolExecutor(num_processes + 4, "processes"), options=_OPTIONS)
@@ -103,11 +104,14 @@ class LeaderChannel:
                     f"{self._seconds:g} s: start each with `jaxinfer follow` and its own process_id{self._refused}"
                 )
 
-    def wait_until_ready(self) -> None:
-        """Until every process has said that it is ready. Raises `ProcessLostError` if one is gone before."""
+    def meet(self, point: int, *, is_last: bool = False) -> None:
+        """Until every process waits at this point of those that are numbered from 1, where they wait for this one too. Raises
+        `ProcessLostError` if one is gone before."""
+        others = range(1, self._num_processes)
         with self._changed:
-            self._changed.wait_for(lambda: len(self._ready) == self._num_processes - 1 or self.doom.reason is not None)
-        self.doom.check()
+            self._changed.wait_for(lambda: all(self._arrived.get(p, 0) >= point for p in others) or self.doom.reason is not None)
+            self._is_done = is_last
+        self.send(b"")
 
     def send(self, message: bytes) -> None:
         """Have every process told. Raises `ProcessLostError` if one is gone."""
@@ -116,16 +120,15 @@ class LeaderChannel:
             waiting.put(message)
 
     def close(self) -> None:
-        """Tell all that this was the last message, and wait for a moment until it is sent. Who isn't ready yet is told of an error instead: it
-        may be waiting for this process's devices."""
+        """Tell all that this was the last message, and wait for a moment until it is sent. Before all have met for the last time it is an error
+        for them: they may be waiting for this process's devices."""
         with self._changed:
             if self._is_closing:
                 return
             self._is_closing = True
-            for process in self._ready:
-                self._queues[process].put(None)
-            is_good = len(self._ready) == len(self._queues)
-        self._server.stop(_GRACE if is_good else 0).wait(_GRACE)
+            for waiting in self._queues.values() if self._is_done else ():
+                waiting.put(None)
+        self._server.stop(_GRACE if self._is_done else 0).wait(_GRACE)
         for waiting in self._queues.values():
             waiting.put(None)  # lets its thread go
 
@@ -151,7 +154,7 @@ class LeaderChannel:
         report = json.loads(request)
         with self._changed:
             if report.get("error") is None:
-                self._ready.add(report["process_id"])
+                self._arrived[report["process_id"]] = report["point"]
             else:
                 self.doom.lost(f"process {report['process_id']} ({context.peer()}) failed: {report['error']}")
             self._changed.notify_all()
@@ -193,9 +196,9 @@ class FollowerChannel:
                 raise ConfigError(f"process 0 at {self._address} refuses this process: {self._stream.details()}") from error
             raise ProcessLostError(self._gone) from error
 
-    def report(self, error: str | None = None) -> None:
-        """Tell the leader that this process is ready, or why it ends."""
-        report = {"process_id": self._process, "error": error}
+    def report(self, point: int = 0, error: str | None = None) -> None:
+        """Tell the leader at which point this process waits for its next message, or why it ends."""
+        report = {"process_id": self._process, "point": point, "error": error}
         try:
             self._channel.unary_unary(f"/{_SERVICE}/{_REPORT}")(json.dumps(report).encode(), timeout=_GRACE)
         except grpc.RpcError as failure:

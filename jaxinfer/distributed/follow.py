@@ -14,14 +14,14 @@ def follow(given: Mapping[str, Any], on_ready: Callable[[], None] = lambda: None
     """Until process 0 closes its engine. `given`: settings of `EngineConfig` by their flat names, `coordinator` and `process_id` among them;
     all others are process 0's. Raises `ConfigError` if they don't meet, and `ProcessLostError` if process 0 is gone."""
     config, channel, messages = meet_leader(given)
-    follower = Follower(channel)
+    follower = Follower(channel, messages)
     try:
         with follower.watched():
             assemble(config, EngineStats(), follower)
             on_ready()
-            follower.follow(messages)
+            follower.follow()
     except Exception as error:
-        channel.report(f"{type(error).__name__}: {error}")
+        channel.report(error=f"{type(error).__name__}: {error}")
         raise
     finally:
         channel.close()

@@ -26,7 +26,7 @@ from jaxinfer.runtime.program_key import sources
 OWN_SETTINGS = ("process_id", "model", "profile")  # may differ from process to process: a model is where each finds it
 # Seconds that JAX's own service waits. A process that died is noticed at once by `channel`; for one that hangs, or whose machine is gone, it
 # is the heartbeat that fails, and JAX ends all processes.
-_HEARTBEAT, _SHUTDOWN = 20, 10
+_HEARTBEAT, _SHUTDOWN = 20, 60
 _NOTICED = 2.0  # seconds until the end of a process is noticed at most, where a collective fails of it
 
 Target = TypeVar("Target")
@@ -37,6 +37,10 @@ class Processes(Protocol):
 
     def share(self, name: str, target: Target) -> Target:
         """Have a target's public methods called in all processes; returns what to call instead of it."""
+        ...
+
+    def compiled(self) -> None:
+        """Wait until all processes are about to launch their first program: its collectives would give up waiting for one that compiles."""
         ...
 
     def assembled(self) -> None:
@@ -62,6 +66,9 @@ class Alone:
     def share(self, name: str, target: Target) -> Target:
         return target
 
+    def compiled(self) -> None:
+        pass
+
     def assembled(self) -> None:
         pass
 
@@ -85,8 +92,11 @@ class Leader:
     def share(self, name: str, target: Target) -> Target:
         return self._recorder.record(name, target)
 
+    def compiled(self) -> None:
+        self._channel.meet(1)
+
     def assembled(self) -> None:
-        self._channel.wait_until_ready()
+        self._channel.meet(2, is_last=True)
         self._recorder.start()
 
     def check(self, what: str, mesh: Mesh) -> None:
@@ -102,16 +112,21 @@ class Leader:
 class Follower:
     """Any other of several processes. See `Processes`."""
 
-    def __init__(self, channel: FollowerChannel) -> None:
-        self._channel = channel
+    def __init__(self, channel: FollowerChannel, messages: Iterator[bytes]) -> None:
+        self._channel, self._messages = channel, messages
         self._replayer = Replayer()
 
     def share(self, name: str, target: Target) -> Target:
         self._replayer.add(name, target)
         return target
 
+    def compiled(self) -> None:
+        self._channel.report(1)
+        next(self._messages)
+
     def assembled(self) -> None:
-        self._channel.report()
+        self._channel.report(2)
+        next(self._messages)
 
     def check(self, what: str, mesh: Mesh) -> None:
         check_spans_all(what, mesh)
@@ -122,9 +137,9 @@ class Follower:
     def close(self) -> None:
         pass  # `follow` leaves, once it has said why
 
-    def follow(self, messages: Iterator[bytes]) -> None:
+    def follow(self) -> None:
         """Make the leader's calls until it closes."""
-        for message in messages:
+        for message in self._messages:
             self._replayer.make(message)
 
 

@@ -17,7 +17,7 @@ from jaxinfer.kv_transfer.page_moves import MOVE_BUCKETS, Gathered, padded, to_m
 from jaxinfer.layers.heads import HeadLayout
 from jaxinfer.runtime.buckets import bucket_for
 from jaxinfer.runtime.compilation import Executable, ProgramSource
-from sharding.partition import replicated
+from sharding.partition import move, replicated
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class StageMoves:
         for number, route in enumerate(self._routes):
             source, target = self._source[route.source], self._target[route.target]
             moved = self._programs[self._of(number, "gather", size)](source.array, from_ids, route.from_places[of_pages])
-            moved = jax.device_put(moved, target.abstract_moved(size, route.from_places.shape[1]).sharding)
+            moved = move(moved, target.abstract_moved(size, route.from_places.shape[1]).sharding)
             scatter = self._programs[self._of(number, "scatter", size)]
             target.array = scatter(target.array, moved, to_ids, route.to_places[of_pages])
 
