@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from checkpoints.source import CheckpointError
 from jaxinfer.config import ConfigError, EngineConfig, flat_fields, parse_bytes
@@ -104,11 +102,18 @@ def _add_plan_command(commands: argparse._SubParsersAction[argparse.ArgumentPars
     plan = commands.add_parser(
         "plan", allow_abbrev=False, help="what a model takes on cards that need not be here", description="Needs no weights and no GPU."
     )
-    plan.add_argument("--model", required=True, metavar="NAME", help="a known shape, such as llama-3.1-8b, or a config.json")
-    plan.add_argument("--target", required=True, metavar="NxCARD", help="such as 8xh100 or 2xh200")
-    plan.add_argument("--context", type=int, metavar="N", help="tokens that one request may have (default: 8192, or the model's)")
-    plan.add_argument("--batch", type=int, default=32, metavar="N", help="rows of the decode program (default: %(default)s)")
-    plan.add_argument("--json", action="store_true", help="for programs")
+    flag = plan.add_argument
+    flag("--model", required=True, metavar="NAME", help="a known shape, such as llama-3.1-8b, or a config.json")
+    flag("--target", required=True, metavar="NxCARD", help="such as 8xh100 or 2xh200; cpu: this machine, 4xcpu: cut into virtual devices")
+    flag("--prefill-parallel", metavar="TEXT", help="layout of prefill, such as tp=2,pp=2; without any all layouts are ranked")
+    flag("--decode-parallel", metavar="TEXT", help="layout of decode; if it is prefill's both share devices")
+    flag("--context", type=int, metavar="N", help="tokens that one request may have (default: 8192, or the model's)")
+    flag("--batch", type=int, metavar="N", help="sequences that decode at once (default: the power of two that has room, up to 256)")
+    flag("--input-length", type=int, default=2048, metavar="N", help="tokens of a prompt, on average (default: %(default)s)")
+    flag("--output-length", type=int, default=256, metavar="N", help="tokens of an answer, on average (default: %(default)s)")
+    flag("--trace", type=Path, metavar="FILE", help='requests instead: a line each with "input_length" and "output_length"')
+    flag("--json", action="store_true", help="for programs")
+    flag("--plot", type=Path, metavar="PNG", help="draw stages, memory and the timeline")
     plan.set_defaults(run=_plan)
 
 
@@ -204,24 +209,17 @@ def _stream_to_terminal(engine: Engine, token_ids: list[int], params: SamplingPa
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from jaxinfer.dry_run import Target, describe, dry_run, smallest_that_fits
-    from jaxinfer.models.shapes import read_shape
+    from server.planning import make_plan, show
 
-    if arguments.batch < 1 or (arguments.context is not None and arguments.context < 1):
-        raise ConfigError(f"batch is {arguments.batch} and context {arguments.context}: both must be at least 1")
-    shape, target = read_shape(arguments.model), Target.of(arguments.target)
-    with Console(stderr=True).status(f"compiling {arguments.model} for {target}"):
-        run = dry_run(shape, target, context=arguments.context, batch=arguments.batch)
-    if arguments.json:
-        print(json.dumps(run.as_json(), indent=1))
-        return 0
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    for name, value in describe(run):
-        table.add_row(f"[bold]{name}", escape(value))
-    Console().print(table)
-    if not run.fits:
-        larger = smallest_that_fits(shape, run)
-        print(f"does not fit: {run.context:,} tokens of context have no room" + (f"; {larger} would do, by arithmetic" if larger else ""))
+    with Console(stderr=True).status(f"planning {arguments.model} for {arguments.target}"):
+        run = make_plan(arguments)
+    show(run, is_json=arguments.json)
+    if arguments.plot is not None:
+        try:
+            from jaxinfer.dry_run.plot import draw
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"plot is {arguments.plot}, but {error.name} is not installed: pip install 'jaxinfer[bench]'") from error
+        draw(run, arguments.plot, arguments.model)
     return 0
 
 

@@ -1,18 +1,76 @@
-"""A plan's activations are those of compiled programs."""
+"""A plan's activations and collectives are those of compiled programs; and what must hold of the models that matter most."""
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 
-from jaxinfer.dry_run import Target, dry_run
+from jaxinfer.dry_run.report import as_json, describe
+from jaxinfer.dry_run.run import DryRun, dry_run, named_layouts
+from jaxinfer.dry_run.search import Setting
+from jaxinfer.dry_run.shapes import Shapes
+from jaxinfer.dry_run.target import Target
+from jaxinfer.dry_run.workload import Workload
 from jaxinfer.models.shapes import model_shape
 
 pytestmark = pytest.mark.aot
 
+GIB = 2**30
+
+
+@cache
+def plan(
+    model: str, target: str, prefill: str, decode: str | None = None, *, context: int = 8192, batch: int = 32, chunk: int = 2048
+) -> DryRun:
+    shapes, setting = Shapes(model_shape(model), Target.of(target)), Setting(context, Workload.of_means(2048, 256), batch, chunk)
+    return dry_run(shapes, setting, named_layouts(shapes.target, prefill, decode))
+
+
+def all_kv_bytes(run: DryRun) -> int:
+    return sum(device["kv_bytes"] for device in as_json(run)["devices"])
+
 
 def test_activations_are_compiled_and_grow_with_the_batch():
-    small, large = (dry_run(model_shape("smollm2-135m"), Target.of("1xh100"), batch=batch, chunk_size=256) for batch in (1, 128))
+    small, large = (plan("smollm2-135m", "1xh100", "tp=1", batch=batch, chunk=256) for batch in (1, 128))
     assert small.is_compiled
-    assert small.as_json()["compiled"]
-    assert 0 < small.activation_bytes < large.activation_bytes < 2**30
-    assert small.kv_bytes - large.kv_bytes == large.activation_bytes - small.activation_bytes
+    assert as_json(small)["compiled"]
+    few, many = (run.chosen.decode_memory.stages[0].activation_bytes for run in (small, large))
+    assert 0 < few < many < GIB
+
+
+def test_every_stage_of_both_roles_is_compiled():
+    """Prefill on two stages, decode on four devices, whose number the model's three KV heads don't have."""
+    run = plan("smollm2-135m", "8xh100", "tp=2,pp=2", "tp=4", batch=8, chunk=256)
+    assert run.is_compiled
+    assert [program.name for program in run.prefill_programs] == ["prefill/256 stage 1 of 2", "prefill/256 stage 2 of 2"]
+    assert [program.name for program in run.decode_programs] == ["decode/8"]
+    made = as_json(run)["collectives"]
+    assert made["decode"]["all-reduce"]["count"] >= 2 * 30
+    assert dict(describe(run))["decode"].startswith("4 device(s)")
+
+
+def test_kimi_on_eight_h100_leaves_more_than_30_gib_for_kv():
+    run = plan("kimi-k2.5", "8xh100", "tp=8", context=65536)
+    assert run.is_compiled
+    assert run.fits
+    assert 8 * run.chosen.decode_memory.stages[0].weight_bytes > 560e9
+    print(f"{all_kv_bytes(run) / GIB:.1f} GiB, {run.kv_tokens} tokens")
+    assert all_kv_bytes(run) > 30 * GIB
+
+
+def test_kimi_in_stages_holds_several_times_the_context():
+    run = plan("kimi-k2.5", "8xh100", "tp=2,pp=4", context=262144)
+    assert run.is_compiled
+    assert run.fits
+    print(f"{all_kv_bytes(run) / GIB:.1f} GiB, {run.kv_tokens} tokens")
+    assert all_kv_bytes(run) > 30 * GIB
+
+
+def test_scout_on_two_h200_holds_more_than_1_2_million_tokens():
+    run = plan("llama-4-scout", "2xh200", "tp=2", context=1_200_000)
+    assert run.is_compiled
+    assert run.fits
+    print(f"{all_kv_bytes(run) / GIB:.1f} GiB, {run.kv_tokens} tokens")
+    assert all_kv_bytes(run) > 56 * GIB
+    assert run.kv_tokens > 1_200_000

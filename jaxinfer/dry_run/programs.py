@@ -1,0 +1,83 @@
+"""A layout's programs, compiled for the target: what each device needs beside weights and pages, and what devices say to each other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+
+from jaxinfer.decode.runner import DecodeRunner
+from jaxinfer.dry_run.shapes import RoleShape
+from jaxinfer.dry_run.target import Target
+from jaxinfer.kv_cache.pages import PagePool
+from jaxinfer.kv_cache.spec import PageSpec
+from jaxinfer.plan import choose_attention
+from jaxinfer.prefill.runner import PrefillRunner
+from jaxinfer.runtime.compilation import ProgramSource, compile_program
+from jaxinfer.runtime.cut import cut
+from jaxinfer.runtime.stage import Stage, program_name
+from jaxinfer.runtime.template import ModelTemplate
+from sharding.collectives import Collective, collectives
+from sharding.mesh import make_mesh
+from sharding.targets import target_devices
+
+_POOL_PAGES = 64  # of the pool that programs are compiled with: what else they need does not depend on it
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One stage's program of a role."""
+
+    name: str  # such as "decode/32"
+    stays_bytes: int  # on each device: arguments beside weights and pages, of all micro-batches
+    temporary_bytes: int
+    collectives: tuple[tuple[Collective, int], ...]  # with how often they stand in its text
+
+
+def compile_role(
+    role: str, shape: RoleShape, spec: PageSpec, target: Target, first_device: int, context: int, size: int
+) -> tuple[Compiled, ...]:
+    """Of each stage, for steps of `size` rows of decode, or tokens of prefill. Raises `RuntimeError` where nothing compiles for such devices."""
+    devices = _devices(target)
+    of_stages = shape.layout.stages(range(first_device, first_device + shape.layout.num_devices))
+    stages = [
+        _stage(role, template, make_mesh(of_stage, devices), shape, spec, size)
+        for template, of_stage in zip(cut(shape.template, shape.layout.pp), of_stages, strict=True)
+    ]
+    runner = (DecodeRunner if role == "decode" else PrefillRunner)(stages, (size,), context)
+    sources = {source.name: source for source in runner.programs()}
+    names = [program_name(f"{role}/{size}", stages, number) for number in range(len(stages))]
+    num_lanes = len(stages) if role == "decode" else 1
+    return tuple(_compiled(sources[name], num_lanes) for name in names)
+
+
+def activation_bytes(decode: Sequence[Compiled], prefill: Sequence[Compiled]) -> list[int]:
+    """Of each stage that runs both: what stays of both, and the temporaries of the one that needs more."""
+    return [
+        of_decode.stays_bytes + of_prefill.stays_bytes + max(of_decode.temporary_bytes, of_prefill.temporary_bytes)
+        for of_decode, of_prefill in zip(decode, prefill, strict=True)
+    ]
+
+
+def _devices(target: Target) -> Sequence[jax.Device]:
+    return jax.devices("cpu") if target.is_cpu else target_devices(target.card, target.num_devices)
+
+
+def _stage(role: str, template: ModelTemplate, mesh: jax.sharding.Mesh, shape: RoleShape, spec: PageSpec, size: int) -> Stage:
+    config, dtype = shape.architecture, shape.template.activation_dtype
+    pool = PagePool(spec, _POOL_PAGES, dtype, mesh, shape.rules, template.heads, template.layers_of_group)
+    group = config.num_heads // (config.num_kv_heads if spec.num_sides == 2 else mesh.size)
+    attention = choose_attention(role, "auto", mesh.devices.flat[0], dtype, group, spec, (size,), config.soft_cap)
+    return Stage(template, mesh, shape.rules, pool, attention)
+
+
+def _compiled(source: ProgramSource, num_lanes: int) -> Compiled:
+    program = compile_program(source)
+    memory = program.memory_analysis()
+    assert memory is not None
+    stays = sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(source.arguments[2:]))
+    # What is not written where it was is held twice while the program runs.
+    temporaries = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return Compiled(source.name, num_lanes * stays, temporaries, tuple(sorted(collectives(program.as_text() or "").items())))

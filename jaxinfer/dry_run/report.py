@@ -1,0 +1,215 @@
+"""A dry run for people, and for programs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxinfer.config import format_bytes
+from jaxinfer.dry_run.memory import RoleMemory
+from jaxinfer.dry_run.predict import Steps
+from jaxinfer.dry_run.programs import Compiled
+from jaxinfer.dry_run.run import DryRun
+from jaxinfer.dry_run.search import Candidate
+from sharding.layout import Parallel
+
+_RANKED = 8  # layouts that are shown
+
+
+def describe(run: DryRun) -> list[tuple[str, str]]:
+    """Rows of a table."""
+    chosen, setting = run.chosen, run.setting
+    total = format_bytes(run.target.memory_bytes)
+    rows = [("target", f"{run.target}, {total} a device"), ("layout", _layout(run)), ("matrices", str(chosen.decode.template.form))]
+    for name, shape, memory in run.roles:
+        devices = f"{shape.layout.tp} device(s)" if len(shape.stages) == 1 else f"{len(shape.stages)} stages of {shape.layout.tp}"
+        rows.append((name, f"{devices}, a device:"))
+        rows += [
+            (f"  stage {n + 1}" if len(shape.stages) > 1 else "", _stage(run, memory, n, shape.stages[n].layers))
+            for n in range(len(shape.stages))
+        ]
+    rows.append(("set aside", f"{format_bytes(run.target.reserved_bytes)} a device for the driver and collectives: not measured"))
+    lasting = format_bytes(chosen.decode_memory.spec.lasting_token_bytes)
+    rows.append(("context", f"{run.kv_tokens:,} tokens fit; each of a long one costs {lasting}"))
+    rows.append(("decode step", f"{_steps(run.decode_steps)}; {chosen.batch} sequences of {setting.workload.decode_context:,} tokens"))
+    rows.append(("prefill step", f"{_steps(run.prefill_steps)}; {setting.chunk_size:,} tokens"))
+    rows += [("collectives", line) for line in _collectives(run)]
+    rows.append(("workload", setting.workload.name))
+    rows += [("predicted", line) for line in _predicted(chosen)]
+    rows += [("note", note) for note in run.notes]
+    return rows
+
+
+def ranking(run: DryRun) -> list[tuple[str, ...]]:
+    """A table of layouts, its head first; empty where none were searched."""
+    if not run.ranked:
+        return []
+    head = ("layout", "engines", "fits", "context", "batch", "requests/s", "tokens/s", "first token", "a token", "busy: prefill, decode")
+    return [head, *(_ranked(one) for one in run.ranked[:_RANKED])]
+
+
+def as_json(run: DryRun) -> dict[str, Any]:
+    """What `jaxinfer plan --json` prints."""
+    chosen = run.chosen
+    devices = [
+        {"role": name, "stage": n, **_device(memory, n)}
+        for name, shape, memory in run.roles
+        for n in range(len(shape.stages))
+        for _ in range(shape.layout.tp)
+    ]
+    return {
+        "target": str(run.target),
+        "fits": run.fits,
+        "compiled": run.is_compiled,
+        "devices": devices,
+        "kv_tokens": run.kv_tokens,
+        "context": run.setting.context,
+        "batch": chosen.batch,
+        "prefill_parallel": _parallel(chosen.layouts.prefill),
+        "decode_parallel": _parallel(chosen.layouts.decode),
+        "shares_devices": chosen.layouts.is_shared,
+        "matrices": str(chosen.decode.template.form),
+        "stages": {name: [[s.layers.start, s.layers.stop] for s in shape.stages] for name, shape, _ in run.roles},
+        "steps": {"decode": _steps_json(run.decode_steps), "prefill": _steps_json(run.prefill_steps)},
+        "collectives": {"decode": _counted(run.decode_programs), "prefill": _counted(run.prefill_programs)},
+        "predicted": _candidate_json(chosen),
+        "ranked": [_candidate_json(one) for one in run.ranked],
+        "would_fit": list(run.changes),
+        "notes": list(run.notes),
+    }
+
+
+def _layout(run: DryRun) -> str:
+    layouts = run.chosen.layouts
+    if layouts.is_shared:
+        return f"prefill and decode on the same {layouts.num_devices} device(s), {layouts.decode}"
+    return f"prefill on {layouts.prefill.num_devices} device(s), {layouts.prefill}; decode on {layouts.decode.num_devices} others, {layouts.decode}"
+
+
+def _stage(run: DryRun, memory: RoleMemory, number: int, layers: range) -> str:
+    stage = memory.stages[number]
+    how = "compiled" if run.is_compiled else "estimated"
+    parts = [
+        f"layers {layers.start} to {layers.stop - 1}",
+        f"weights {format_bytes(stage.weight_bytes)}",
+        f"activations {format_bytes(stage.activation_bytes)} ({how})",
+        f"KV pages {format_bytes(memory.kv_bytes(number))}",
+    ]
+    unused = stage.room_bytes - memory.kv_bytes(number)
+    if unused > 2 * stage.page_bytes:
+        parts.append(f"unused {format_bytes(unused)}")
+    if stage.missing_bytes:
+        parts.append(f"too much by {format_bytes(stage.missing_bytes)}")
+    return ", ".join(parts)
+
+
+def _steps(steps: Steps) -> str:
+    told = f"{_time(steps.round_seconds)}, most of it {steps.bound}"
+    return told if len(steps.costs) == 1 else f"{told}; {steps.num_micro_batches} micro-batches, bubbles {steps.bubble_share:.0%}"
+
+
+def _collectives(run: DryRun) -> list[str]:
+    """A layer's, of each role: those of a stage's program, by the layers that it has."""
+    if not run.is_compiled:
+        return []
+    lines = []
+    for role, programs, shape in (
+        ("decode", run.decode_programs, run.chosen.decode),
+        ("prefill", run.prefill_programs, run.chosen.prefill),
+    ):
+        counts = _counted(programs)
+        num_layers = len(shape.work.layers)
+        told = ", ".join(
+            f"{kind} {of_kind['count'] / num_layers:.2f} a layer ({of_kind['count']} in all)" for kind, of_kind in counts.items()
+        )
+        lines.append(f"{role}: {told or 'none'}")
+    return lines
+
+
+def _counted(programs: tuple[Compiled, ...]) -> dict[str, dict[str, int]]:
+    """Of all stages, by kind: how many, and their bytes."""
+    found: dict[str, dict[str, int]] = {}
+    for program in programs:
+        for collective, count in program.collectives:
+            of_kind = found.setdefault(collective.kind, {"count": 0, "bytes": 0})
+            of_kind["count"] += count
+            of_kind["bytes"] += count * collective.num_bytes
+    return found
+
+
+def _predicted(one: Candidate) -> list[str]:
+    speed = one.speed
+    lines = [
+        f"{speed.requests_per_second:.2f} requests a second, {speed.output_tokens_per_second:,.0f} tokens a second out",
+        f"first token after {_time(speed.first_token_seconds)}, then {_time(speed.token_seconds)} a token",
+        f"prefill busy {speed.prefill_share:.0%}, decode {speed.decode_share:.0%}",
+    ]
+    if speed.handoff_seconds:
+        lines.append(f"hand-off of a prompt's pages {_time(speed.handoff_seconds)}")
+    return lines
+
+
+def _ranked(one: Candidate) -> tuple[str, ...]:
+    speed = one.speed
+    return (
+        str(one.layouts),
+        str(one.num_engines),
+        "yes" if one.fits else "no",
+        f"{one.kv_tokens:,}",
+        str(one.batch),
+        f"{one.num_engines * speed.requests_per_second:.2f}",
+        f"{one.num_engines * speed.output_tokens_per_second:,.0f}",
+        _time(speed.first_token_seconds),
+        _time(speed.token_seconds),
+        f"{speed.prefill_share:.0%}, {speed.decode_share:.0%}",
+    )
+
+
+def _candidate_json(one: Candidate) -> dict[str, Any]:
+    speed = one.speed
+    return {
+        "prefill_parallel": _parallel(one.layouts.prefill),
+        "decode_parallel": _parallel(one.layouts.decode),
+        "shares_devices": one.layouts.is_shared,
+        "engines": one.num_engines,
+        "fits": one.fits,
+        "kv_tokens": one.kv_tokens,
+        "batch": one.batch,
+        "requests_per_second": one.num_engines * speed.requests_per_second,
+        "output_tokens_per_second": one.num_engines * speed.output_tokens_per_second,
+        "first_token_seconds": speed.first_token_seconds,
+        "token_seconds": speed.token_seconds,
+        "prefill_busy_share": speed.prefill_share,
+        "decode_busy_share": speed.decode_share,
+        "handoff_seconds": speed.handoff_seconds,
+    }
+
+
+def _steps_json(steps: Steps) -> dict[str, Any]:
+    return {
+        "seconds": steps.round_seconds,
+        "bound": steps.bound,
+        "stage_seconds": list(steps.seconds),
+        "micro_batches": steps.num_micro_batches,
+        "bubble_share": steps.bubble_share,
+    }
+
+
+def _device(memory: RoleMemory, number: int) -> dict[str, int]:
+    stage = memory.stages[number]
+    return {
+        "weights_bytes": stage.weight_bytes,
+        "activation_bytes": stage.activation_bytes,
+        "kv_bytes": memory.kv_bytes(number),
+        "reserved_bytes": stage.reserved_bytes,
+        "unused_bytes": stage.room_bytes - memory.kv_bytes(number),
+    }
+
+
+def _parallel(layout: Parallel) -> dict[str, int]:
+    return {"tp": layout.tp, "pp": layout.pp, "ep": layout.ep}
+
+
+def _time(seconds: float) -> str:
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"

@@ -1,0 +1,144 @@
+"""A model as a role's devices have it: what each stage holds, by arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal
+
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType
+
+from jaxinfer.config import ConfigError, ModelConfig
+from jaxinfer.dry_run.target import Target
+from jaxinfer.kv_cache.spec import LayerGroups, PageSpec
+from jaxinfer.layers import moe
+from jaxinfer.layers.matrices import ExpertFormat, MatrixFormat
+from jaxinfer.models.config import ArchitectureConfig
+from jaxinfer.models.registry import read_config
+from jaxinfer.plan import choose_formats
+from jaxinfer.runtime.cut import stage_layers
+from jaxinfer.runtime.template import ModelTemplate, make_template
+from jaxinfer.runtime.work import ModelWork, model_work
+from sharding.layout import Parallel
+from sharding.mesh import TENSOR
+from sharding.rules import Rules, rules_for
+
+_BFLOAT16 = jnp.dtype("bfloat16")
+_QUANTISED: Mapping[Any, Literal["int4", "fp8"]] = {"compressed-tensors": "int4", "fp8": "fp8"}
+
+
+@dataclass(frozen=True)
+class StageShape:
+    layers: range
+    weight_bytes: int  # on each device
+    page_bytes: int  # of its part of a page
+
+
+@dataclass(frozen=True)
+class RoleShape:
+    """A model in a layout."""
+
+    layout: Parallel
+    template: ModelTemplate  # of the whole model, with the heads of these meshes
+    rules: Rules
+    work: ModelWork
+    stages: tuple[StageShape, ...]
+    notes: tuple[str, ...]  # what it costs, and why
+
+    @property
+    def architecture(self) -> ArchitectureConfig:
+        assert isinstance(self.template.config, ArchitectureConfig)
+        return self.template.config
+
+
+_OnStage = tuple[ModelTemplate, ModelWork, tuple[str, ...]]  # and notes
+
+
+class Shapes:
+    """Of one model on one target, in any layout. What does not depend on the layout is read once."""
+
+    def __init__(self, config: Mapping[str, Any], target: Target, page_size: int = 16) -> None:
+        """`config`: the keys of a config.json. Raises `UnsupportedModelError` for a model that can't be served."""
+        self.target = target
+        self.architecture = read_config(config)
+        quantisation = config.get("quantization_config") or config.get("text_config", {}).get("quantization_config") or {}
+        self._packing = _QUANTISED.get(quantisation.get("quant_method")) if not target.is_cpu else None
+        self._templates: dict[tuple[ArchitectureConfig, MatrixFormat], ModelTemplate] = {}
+        self._on_stages: dict[tuple[int, int], _OnStage | ValueError] = {}
+        self.form, self.activation_dtype = MatrixFormat(_BFLOAT16), _BFLOAT16
+        if target.is_cpu:
+            self.form, self.activation_dtype = choose_formats(ModelConfig(), "cpu")
+        self.spec = PageSpec.of(self.architecture, page_size, self.activation_dtype.itemsize)
+
+    def on(self, num_devices: int) -> Shapes:
+        """The same model on another number of the same devices."""
+        other = copy(self)
+        other.target = replace(self.target, num_devices=num_devices)
+        return other
+
+    @cached_property
+    def routing(self) -> Any:
+        """Of its mixtures of experts; None where it has none."""
+        return getattr(self.architecture.family, "routing", None)
+
+    def layout(self, role: str, layout: Parallel) -> RoleShape:
+        """Raises `ConfigError` for axes that a layout doesn't divide, and more stages than layers; it names what would do."""
+        try:
+            template, work, notes = self._on_stage(layout.tp, layout.ep)
+            ranges = stage_layers(template, layout.pp)
+        except ValueError as error:
+            raise ConfigError(f"{role}_parallel is {layout}: {error}") from error
+        groups = LayerGroups.of(self.architecture.layer_spans)
+        heads = 1 if self.spec.num_sides == 1 else self.architecture.on_devices(layout.tp).num_kv_heads // layout.tp
+        stages = tuple(
+            StageShape(
+                layers,
+                work.device_bytes(layers, layout.tp),
+                replace(self.spec, num_kv_heads=heads, num_layers=groups.of_stage(layers).size).page_bytes,
+            )
+            for layers in ranges
+        )
+        return RoleShape(layout, template, rules_for(role, layout.ep), work, stages, notes)
+
+    def _on_stage(self, tp: int, ep: int) -> _OnStage:
+        """Of the whole model on as many devices as a stage has. Raises `ValueError` where an axis does not divide."""
+        if (tp, ep) not in self._on_stages:
+            try:
+                self._on_stages[tp, ep] = self._lay_out(tp, ep)
+            except ValueError as error:
+                self._on_stages[tp, ep] = error
+        found = self._on_stages[tp, ep]
+        if isinstance(found, ValueError):
+            raise found
+        return found
+
+    def _lay_out(self, tp: int, ep: int) -> _OnStage:
+        rules, own = rules_for("decode", ep), self.architecture.on_devices(tp)
+        template, notes = self._with_experts(own, 1 if ep > 1 else tp)
+        template.abstract(AbstractMesh((tp,), (TENSOR,), axis_types=(AxisType.Explicit,)), rules)  # type: ignore[arg-type]
+        costs = [] if own.heads is None else [own.heads.cost(has_latents=own.latent is not None)]
+        return template, model_work(template, rules), (*costs, *notes)
+
+    def _with_experts(self, architecture: ArchitectureConfig, num_parts: int) -> tuple[ModelTemplate, list[str]]:
+        """Experts as the published checkpoint has them; `num_parts`: that each is cut into."""
+        template = self._template(architecture, self.form)
+        experts = next((leaf for leaf in template.leaves if leaf.is_of_experts), None)
+        if experts is None or self.target.is_cpu:
+            return template, []
+        sizes = dict(zip(experts.axes, experts.shape, strict=True))
+        packed = replace(self.form, experts=ExpertFormat(packing=self._packing))
+        against = moe.why_not(sizes["embed"], sizes["expert_mlp"], num_parts, packed, self.activation_dtype)
+        if self._packing is not None and against is not None:
+            packed = self.form
+        backend: Literal["mosaic_gpu", "xla"] = "xla" if against else "mosaic_gpu"
+        chosen = replace(packed, experts=replace(packed.experts, backend=backend))
+        notes = [f"products with experts: {backend}" + (f" ({against})" if against else "")]
+        return self._template(architecture, chosen), notes
+
+    def _template(self, architecture: ArchitectureConfig, form: MatrixFormat) -> ModelTemplate:
+        if (architecture, form) not in self._templates:
+            self._templates[architecture, form] = make_template(architecture, form, self.activation_dtype)
+        return self._templates[architecture, form]

@@ -1,0 +1,66 @@
+"""`jaxinfer plan`: what a known model takes on cards that need not be here, in which layout, and how fast it would be."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from jaxinfer.config import ConfigError
+from jaxinfer.dry_run.report import as_json, describe, ranking
+from jaxinfer.dry_run.run import DryRun, dry_run, named_layouts
+from jaxinfer.dry_run.search import Setting
+from jaxinfer.dry_run.shapes import Shapes
+from jaxinfer.dry_run.target import Target
+from jaxinfer.dry_run.workload import Workload
+from jaxinfer.models.shapes import read_shape
+
+_CONTEXT = 8192  # tokens, where nothing else is asked for
+
+
+def make_plan(arguments: argparse.Namespace) -> DryRun:
+    """Raises `ConfigError` and `UnsupportedModelError`."""
+    for name in ("context", "batch"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} is {value}: it must be at least 1")
+    target = Target.of(arguments.target)
+    layouts = named_layouts(target, arguments.prefill_parallel, arguments.decode_parallel)
+    workload = _workload(arguments)
+    shapes = Shapes(read_shape(arguments.model), target)
+    most = shapes.architecture.max_position_embeddings
+    if arguments.context is not None and arguments.context > most:
+        raise ConfigError(f"context is {arguments.context}: this model's is {most} tokens; give that or less")
+    context = min(_CONTEXT, most) if arguments.context is None else arguments.context
+    return dry_run(shapes, Setting(context, workload, arguments.batch), layouts)
+
+
+def show(run: DryRun, *, is_json: bool) -> None:
+    """On standard output."""
+    if is_json:
+        print(json.dumps(as_json(run), indent=1))
+        return
+    console = Console()
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for name, value in describe(run):
+        table.add_row(f"[bold]{name}", escape(value))
+    console.print(table)
+    if rows := ranking(run):
+        ranked = Table(*rows[0], box=None, padding=(0, 2, 0, 0), title="layouts by predicted throughput", title_justify="left")
+        for row in rows[1:]:
+            ranked.add_row(*map(escape, row))
+        console.print()
+        console.print(ranked)
+    if not run.fits:
+        print(f"does not fit: {run.setting.context:,} tokens of context have no room")
+        for change in run.changes:
+            print(f"would fit, by arithmetic: {change}")
+
+
+def _workload(arguments: argparse.Namespace) -> Workload:
+    if arguments.trace is not None:
+        return Workload.of_trace(arguments.trace)
+    return Workload.of_means(arguments.input_length, arguments.output_length)

@@ -1,0 +1,204 @@
+"""Plans for cards that are not here: arithmetic, where their compiler isn't either."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+
+import pytest
+
+from jaxinfer.config import ConfigError
+from jaxinfer.dry_run.report import as_json, describe, ranking
+from jaxinfer.dry_run.run import DryRun, dry_run, named_layouts
+from jaxinfer.dry_run.search import Layouts, Setting
+from jaxinfer.dry_run.shapes import Shapes
+from jaxinfer.dry_run.target import Target
+from jaxinfer.dry_run.workload import Workload
+from jaxinfer.models.shapes import model_shape
+from sharding.layout import Parallel
+
+GIB = 2**30
+USUAL = Workload.of_means(2048, 256)
+
+
+@cache
+def shapes(model: str, target: str) -> Shapes:
+    return Shapes(model_shape(model), Target.of(target))
+
+
+@cache
+def plan(
+    model: str, target: str, prefill: str | None = None, decode: str | None = None, context: int = 8192, batch: int | None = 32
+) -> DryRun:
+    layouts = named_layouts(Target.of(target), prefill, decode)
+    return dry_run(shapes(model, target), Setting(context, USUAL, batch), layouts, compiles=False)
+
+
+def test_bytes_add_up_and_pages_are_of_what_is_left() -> None:
+    run = plan("llama-3.1-8b", "1xh100", "tp=1")
+    stage, memory = run.chosen.decode_memory.stages[0], run.chosen.decode_memory
+    assert stage.weight_bytes == pytest.approx(8.03e9 * 2, rel=1e-3)
+    assert stage.room_bytes == stage.total_bytes - stage.reserved_bytes - stage.weight_bytes - stage.activation_bytes > 60 * GIB
+    assert stage.page_bytes == 16 * 131072
+    assert run.kv_tokens == (stage.room_bytes // stage.page_bytes - 1) * 16
+    assert run.fits
+    two = plan("llama-3.1-8b", "2xh100", "tp=2").chosen.decode_memory.stages[0]
+    assert two.weight_bytes == pytest.approx(stage.weight_bytes / 2, rel=1e-3)
+    assert two.page_bytes == stage.page_bytes // 2, "KV heads are split"
+    assert memory.kv_bytes(0) <= stage.room_bytes < memory.kv_bytes(0) + stage.page_bytes
+
+
+def test_stages_share_out_weights_and_the_fullest_bounds_the_pages() -> None:
+    run = plan("llama-3.1-70b", "8xh100", "tp=2,pp=4")
+    memory, whole = run.chosen.decode_memory, plan("llama-3.1-70b", "8xh100", "tp=8").chosen.decode_memory
+    assert sum(2 * stage.weight_bytes for stage in memory.stages) == pytest.approx(8 * whole.stages[0].weight_bytes, rel=1e-3)
+    assert memory.num_pages == min(stage.room_bytes // stage.page_bytes for stage in memory.stages)
+    assert sum(stage.page_bytes for stage in memory.stages) == 4 * whole.stages[0].page_bytes
+    assert all(memory.kv_bytes(n) <= stage.room_bytes for n, stage in enumerate(memory.stages))
+
+
+def test_experts_are_as_they_are_published() -> None:
+    kimi = plan("kimi-k2.5", "8xh100", "tp=8")
+    memory = kimi.chosen.decode_memory
+    assert "experts int4" in str(kimi.chosen.decode.template.form)
+    assert 560e9 < 8 * memory.stages[0].weight_bytes < 620e9
+    assert 8 * memory.kv_bytes(0) > 30 * GIB
+    assert memory.stages[0].page_bytes == 16 * 70272, "every device has all latents"
+    assert "experts fp8" in str(plan("deepseek-v3", "8xh200", "tp=8").chosen.decode.template.form)
+
+
+def test_stages_share_latents_out() -> None:
+    whole, cut = (plan("kimi-k2.5", "8xh100", layout).kv_tokens for layout in ("tp=8", "tp=2,pp=4"))
+    assert cut > 3.5 * whole
+
+
+def test_whole_experts_are_as_many_bytes() -> None:
+    columns, whole = (plan("kimi-k2.5", "8xh100", layout).chosen.decode_memory.stages[0] for layout in ("tp=8", "tp=8,ep=8"))
+    assert columns.weight_bytes == whole.weight_bytes
+
+
+def test_chunked_layers_leave_long_contexts_room() -> None:
+    run = plan("llama-4-scout", "2xh200", "tp=2", context=1_000_000)
+    assert run.fits
+    assert run.kv_tokens > 1_200_000
+    assert run.chosen.decode_memory.spec.lasting_token_bytes == 49152
+    assert 2 * run.chosen.decode_memory.kv_bytes(0) > 56 * GIB
+
+
+def test_heads_that_do_not_divide_are_made_to_and_their_cost_is_told() -> None:
+    run = plan("qwen3-235b-a22b", "8xh100", "tp=8")
+    assert any("KV heads 4 -> 8, 2 copies of each" in note for note in run.notes)
+    assert run.chosen.decode_memory.stages[0].page_bytes == 16 * 94 * 2 * 128 * 2, "a head a device"
+
+
+def test_roles_on_devices_of_their_own() -> None:
+    run = plan("llama-3.1-8b", "8xh100", "tp=4", "tp=2,pp=2")
+    assert [name for name, _, _ in run.roles] == ["prefill", "decode"]
+    assert run.kv_tokens == min(run.chosen.prefill_memory.kv_tokens, run.chosen.decode_memory.kv_tokens)
+    assert run.chosen.speed.handoff_seconds > 0
+    assert len(as_json(run)["devices"]) == 8
+    alone = plan("llama-3.1-8b", "8xh100", "tp=4", "tp=4")
+    assert alone.chosen.layouts.is_shared
+    assert "4 device(s) idle" in alone.notes
+
+
+def test_what_does_not_fit_is_told_with_what_would() -> None:
+    run = plan("llama-3.1-405b", "4xh100", "tp=4", batch=None)
+    assert (run.fits, run.kv_tokens, run.chosen.decode_memory.kv_bytes(0)) == (False, 0, 0)
+    assert run.changes == ("more of the same cards: 16xh100",)
+    assert any("too much by" in value for _, value in describe(run))
+    long = plan("llama-3.1-70b", "4xh100", "tp=2,pp=2", context=131072, batch=8)
+    assert long.fits
+    short = plan("llama-3.1-70b", "2xh100", "tp=2", context=131072, batch=1)
+    assert short.changes == (f"less context: --context {short.kv_tokens}", "more of the same cards: 4xh100")
+
+
+def test_another_layout_of_the_same_cards_is_the_smallest_change() -> None:
+    run = plan("kimi-k2.5", "8xh100", "tp=8", context=131072)
+    assert not run.fits
+    assert run.changes[0].startswith("another layout of 8xh100: both tp=")
+    assert run.changes[1] == f"less context: --context {run.kv_tokens}"
+    assert len(run.changes) == 2
+
+
+def test_without_layouts_the_quickest_that_fits_is_taken() -> None:
+    run = plan("llama-3.1-70b", "4xh100", batch=None)
+    paces = [one.num_engines * one.speed.requests_per_second for one in run.ranked if one.fits]
+    assert all(later <= 1.03 * earlier for earlier, later in pairwise(paces))
+    assert run.chosen.layouts == next(one.layouts for one in run.ranked if one.num_engines == 1)
+    layouts = {one.layouts for one in run.ranked}
+    four = [Parallel(4), Parallel(2, 2), Parallel(1, 4)]
+    assert {Layouts(layout, layout, True) for layout in four} < layouts
+    assert Layouts(Parallel(2), Parallel(1, 2), False) in layouts
+    assert all(one.layouts.num_devices * one.num_engines == 4 for one in run.ranked)
+    assert len(ranking(run)) == 9
+
+
+def test_several_small_engines_are_told_of() -> None:
+    run = plan("smollm2-135m", "4xh100", batch=None)
+    assert any("4 engines, each of both tp=1, would do more" in note for note in run.notes)
+    assert run.chosen.layouts.num_devices == 4
+
+
+def test_longer_contexts_hold_fewer_sequences() -> None:
+    short, long = (
+        dry_run(shapes("llama-3.1-8b", "1xh100"), Setting(8192, Workload.of_means(length, 256)), compiles=False).chosen.batch
+        for length in (1024, 30000)
+    )
+    assert short == 256
+    assert long == 16
+
+
+@pytest.mark.parametrize(
+    ("target", "prefill", "decode", "words"),
+    [
+        ("8xh100", "tp=8", "tp=4", "prefill tp=8; decode tp=4 take 12 devices, but 8xh100 has 8: .* such as 12xh100"),
+        ("8xh100", "tp=two", None, "prefill_parallel is 'tp=two'"),
+        ("8xh100", None, "tp=2,ep=4", "decode_parallel is 'tp=2,ep=4'"),
+    ],
+)
+def test_layouts_that_can_not_be_are_refused(target: str, prefill: str | None, decode: str | None, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        named_layouts(Target.of(target), prefill, decode)
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        ("tp=3", "prefill_parallel is tp=3: .* axis of .* can't be split over 3 devices"),
+        ("pp=40", "prefill_parallel is tp=1,pp=40: 40 stages of 32 layers: .* use a pp of 1 to 32"),
+    ],
+)
+def test_axes_that_do_not_divide_and_stages_without_layers_are_named(layout: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        plan("llama-3.1-8b", "64xh100", layout)
+
+
+@pytest.mark.parametrize("target", ["h100", "8xb200", "0xh100", "8 x h100", ""])
+def test_targets_that_are_not_known_are_refused(target: str) -> None:
+    with pytest.raises(ConfigError, match=r"such as 8xh100; known are h100, h200"):
+        Target.of(target)
+
+
+def test_targets_have_names() -> None:
+    assert [str(Target.of(name)) for name in ("8xh100", "CPU", "4xcpu", "2xH200")] == ["8xh100", "cpu", "4xcpu", "2xh200"]
+    assert Target.of("4xcpu").memory_bytes == Target.of("cpu").memory_bytes // 4
+
+
+def test_without_the_cards_compiler_it_says_that_it_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nowhere(card: str, num_devices: int) -> None:
+        raise RuntimeError(f"no compiler for a {card}")
+
+    monkeypatch.setattr("jaxinfer.dry_run.programs.target_devices", nowhere)
+    run = dry_run(shapes("smollm2-135m", "1xh200"), Setting(8192, USUAL, 8))
+    assert not run.is_compiled
+    assert "no compiler for a h200" in run.notes
+    assert any("(estimated)" in value for _, value in describe(run))
+    assert as_json(run)["compiled"] is False
+
+
+def test_faster_memory_speeds_up_decode() -> None:
+    slow, fast = (plan("llama-3.1-8b", target, "tp=1").decode_steps for target in ("1xh100", "1xh200"))
+    assert fast.round_seconds < slow.round_seconds
+    assert replace(slow, num_micro_batches=2).round_seconds == pytest.approx(2 * slow.round_seconds)
