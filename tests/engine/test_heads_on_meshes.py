@@ -80,6 +80,18 @@ def test_tokens_are_one_devices_with_hits_and_preemption(folder: Path, expected:
     assert_all_free(llm.engine)
 
 
+def test_pages_on_disk_are_of_use_to_a_mesh_with_other_heads(folder: Path, expected: dict[str, list[Any]], tmp_path: Path) -> None:
+    tiers = {"kv_host_memory": "4MiB", "kv_disk": f"{tmp_path / 'kv'}:4MiB"}
+    restored = []
+    for layout in ("two", "eight"):
+        with LLM(str(folder), **TINY | SMALL | LAYOUTS[layout] | tiers) as llm:
+            llm.engine._parts.tiers._seconds_to_compute = lambda num_tokens: float("inf")  # whatever there is, is fetched
+            assert tokens_of(llm.generate(PROMPTS[-2:], GREEDY)) == expected["auto"][-2:]
+            restored.append(llm.engine.stats.num_restored_tokens)
+            assert llm.engine.stats.num_compilations_after_ready == 0
+    assert restored[0] == 0 and restored[1] >= len(PROMPTS[-1]) // 16 * 16
+
+
 def test_the_default_model_says_on_two_and_four_devices_what_it_says_on_one(default_llm: LLM) -> None:
     prompt = default_llm.tokenizer.encode("The capital of France is")
     greedy = SamplingParams(temperature=0.0, max_tokens=8)
