@@ -57,15 +57,15 @@ def draw(run: DryRun, path: Path, model: str) -> None:
 
 
 def _memory(axes: Axes, run: DryRun, rows: list[tuple[str, RoleShape, RoleMemory, int]]) -> None:
-    how = "compiled" if run.is_compiled else "estimated"
-    axes.set_title(f"Memory of each device (GiB; activations {how}); {run.kv_tokens:,} tokens of context fit")
+    axes.set_title("Memory of each device")
     left = [0.0] * len(rows)
     labels = []
     for name, shape, _, number in rows:
         layers = shape.stages[number].layers
         first = number * shape.layout.tp + (_first_of_decode(run) if name == "decode" else 0)
         devices = f"{first}" if shape.layout.tp == 1 else f"{first} to {first + shape.layout.tp - 1}"
-        labels.append(f"{name}, device {devices}\nlayers {layers.start} to {layers.stop - 1}")
+        of_role = "" if run.chosen.layouts.is_shared else f"{name}, "
+        labels.append(f"{of_role}device {devices}\nlayers {layers.start} to {layers.stop - 1}")
     for part, colour in _PARTS:
         widths = [_part(part, memory, number) / _GIB for _, _, memory, number in rows]
         axes.barh(range(len(rows)), widths, left=left, color=colour, height=0.62, label=part)
@@ -78,6 +78,8 @@ def _memory(axes: Axes, run: DryRun, rows: list[tuple[str, RoleShape, RoleMemory
     axes.set_yticks(range(len(rows)), labels, fontsize=9)
     axes.invert_yaxis()
     axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=len(_PARTS), fontsize=9, handlelength=1.2, columnspacing=1.2)
+    how = "of compiled programs" if run.is_compiled else "estimated"
+    axes.set_xlabel(f"GiB; {run.kv_tokens:,} tokens of context fit; activations {how}")
 
 
 def _part(part: str, memory: RoleMemory, number: int) -> int:
@@ -99,8 +101,12 @@ def _timeline(axes: Axes, steps: Steps, title: str, *, num_rounds: int, returns:
         move_seconds=steps.move_seconds,
         return_seconds=steps.return_seconds if returns else None,
     )
-    waits = "" if len(steps.costs) == 1 else f", once it is full stages wait {steps.bubble_share:.0%} of the time"
-    axes.set_title(f"{title}: {1e3 * steps.round_seconds:.3g} ms a round{waits}; most of it {steps.bound}")
+    waits = (
+        ""
+        if len(steps.costs) == 1
+        else f"; a colour and number a micro-batch; once the pipeline is full stages wait {steps.bubble_share:.0%} of the time"
+    )
+    axes.set_title(title)
     for work in line.works:
         colour = _LANES[work.micro_batch % len(_LANES)]
         width = 1e3 * (work.stop - work.start)
@@ -113,7 +119,7 @@ def _timeline(axes: Axes, steps: Steps, title: str, *, num_rounds: int, returns:
     axes.set_ylim(-0.6, len(steps.costs) - 0.4)
     axes.invert_yaxis()
     axes.set_xlim(0, 1e3 * line.seconds)
-    axes.set_xlabel("ms; a colour and number a micro-batch")
+    axes.set_xlabel(f"ms; {1e3 * steps.round_seconds:.3g} a round, most of it {steps.bound}{waits}")
 
 
 def _first_of_decode(run: DryRun) -> int:
