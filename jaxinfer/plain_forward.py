@@ -59,7 +59,7 @@ def _forward(template: ModelTemplate, mesh: Mesh, weights: Weights, handed: Int[
     """A stage: logits of the last, hidden states of others."""
     model, hidden = template.merge(weights), None if template.is_first else handed
     x, _ = run_part(model, template.part, handed, hidden, jnp.arange(len(handed)), jnp.zeros(0), _Everywhere(mesh))
-    return model.logits(x) if template.is_last else x
+    return jax.sharding.reshard(model.logits(x), PartitionSpec()) if template.is_last else x
 
 
 @dataclass(frozen=True)

@@ -102,6 +102,13 @@ def test_every_kind_of_layer_costs_two_sums(role, family):
     assert collectives_a_layer(shorter, longer) == {reduced(RUNNERS[role][1], config.hidden_size): 2}
 
 
+def test_norms_over_all_heads_cost_a_number_a_token_more():
+    config = read_config(checkpoint.config_of("olmo2"))
+    shorter, longer = two_lengths(config, 1, "plain", "decode", 2)
+    of_norms = Collective("all-reduce", ("f32[8]", "f32[8]"))  # of queries and keys, at once
+    assert collectives_a_layer(shorter, longer) == {reduced(8, config.hidden_size): 2, of_norms: 1}
+
+
 @pytest.mark.parametrize("role", RUNNERS)
 @pytest.mark.parametrize("form", FORMS)
 def test_one_device_says_nothing_and_copies_no_pages(form, role):

@@ -29,9 +29,14 @@ def test_shards_are_equal_parts():
 
 def test_an_axis_that_does_not_divide_is_named():
     with pytest.raises(
-        ValueError, match=r"blocks\.0\.k: its kv_heads axis of 3 can't be split over 2 devices; use a number of devices that divides 3"
+        ValueError,
+        match=r"blocks\.0\.k: its kv_heads axis of 3 can't be split over 2 devices; use a number of devices that divides 3, such as 1",
     ):
         named_sharding(make_mesh((0, 1)), TENSOR_PARALLEL, ("embed", "kv_heads"), (8, 3), "blocks.0.k")
+    with pytest.raises(
+        ValueError, match=r"embedding\.table: its vocab axis of 130 can't be split over 8 devices; .* divides 130, such as 5"
+    ):
+        named_sharding(make_mesh(range(8)), TENSOR_PARALLEL, ("vocab", "embed"), (130, 8), "embedding.table")
     named_sharding(make_mesh((0, 1)), TENSOR_PARALLEL, ("embed",), (3,), "not split, so of any size")
 
 
