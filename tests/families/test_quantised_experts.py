@@ -12,7 +12,7 @@ import pytest
 
 from checkpoints.safetensors_source import SafetensorsSource
 from jaxinfer import LLM, SamplingParams
-from jaxinfer.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig
+from jaxinfer.config import CacheConfig, ConfigError, DeviceConfig, EngineConfig, ModelConfig
 from jaxinfer.models.registry import config_of
 from jaxinfer.plain_forward import PlainForward
 from jaxinfer.plan import Plan, make_plan
@@ -131,6 +131,23 @@ def test_experts_that_are_stored_in_several_ways_are_dequantised_and_the_log_say
     found = plain_logits(source.path)
     plain = deepseek.write(tmp_path / "plain", {key: value for key, value in config.items() if key != "quantization_config"}, values)
     np.testing.assert_allclose(found, plain_logits(plain), atol=1e-5)
+
+
+def test_experts_that_devices_do_not_divide_can_not_be_dealt_out(tmp_path: Path) -> None:
+    config = TEXT | {"n_routed_experts": 6, "num_nextn_predict_layers": 0}
+    values = checkpoint.tensors(config, deepseek.shapes_of(config))
+    source = SafetensorsSource(deepseek.write(tmp_path / "six", config, values))
+    words = (
+        "parallel is tp=4,ep=4: .*experts.*: its experts axis of 6 can't be split over 4 devices; use a number of devices that divides 6"
+    )
+    with pytest.raises(ConfigError, match=words):
+        plan_for(source, "tp=4,ep=4")
+    assert plan_for(source, "tp=2,ep=2").decode.layout.ep == 2
+
+
+def test_a_layout_that_deals_out_experts_that_there_are_none_of_is_refused(tiny_model_path: Path) -> None:
+    with pytest.raises(ConfigError, match="prefill_parallel is tp=2,ep=2, but this model has no experts: leave out ep=2"):
+        LLM(str(tiny_model_path), prefill_parallel="tp=2,ep=2")
 
 
 def test_experts_whose_part_of_a_device_no_tile_divides_are_dequantised(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
