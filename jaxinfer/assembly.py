@@ -147,7 +147,7 @@ def _assemble(config: EngineConfig, stats: EngineStats, processes: Processes) ->
     pace = Pace(schedule.prefill_buckets, schedule.target_ttft, schedule.target_itl, delays_decode=plan.shares_mesh)
     transfer: KVTransfer = SameMeshTransfer()
     cross_mesh: CrossMeshTransfer | None = None
-    processes.compiled()
+    processes.compiled(_summary(plan))
     with COUNTER.compiling():  # what allocating and moving compile is wanted
         prefill_runner.start(programs, prefill_weights)
         decode_runner.start(programs, decode_weights)
@@ -231,6 +231,18 @@ def _stage_moves(plan: Plan, pools: list[list[PagePool]]) -> list[StageMoves]:
     prefill, decode = ([stage.template.layers for stage in role.stages] for role in (plan.prefill, plan.decode))
     there = StageMoves("prefill to decode", routes(groups, prefill, decode), pools[0], pools[1])
     return [there, StageMoves("decode to prefill", routes(groups, decode, prefill), pools[1], pools[0])]
+
+
+def _summary(plan: Plan) -> str:
+    """Text that differs where the programs or arrays of two plans do."""
+    return repr(
+        [
+            plan.template.config,
+            str(plan.template.form),
+            plan.max_model_len,
+            *((r.role, str(r.layout), r.num_pages) for r in (plan.prefill, plan.decode)),
+        ]
+    )
 
 
 def _stages(role: RolePlan, pools: list[PagePool]) -> list[Stage]:

@@ -76,7 +76,7 @@ class LeaderChannel:
         self._changed = threading.Condition()
         self._queues: dict[int, queue.SimpleQueue[bytes | None]] = {}  # of messages to be sent, by process
         self._peers: dict[int, str] = {}
-        self._arrived: dict[int, int] = {}  # at how many points each process has said that it waits
+        self._arrived: dict[int, tuple[int, str]] = {}  # at which point each process has said that it waits, and with what
         self._is_done = False  # with waiting for others
         self._refused = ""
         self._is_closing = False
@@ -104,12 +104,17 @@ class LeaderChannel:
                     f"{self._seconds:g} s: start each with `jaxinfer follow` and its own process_id{self._refused}"
                 )
 
-    def meet(self, point: int, *, is_last: bool = False) -> None:
+    def meet(self, point: int, about: str = "", *, is_last: bool = False) -> None:
         """Until every process waits at this point of those that are numbered from 1, where they wait for this one too. Raises
-        `ProcessLostError` if one is gone before."""
+        `ProcessLostError` if one is gone before, and `ConfigError` if one is there with something else than what this one is about."""
         others = range(1, self._num_processes)
         with self._changed:
-            self._changed.wait_for(lambda: all(self._arrived.get(p, 0) >= point for p in others) or self.doom.reason is not None)
+            self._changed.wait_for(lambda: all(self._arrived.get(p, (0, ""))[0] >= point for p in others) or self.doom.reason is not None)
+            self.doom.check()
+            for process in others:
+                theirs = self._arrived[process][1]
+                if theirs != about:
+                    raise ConfigError(f"process {process} has another model, or sizes of its own: {theirs}; process 0 has {about}")
             self._is_done = is_last
         self.send(b"")
 
@@ -154,7 +159,7 @@ class LeaderChannel:
         report = json.loads(request)
         with self._changed:
             if report.get("error") is None:
-                self._arrived[report["process_id"]] = report["point"]
+                self._arrived[report["process_id"]] = report["point"], report["about"]
             else:
                 self.doom.lost(f"process {report['process_id']} ({context.peer()}) failed: {report['error']}")
             self._changed.notify_all()
@@ -196,9 +201,9 @@ class FollowerChannel:
                 raise ConfigError(f"process 0 at {self._address} refuses this process: {self._stream.details()}") from error
             raise ProcessLostError(self._gone) from error
 
-    def report(self, point: int = 0, error: str | None = None) -> None:
-        """Tell the leader at which point this process waits for its next message, or why it ends."""
-        report = {"process_id": self._process, "point": point, "error": error}
+    def report(self, point: int = 0, about: str = "", *, error: str | None = None) -> None:
+        """Tell the leader at which point this process waits for its next message, and with what; or why it ends."""
+        report = {"process_id": self._process, "point": point, "about": about, "error": error}
         try:
             self._channel.unary_unary(f"/{_SERVICE}/{_REPORT}")(json.dumps(report).encode(), timeout=_GRACE)
         except grpc.RpcError as failure:

@@ -23,7 +23,7 @@ from jaxinfer.distributed.calls import Recorder, Replayer
 from jaxinfer.distributed.channel import Doom, FollowerChannel, Greeting, LeaderChannel, ProcessLostError
 from jaxinfer.runtime.program_key import sources
 
-OWN_SETTINGS = ("process_id", "model", "profile")  # may differ from process to process: a model is where each finds it
+OWN_SETTINGS = ("process_id", "model", "profile", "connect_seconds")  # may differ from process to process: a model is where each finds it
 # Seconds that JAX's own service waits. A process that died is noticed at once by `channel`; for one that hangs, or whose machine is gone, it
 # is the heartbeat that fails, and JAX ends all processes.
 _HEARTBEAT, _SHUTDOWN = 20, 60
@@ -39,8 +39,9 @@ class Processes(Protocol):
         """Have a target's public methods called in all processes; returns what to call instead of it."""
         ...
 
-    def compiled(self) -> None:
-        """Wait until all processes are about to launch their first program: its collectives would give up waiting for one that compiles."""
+    def compiled(self, plan: str) -> None:
+        """Wait until all processes are about to launch their first program: its collectives would give up waiting for one that compiles. Raises
+        `ConfigError` where they have not all come to the same plan: their programs would not fit each other."""
         ...
 
     def assembled(self) -> None:
@@ -66,7 +67,7 @@ class Alone:
     def share(self, name: str, target: Target) -> Target:
         return target
 
-    def compiled(self) -> None:
+    def compiled(self, plan: str) -> None:
         pass
 
     def assembled(self) -> None:
@@ -92,8 +93,8 @@ class Leader:
     def share(self, name: str, target: Target) -> Target:
         return self._recorder.record(name, target)
 
-    def compiled(self) -> None:
-        self._channel.meet(1)
+    def compiled(self, plan: str) -> None:
+        self._channel.meet(1, plan)
 
     def assembled(self) -> None:
         self._channel.meet(2, is_last=True)
@@ -120,8 +121,8 @@ class Follower:
         self._replayer.add(name, target)
         return target
 
-    def compiled(self) -> None:
-        self._channel.report(1)
+    def compiled(self, plan: str) -> None:
+        self._channel.report(1, plan)
         next(self._messages)
 
     def assembled(self) -> None:
@@ -170,7 +171,8 @@ def lead(config: EngineConfig) -> Processes:
     try:
         channel.wait_for_all()
         address = f"{devices.coordinator.rpartition(':')[0]}:{_free_port(host)}"
-        channel.send(json.dumps({"jax": address, "settings": {k: v for k, v in ours.items() if k not in OWN_SETTINGS}}).encode())
+        given = {name: value for name, value in ours.items() if name not in ("process_id", "profile")}
+        channel.send(json.dumps({"jax": address, "settings": given}).encode())
         start_jax(config, address)
     except BaseException:
         channel.close()

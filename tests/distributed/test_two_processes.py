@@ -1,0 +1,71 @@
+"""Two real processes of four CPU devices each, as one engine: the tokens of one device, and an error in seconds when one dies."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from tests.conftest import TINY
+from tests.engine.workload import alone, workload
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 240  # that anything here may take where the machine is busy; on a quiet one all of it takes 20
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_two_processes_give_the_tokens_of_one_and_end_when_one_is_killed(tiny_model_path, llms, tmp_path):
+    """Both roles are split over both processes, on devices of their own, so each hand-off moves pages in both. Prefix cache and preemption too."""
+    coordinator, out, log = f"127.0.0.1:{free_port()}", tmp_path / "out.json", tmp_path / "log"
+    settings = TINY | {
+        "model": str(tiny_model_path),
+        "coordinator": coordinator,
+        "num_processes": 2,
+        "cpu_devices": 4,
+        "prefill_devices": (0, 1, 4, 5),  # its two KV heads are copied, a device each
+        "decode_devices": (2, 3, 6, 7),
+        "connect_seconds": float(SECONDS),
+        "out": str(out),
+    }
+    follow = ["follow", "--coordinator", coordinator, "--process-id", "1", "--connect-seconds", str(SECONDS)]
+    with log.open("wb") as written:
+        processes = [
+            subprocess.Popen([sys.executable, "-m", *command], cwd=ROOT, stdout=written, stderr=written)
+            for command in (["tests.distributed.leader", json.dumps(settings)], ["server.cli", *follow])
+        ]
+        leader, follower = processes
+        try:
+            deadline = time.monotonic() + SECONDS
+            while "answered" not in log.read_text(errors="replace"):
+                assert leader.poll() is None and follower.poll() is None and time.monotonic() < deadline, log.read_text(errors="replace")
+                time.sleep(0.1)
+            follower.kill()
+            assert leader.wait(30) != 0
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+    assert "lost: process 1 of 2" in log.read_text(errors="replace")
+
+    llm, (prompts, params) = llms(), workload()
+    found, expected = json.loads(out.read_text()), alone(llm, prompts[:15], params[:15])
+    assert found["tokens"] == expected
+    assert found["again"] == expected
+    assert found["long"] == alone(llm, [prompt[:15] for prompt in prompts], [replace(p, max_tokens=90) for p in params])
+    np.testing.assert_allclose(found["prompt_logprobs"], llm.logprobs(prompts[13])[1:], atol=1e-4)
+    assert found["num_preemptions"] > 10
+    assert found["num_pages_moved"] > 80
+    assert found["num_cached_tokens"] > 400
+    assert found["num_compilations_after_ready"] == 0
+    assert "can't span processes" in found["logits"]
