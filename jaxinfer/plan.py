@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 Laid = TypeVar("Laid", bound=Template[Any])
 
-_CPU_KV_BYTES = 2**29
+CPU_KV_BYTES = 2**29  # of each device, where the configuration leaves it to the engine
 _GPU_KV_SHARE = 0.85  # of what weights leave free; the rest is for temporaries
 
 _ATTENTION_KERNELS: dict[str, Backend] = {"cpu": "llvm_cpu", "gpu": "mosaic_gpu"}  # by platform
@@ -316,7 +316,7 @@ def _kv_budget(kv_memory: str, mesh: jax.sharding.Mesh, weights: int) -> int:
             raise ConfigError(f"kv_memory is {kv_memory}, but {device} has {format_bytes(memory)}: give less, or auto")
         return budget
     if not stats:
-        return _CPU_KV_BYTES
+        return CPU_KV_BYTES
     return max(int((stats["bytes_limit"] - stats["bytes_in_use"] - weights) * _GPU_KV_SHARE), 0)
 
 

@@ -107,6 +107,9 @@ def _add_plan_command(commands: argparse._SubParsersAction[argparse.ArgumentPars
     flag("--target", required=True, metavar="NxCARD", help="such as 8xh100 or 2xh200; cpu: this machine, 4xcpu: cut into virtual devices")
     flag("--prefill-parallel", metavar="TEXT", help="layout of prefill, such as tp=2,pp=2; without any all layouts are ranked")
     flag("--decode-parallel", metavar="TEXT", help="layout of decode; if it is prefill's both share devices")
+    flag(
+        "--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of weights on a CPU, as for serve (default: %(default)s)"
+    )
     flag("--context", type=int, metavar="N", help="tokens that one request may have (default: 8192, or the model's)")
     flag("--batch", type=int, metavar="N", help="sequences that decode at once (default: the power of two that has room, up to 256)")
     flag("--input-length", type=int, default=2048, metavar="N", help="tokens of a prompt, on average (default: %(default)s)")

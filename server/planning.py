@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from jaxinfer.config import ConfigError
+from jaxinfer.assembly import split_cpu
+from jaxinfer.config import ConfigError, ScheduleConfig
 from jaxinfer.dry_run.report import as_json, describe, ranking
 from jaxinfer.dry_run.run import DryRun, dry_run, named_layouts
 from jaxinfer.dry_run.search import Setting
@@ -28,14 +29,20 @@ def make_plan(arguments: argparse.Namespace) -> DryRun:
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}: it must be at least 1")
     target = Target.of(arguments.target)
+    if target.is_cpu:
+        split_cpu(target.num_devices)
     layouts = named_layouts(target, arguments.prefill_parallel, arguments.decode_parallel)
     workload = _workload(arguments)
-    shapes = Shapes(read_shape(arguments.model), target)
+    shapes = Shapes(read_shape(arguments.model), target, dtype=arguments.dtype)
     most = shapes.architecture.max_position_embeddings
     if arguments.context is not None and arguments.context > most:
         raise ConfigError(f"context is {arguments.context}: this model's is {most} tokens; give that or less")
     context = min(_CONTEXT, most) if arguments.context is None else arguments.context
-    return dry_run(shapes, Setting(context, workload, arguments.batch), layouts)
+    setting = Setting(context, workload, arguments.batch)
+    if target.is_cpu:  # as an engine would be started here
+        engine = ScheduleConfig()
+        setting = Setting(context, workload, arguments.batch or engine.max_batch_size, engine.prefill_chunk_size)
+    return dry_run(shapes, setting, layouts)
 
 
 def show(run: DryRun, *, is_json: bool) -> None:

@@ -20,11 +20,13 @@ class StageMemory:
     weight_bytes: int
     activation_bytes: int  # temporaries of the program that needs most, and what stays beside weights and pages
     page_bytes: int
+    kv_bytes: int | None = None  # that pages may take at most
 
     @property
     def room_bytes(self) -> int:
-        """That all else leaves for pages."""
-        return max(self.total_bytes - self.reserved_bytes - self.weight_bytes - self.activation_bytes, 0)
+        """For pages: what all else leaves, or the most that they may take."""
+        left = max(self.total_bytes - self.reserved_bytes - self.weight_bytes - self.activation_bytes, 0)
+        return left if self.kv_bytes is None else min(left, self.kv_bytes)
 
     @property
     def missing_bytes(self) -> int:
@@ -59,7 +61,7 @@ class RoleMemory:
 def role_memory(shape: RoleShape, target: Target, spec: PageSpec, activation_bytes: Sequence[int], chunk_size: int) -> RoleMemory:
     """`activation_bytes`: of each stage."""
     stages = (
-        StageMemory(target.memory_bytes, target.reserved_bytes, stage.weight_bytes, activations, stage.page_bytes)
+        StageMemory(target.memory_bytes, target.reserved_bytes, stage.weight_bytes, activations, stage.page_bytes, target.kv_bytes)
         for stage, activations in zip(shape.stages, activation_bytes, strict=True)
     )
     return RoleMemory(spec, tuple(stages), chunk_size)

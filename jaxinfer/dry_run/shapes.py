@@ -60,8 +60,9 @@ _OnStage = tuple[ModelTemplate, ModelWork, tuple[str, ...]]  # and notes
 class Shapes:
     """Of one model on one target, in any layout. What does not depend on the layout is read once."""
 
-    def __init__(self, config: Mapping[str, Any], target: Target, page_size: int = 16) -> None:
-        """`config`: the keys of a config.json. Raises `UnsupportedModelError` for a model that can't be served."""
+    def __init__(self, config: Mapping[str, Any], target: Target, page_size: int = 16, *, dtype: str = "auto") -> None:
+        """`config`: the keys of a config.json; `dtype`: of weights on a CPU, as `jaxinfer serve --dtype` has it. Raises `UnsupportedModelError` for a
+        model that can't be served."""
         self.target = target
         self.architecture = read_config(config)
         quantisation = config.get("quantization_config") or config.get("text_config", {}).get("quantization_config") or {}
@@ -70,7 +71,7 @@ class Shapes:
         self._on_stages: dict[tuple[int, int], _OnStage | ValueError] = {}
         self.form, self.activation_dtype = MatrixFormat(_BFLOAT16), _BFLOAT16
         if target.is_cpu:
-            self.form, self.activation_dtype = choose_formats(ModelConfig(), "cpu")
+            self.form, self.activation_dtype = choose_formats(ModelConfig(dtype=dtype), "cpu")
         self.spec = PageSpec.of(self.architecture, page_size, self.activation_dtype.itemsize)
 
     def on(self, num_devices: int) -> Shapes:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxinfer.config import ConfigError
+from jaxinfer.plan import CPU_KV_BYTES
 from sharding.hardware import HARDWARE, Hardware
 from sharding.targets import card_memory, known_cards
 
@@ -52,6 +53,11 @@ class Target:
     def reserved_bytes(self) -> int:
         """Of each device, set aside for what no program shows."""
         return 0 if self.is_cpu else _RESERVED_BYTES
+
+    @property
+    def kv_bytes(self) -> int | None:
+        """Of each device, that an engine takes for pages unless it is told otherwise; None: whatever all else leaves."""
+        return CPU_KV_BYTES if self.is_cpu else None
 
     @property
     def hardware(self) -> Hardware:
