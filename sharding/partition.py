@@ -53,7 +53,9 @@ def move(array: jax.Array, sharding: NamedSharding) -> jax.Array:
     sources = _sources(array.sharding, sharding, array.shape)
     if sources is None:
         assert isinstance(array.sharding, NamedSharding)
-        array = reshard(array, NamedSharding(array.sharding.mesh, PartitionSpec()))
+        # Until it is done, or on a CPU its collective could meet another program's: where a process has one device of a mesh, XLA runs side by side
+        # what has no data in common.
+        array = jax.block_until_ready(reshard(array, NamedSharding(array.sharding.mesh, PartitionSpec())))
         sources = _sources(array.sharding, sharding, array.shape)
         assert sources is not None
     held = {shard.device: shard.data for shard in array.addressable_shards}
