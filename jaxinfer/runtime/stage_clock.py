@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 from jaxinfer.stats import StageTimes
 
-
 Ended = Future[float]  # when
 
 

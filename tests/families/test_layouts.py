@@ -19,6 +19,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "a pipeline for both": {"prefill_parallel": "tp=1,pp=3"},
     "plain matrices": {"matmul_backend": "xla"},
     "experts dealt out": {"prefill_parallel": "tp=2,ep=2", "decode_parallel": "tp=4,ep=4"},
+    "experts dealt out in pipelines": {"prefill_parallel": "tp=2,pp=2,ep=2", "decode_parallel": "tp=1,pp=2"},
 }
 # Windows or chunks beside global layers, latents, experts, and norms over heads of both devices.
 CASES = (
@@ -36,6 +37,7 @@ CASES = (
     ("olmo2", "two devices each"),
     ("qwen3_moe", "two devices each"),
     ("qwen3_moe", "experts dealt out"),
+    ("qwen3_moe", "experts dealt out in pipelines"),
     ("qwen3_moe", "plain matrices"),
 )
 # Experts are bfloat16 beside integers: what differs by float32's rounding is rounded otherwise there.

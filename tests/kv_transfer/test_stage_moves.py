@@ -27,10 +27,10 @@ MODELS = {
 
 def cuts(num_layers: int, num_stages: int) -> list[list[range]]:
     """All ways to cut layers into so many stages."""
-    found = []
-    for inner in itertools.combinations(range(1, num_layers), num_stages - 1):
-        found.append([range(start, stop) for start, stop in itertools.pairwise((0, *inner, num_layers))])
-    return found
+    return [
+        [range(start, stop) for start, stop in itertools.pairwise((0, *inner, num_layers))]
+        for inner in itertools.combinations(range(1, num_layers), num_stages - 1)
+    ]
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -88,7 +88,7 @@ def test_pages_arrive_in_other_cuts_and_shapes_and_no_other_page_changes() -> No
         stage = next(number for number, layers in enumerate(cut) if layer in layers)
         return np.asarray(of_pools[stage].array)[groups.of_stage(cut[stage]).places[layer][1], :, page]
 
-    source_cut, target_cut = [range(0, 5), range(5, 14)], [range(0, 3), range(3, 9), range(9, 14)]
+    source_cut, target_cut = [range(5), range(5, 14)], [range(3), range(3, 9), range(9, 14)]
     source, target = pools(source_cut, [(0, 1), (2, 3)]), pools(target_cut, [(4,), (5,), (6,)])
     before = [np.asarray(pool.array) for pool in target]
     moves = StageMoves("test", routes(groups, source_cut, target_cut), source, target)
