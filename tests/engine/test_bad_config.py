@@ -32,12 +32,24 @@ from tests import tiny_model
         ({"kv_memory": "lots"}, "kv_memory is 'lots': give a size such as 512MiB"),
         ({"kv_memory": "-1GiB"}, "kv_memory is '-1GiB': give a size such as 512MiB"),
         ({"dtype": "float64"}, "dtype is 'float64': it must be one of auto, float32, bfloat16"),
-        ({"prefill_devices": ()}, r"prefill_devices is \(\): give distinct device numbers from 0"),
         ({"decode_devices": (1, 1)}, r"decode_devices is \(1, 1\): give distinct device numbers"),
         ({"decode_devices": (-1,)}, r"decode_devices is \(-1,\): give distinct device numbers from 0"),
         (
             {"prefill_devices": (0, 1), "decode_devices": (1, 2)},
             r"prefill_devices \(0, 1\) and decode_devices \(1, 2\) overlap: make them the same or disjoint",
+        ),
+        (
+            {"prefill_parallel": "tp=2", "decode_parallel": "pp=2", "prefill_devices": (0, 1), "decode_devices": (0, 1)},
+            r"overlap: make them the same, with one layout \(not tp=2 and tp=1,pp=2\), or disjoint",
+        ),
+        ({"prefill_parallel": "tp=0"}, "prefill_parallel is 'tp=0': 'tp=0' is no part of a layout: give tp=N, pp=N or ep=N, N from 1"),
+        ({"decode_parallel": "2x2"}, "decode_parallel is '2x2': '2x2' is no part of a layout"),
+        ({"decode_parallel": "tp=2,dp=2"}, "'dp=2' is no part of a layout"),
+        ({"decode_parallel": "tp=2,tp=4"}, "tp is given twice"),
+        ({"decode_parallel": "tp=4,ep=2"}, "ep is 2: experts are dealt out to the tp=4 devices of a stage, so give ep=4 or leave it out"),
+        (
+            {"prefill_parallel": "tp=2,pp=2", "prefill_devices": (0, 1)},
+            r"prefill_parallel is tp=2,pp=2, for 4 device\(s\), but prefill_devices is \(0, 1\), which are 2: give 4 devices, or a layout of 2",
         ),
     ],
     ids=lambda x: str(x)[:40],
@@ -57,9 +69,14 @@ def test_what_can_never_work_is_refused_at_once(settings, words):
         ({"prefill_devices": (1, 9)}, r"prefill_devices is \(1, 9\): device 9 does not exist"),
         ({"cpu_devices": 9}, "cpu_devices is 9, but JAX has started with 8"),
         (
-            {"prefill_devices": (0,), "decode_devices": (1, 2, 3, 4)},
-            r"decode_devices is \(1, 2, 3, 4\): .* kv_heads axis of 2 can't be split over 4 devices; use a number of devices that divides 2",
+            {"decode_parallel": "tp=3", "matmul_backend": "xla"},
+            "parallel is tp=3: .*mlp axis of 128 can't be split over 3 devices; use a number of devices that divides 128, such as 2",
         ),
+        (
+            {"prefill_parallel": "tp=2,pp=3"},
+            "prefill_parallel is tp=2,pp=3: 3 stages of 2 layers: each stage needs a layer; use a pp of 1 to 2",
+        ),
+        ({"prefill_parallel": "tp=8,pp=2"}, "prefill_devices is .*: device 8 does not exist: this machine has 8 cpu"),
         (
             {"kv_memory": "1KiB"},
             "kv_memory of 1024 bytes holds no KV page: a page of 16 tokens takes 8192 bytes .* give at least 16384 bytes, or a smaller page_size",
