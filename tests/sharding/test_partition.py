@@ -1,9 +1,10 @@
 import jax
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
 from sharding.mesh import TENSOR, make_mesh
-from sharding.partition import named_sharding, partition_spec, replicated
+from sharding.partition import move, named_sharding, partition_spec, place, replicated, within
 from sharding.rules import RULES, TENSOR_PARALLEL
 from tests import model_on_mesh
 
@@ -47,3 +48,21 @@ def test_every_axis_of_the_model_is_split_or_whole_on_purpose(tiny_model_path):
     assert {path.rpartition(".")[0].rpartition(".")[2] or path for path in whole} == {"attention_norm", "mlp_norm", "norm"}
     assert all(isinstance(weight, jax.Array) for weight in model.weights)
     assert model.pool.abstract.sharding.shard_shape(model.pool.abstract.shape)[3] == 1, "one of two KV heads on each device"
+
+
+def test_host_arrays_and_those_of_other_meshes_come_whole_and_so_sharded():
+    values = np.arange(24, dtype=np.float32).reshape(4, 6)
+    here, there = (named_sharding(make_mesh(ids), TENSOR_PARALLEL, ("mlp", "embed"), values.shape, "it") for ids in ((0, 1), (3, 2)))
+    placed = place({"one": values}, here)["one"]
+    moved = move(placed, there)
+    assert (placed.sharding, moved.sharding) == (here, there)
+    np.testing.assert_array_equal(moved, values)
+
+
+def test_where_one_part_of_an_array_lies_in_another():
+    whole, low, high = slice(None), slice(0, 2), slice(2, 4)
+    assert within((whole, whole), (low, whole), (4, 6)) == (slice(0, 2), slice(0, 6))
+    assert within((high, whole), (slice(3, 4), high), (4, 6)) == (slice(1, 2), slice(2, 4))
+    assert within((low, whole), (low, whole), (4, 6)) == (slice(0, 2), slice(0, 6))
+    assert within((low, whole), (slice(1, 3), whole), (4, 6)) is None
+    assert within((high, whole), (low, whole), (4, 6)) is None
