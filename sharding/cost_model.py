@@ -90,6 +90,8 @@ class Part:
     experts: Experts | None = None
     attention: Attention | None = None
     reduced_bytes: tuple[int, ...] = ()  # of a token, in each all-reduce over tp devices
+    split_moved: int = 0  # bytes of a token that lie between products, read and written: of which each of tp devices has its part
+    whole_moved: int = 0  # the same of what each device does for itself
     num_kernels: int = 0
     of_sampled: bool = False  # only the last token of each sequence comes to it
 
@@ -115,6 +117,7 @@ _BOUNDS = {
     "attention": "attention's products",
     "collectives": "collectives",
     "starts": "starting kernels",
+    "activations": "moving activations",
 }
 
 
@@ -129,6 +132,7 @@ class Cost:
     attention: float = 0.0
     collectives: float = 0.0
     starts: float = 0.0
+    activations: float = 0.0
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
@@ -153,8 +157,9 @@ def part_cost(part: Part, step: Step, tp: int, ep: int, hardware: Hardware) -> C
     weight_reads, kv_reads, attention = weight_bytes / hardware.bandwidth, kv_bytes / hardware.bandwidth, 2 * pairs / rate
     collectives = sum(all_reduce_seconds(_rows(part, step) * size, tp, hardware) for size in part.reduced_bytes)
     starts = part.num_kernels * hardware.kernel_seconds
-    seconds = max(weight_reads, products) + max(kv_reads, attention) + collectives + starts
-    return Cost(seconds, weight_reads, products, kv_reads, attention, collectives, starts)
+    activations = _rows(part, step) * (part.split_moved / tp + part.whole_moved) / hardware.activation_bandwidth
+    seconds = max(weight_reads, products) + max(kv_reads, attention) + collectives + starts + activations
+    return Cost(seconds, weight_reads, products, kv_reads, attention, collectives, starts, activations)
 
 
 def stage_cost(parts: Iterable[Part], step: Step, tp: int, ep: int, hardware: Hardware) -> Cost:
@@ -189,7 +194,7 @@ def _matrices(part: Part, step: Step, tp: int, hardware: Hardware) -> tuple[floa
     matrices, num_rows = part.matrices, _rows(part, step)
     values = matrices.split_values / tp + matrices.whole_values
     num_bytes = matrices.split_bytes / tp + matrices.whole_bytes + num_rows * matrices.row_bytes
-    return num_bytes, 2 * num_rows * values / hardware.rate(matrices.dtype)
+    return num_bytes, 2 * num_rows * values / hardware.product_rate(matrices.dtype, num_rows)
 
 
 def _experts(experts: Experts, num_tokens: int, tp: int, ep: int, hardware: Hardware) -> tuple[float, float]:

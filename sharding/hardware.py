@@ -9,6 +9,7 @@ copies, products and NCCL's all-reduces commonly show on such cards. None has be
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -28,6 +29,9 @@ class Hardware:
     kernel_seconds: float  # of the smallest kernel
     step_seconds: float  # that a step takes whatever it does: the host's call, its arguments and its results
     attention_share: float  # of the matmul rate that attention's products reach
+    # Of products with matrices that are read meanwhile, by type and number of rows; types that are not there go by the rates above.
+    product_rates: Mapping[str, Mapping[int, float]] = field(default_factory=dict, hash=False)
+    activation_bandwidth: float = math.inf  # of what lies between products: norms, residuals, gates
     shares_machine: bool = False  # whether the rates are all devices' together, as those of a CPU cut into virtual devices
     is_measured: bool = False
 
@@ -35,13 +39,29 @@ class Hardware:
         """Of products with weights of this type; of one that is not listed, the slowest."""
         return self.matmul_rates.get(dtype, min(self.matmul_rates.values()))
 
+    def product_rate(self, dtype: str, num_rows: float) -> float:
+        """Of a product of so many rows; between those that were measured a product's time is taken to grow evenly."""
+        rates = self.product_rates.get(dtype)
+        if not rates or num_rows <= 0:
+            return self.rate(dtype)
+        sizes = sorted(rates)
+        if num_rows >= sizes[-1]:
+            return rates[sizes[-1]]
+        more = next(size for size in sizes if size >= num_rows)
+        less = max((size for size in sizes if size <= num_rows), default=more)
+        if more == less:
+            return rates[more]
+        share = (num_rows - less) / (more - less)
+        return num_rows / ((1 - share) * less / rates[less] + share * more / rates[more])
+
     def shared_by(self, num_devices: int) -> Hardware:
         """One of so many that work at the same time."""
         if not self.shares_machine or num_devices == 1:
             return self
         rates = {dtype: rate / num_devices for dtype, rate in self.matmul_rates.items()}
-        shared = {name: getattr(self, name) / num_devices for name in ("bandwidth", "link_bandwidth", "host_bandwidth")}
-        return Hardware(**{**self._fields(), **shared, "matmul_rates": rates})
+        by_rows = {dtype: {rows: rate / num_devices for rows, rate in of.items()} for dtype, of in self.product_rates.items()}
+        shared = {name: getattr(self, name) / num_devices for name in _BANDWIDTHS}
+        return Hardware(**{**self._fields(), **shared, "matmul_rates": rates, "product_rates": by_rows})
 
     def _fields(self) -> dict[str, Any]:
         return {each.name: getattr(self, each.name) for each in fields(self)}
@@ -56,8 +76,10 @@ class Hardware:
         """What `write` wrote. Raises `ValueError` for anything else, `OSError` where there is no such file."""
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
+            found["product_rates"] = {name: {int(rows): r for rows, r in of.items()} for name, of in found.get("product_rates", {}).items()}
             made = cls(**found)
             numbers = [*made.matmul_rates.values(), *(value for value in found.values() if isinstance(value, (int, float)))]
+            numbers += [rate for of_type in made.product_rates.values() for rate in of_type.values()]
             if not made.matmul_rates or not all(isinstance(number, (int, float)) and number >= 0 for number in numbers):
                 raise ValueError("a rate is no number of at least 0")
         except (ValueError, TypeError, AttributeError) as error:
@@ -65,6 +87,7 @@ class Hardware:
         return made
 
 
+_BANDWIDTHS = ("bandwidth", "link_bandwidth", "host_bandwidth", "activation_bandwidth")
 _COPY, _MATMUL, _LINK = 0.9, 0.75, 0.8  # shares reached: of bandwidth by a copy, of the dense rate by a product, of NVLink by a collective
 
 

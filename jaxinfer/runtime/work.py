@@ -23,6 +23,8 @@ from sharding.stage_balancer import balance
 # H100 and H200: 11 to 14 kernels a dense layer, 30 to 38 one with experts, some 15 before the layers and after them.
 _LAYER_KERNELS, _ROUTING_KERNELS = 12, 22
 _EMBEDDING_KERNELS, _HEAD_KERNELS = 3, 12
+# How often a token's vector is read or written between products: by two norms and two residuals; by rotation and by attention, of all heads.
+_LAYER_MOVES, _HEAD_MOVES = 10, 3
 
 
 @dataclass(frozen=True)
@@ -77,14 +79,20 @@ def model_work(template: ModelTemplate, rules: Rules) -> ModelWork:
             _experts(template, routing, num_bytes[f"blocks.{layer}", None], num_values[f"blocks.{layer}", None]),
             _attention(config, layer, value_bytes),
             reduced_bytes=(width, width),
+            split_moved=value_bytes * (_HEAD_MOVES * (config.num_heads + config.num_kv_heads) * config.head_size + 3 * config.mlp_size),
+            whole_moved=_LAYER_MOVES * width,
             num_kernels=_LAYER_KERNELS + _ROUTING_KERNELS * bool(num_values[f"blocks.{layer}", None]),
         )
         for layer in range(config.num_layers)
     )
     of_row = config.hidden_size * template.form.dtype.itemsize
-    embedding = Part(Matrices(row_bytes=of_row, dtype=dtype), reduced_bytes=(width,), num_kernels=_EMBEDDING_KERNELS)
+    embedding = Part(Matrices(row_bytes=of_row, dtype=dtype), reduced_bytes=(width,), whole_moved=2 * width, num_kernels=_EMBEDDING_KERNELS)
     head = Part(
-        matrices("embedding" if config.tie_word_embeddings else "head"), reduced_bytes=(8,), num_kernels=_HEAD_KERNELS, of_sampled=True
+        matrices("embedding" if config.tie_word_embeddings else "head"),
+        reduced_bytes=(8,),
+        split_moved=2 * 4 * config.vocab_size,  # scores are written, and read again
+        num_kernels=_HEAD_KERNELS,
+        of_sampled=True,
     )
     split, whole = defaultdict[str, int](int), defaultdict[str, int](int)
     for (part, is_split), size in num_bytes.items():
