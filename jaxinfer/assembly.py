@@ -8,19 +8,18 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import jax
-import numpy as np
 
 from checkpoints.digest import weights_digest
 from checkpoints.hub import open_source, resolve
 from checkpoints.source import TensorSource
 from jaxinfer.config import ConfigError, EngineConfig, ScheduleConfig, parse_bytes, parse_disk
-from jaxinfer.decode.batch import empty_batch as empty_decode_batch
 from jaxinfer.decode.runner import DecodeRunner
 from jaxinfer.decode.scheduler import DecodeScheduler
 from jaxinfer.decode.worker import DecodeWorker
 from jaxinfer.distributed.processes import Alone, Processes, lead
 from jaxinfer.encode.loading import load_encoder
 from jaxinfer.encode.worker import EncodeWorker
+from jaxinfer.first_runs import measure, warm_up
 from jaxinfer.kv_cache.manager import KVManager
 from jaxinfer.kv_cache.pages import PagePool
 from jaxinfer.kv_cache.spec import LayerGroups
@@ -32,23 +31,21 @@ from jaxinfer.kv_transfer.same_mesh import SameMeshTransfer
 from jaxinfer.kv_transfer.stage_moves import StageMoves, routes
 from jaxinfer.kv_transfer.tiers import TierTransfer
 from jaxinfer.models.registry import config_of
-from jaxinfer.plan import Plan, RolePlan, make_plan, most_tokens
-from jaxinfer.prefill.batch import empty_batch as empty_prefill_batch
+from jaxinfer.plan import Plan, RolePlan, make_plan
 from jaxinfer.prefill.pace import Pace
 from jaxinfer.prefill.queue import WaitingQueue
 from jaxinfer.prefill.runner import PrefillRunner
 from jaxinfer.prefill.scheduler import PrefillScheduler
 from jaxinfer.prefill.worker import PrefillWorker
-from jaxinfer.runtime.buckets import prefill_rows
-from jaxinfer.runtime.compilation import COUNTER, Executable, compile_programs, use_persistent_cache
+from jaxinfer.runtime.compilation import COUNTER, compile_programs, use_persistent_cache
 from jaxinfer.runtime.device_clock import DeviceClock
 from jaxinfer.runtime.expert_loads import ExpertLoads
 from jaxinfer.runtime.load import load_weights, random_weights
 from jaxinfer.runtime.profile import named
-from jaxinfer.runtime.stage import Stage, StagedWeights, program_name
+from jaxinfer.runtime.stage import Stage, StagedWeights
 from jaxinfer.runtime.stage_clock import StageClock
-from jaxinfer.sampling.params import neutral_rows
 from jaxinfer.servable import check_tensors
+from jaxinfer.start_report import mesh_names, report_start
 from jaxinfer.stats import EngineStats, ExpertLoad
 from jaxinfer.tokenizer import Tokenizer
 from pallas_kernels.span import EVERYTHING
@@ -135,7 +132,7 @@ def _assemble(config: EngineConfig, stats: EngineStats, processes: Processes) ->
         programs = compile_programs(sources)
         stats.compile_seconds += time.monotonic() - started
         prefill_weights, decode_weights = loading.result()
-    _report(stats, config, plan, programs, pools)
+    report_start(stats, config, plan, programs, pools)
     if config.devices.profile is not None:
         programs = named(programs)
     prefill_runner, decode_runner = processes.share("prefill", prefill_runner), processes.share("decode", decode_runner)
@@ -151,13 +148,13 @@ def _assemble(config: EngineConfig, stats: EngineStats, processes: Processes) ->
     with COUNTER.compiling():  # what allocating and moving compile is wanted
         prefill_runner.start(programs, prefill_weights)
         decode_runner.start(programs, decode_weights)
-        _warm_up(prefill_runner, decode_runner)
-        for name, clock in zip(_names(plan), stage_clocks, strict=True):
+        warm_up(prefill_runner, decode_runner)
+        for name, clock in zip(mesh_names(plan), stage_clocks, strict=True):
             if clock is not None:
                 clock.begin()
                 stats.stage_times[name] = clock.times
         if pace.steers or tiers is not None:
-            _measure(prefill_runner, pace)
+            measure(prefill_runner, pace)
         if not plan.shares_mesh:
             ways: Sequence[Moves]
             if of_stages is None:
@@ -311,68 +308,6 @@ def _load(
         jax.block_until_ready((decode, prefill, [pool.array for of_role in pools for pool in of_role]))
     stats.load_seconds += time.monotonic() - started
     return prefill, decode
-
-
-def _warm_up(prefill: PrefillRunner, decode: DecodeRunner) -> None:
-    """Run every program once on a row that writes to the null page only. A program's first run costs hundreds of milliseconds more
-    than the next (memory touched for the first time): the first requests do not pay for it."""
-    for size in prefill.buckets:
-        _run_full(prefill, size)
-    for size in decode.buckets:
-        steps = empty_decode_batch(size, decode.num_slots, decode.num_groups)
-        steps.slots[0] = 0  # whoever gets the slot brings its own token
-        jax.block_until_ready(decode.run(steps, decode.put(neutral_rows(size))))
-    prefill.count_tokens(0, (), 0)
-    decode.count_tokens(0, (), 0)
-    decode.seat(0, ())
-
-
-def _measure(prefill: PrefillRunner, pace: Pace) -> None:
-    """Time each prefill program, the better of two runs, so that what this decides is decided by it from the first request on."""
-    for size in prefill.buckets:
-        seconds = []
-        for _ in range(2):
-            started = time.monotonic()
-            _run_full(prefill, size)
-            seconds.append(time.monotonic() - started)
-        pace.observe(size, min(seconds))
-
-
-def _run_full(prefill: PrefillRunner, size: int) -> None:
-    batch = empty_prefill_batch(size, prefill_rows(size), prefill.table_width)
-    batch.query_len[0] = batch.kv_len[0] = min(size, prefill.max_model_len)
-    jax.block_until_ready(prefill.run(batch))
-
-
-def _names(plan: Plan) -> tuple[str, ...]:
-    """Of the meshes, as statistics have them."""
-    return ("shared",) if plan.shares_mesh else ("prefill", "decode")
-
-
-def _report(stats: EngineStats, config: EngineConfig, plan: Plan, programs: dict[str, Executable], pools: list[list[PagePool]]) -> None:
-    stats.num_programs += len(programs)
-    stats.prefill_devices, stats.decode_devices = tuple(map(str, plan.prefill.devices)), tuple(map(str, plan.decode.devices))
-    stats.prefill_layout, stats.decode_layout = str(plan.prefill.layout), str(plan.decode.layout)
-    stats.prefill_pages, stats.decode_pages = plan.prefill.num_pages - 1, plan.decode.num_pages - 1
-    unpacked = ", ".join(f"{count} {name}" for name, count in plan.dequantised.items())
-    stats.weights = f"{plan.template.form}{unpacked and f' (dequantised: {unpacked})'}"
-    most, chunk_size = plan.decode.num_pages * plan.page_spec.page_size, config.schedule.prefill_buckets[-1]
-    stats.kv_tokens = most_tokens(plan.page_spec, stats.decode_pages, chunk_size, most)
-    names = _names(plan)
-    counts = plan.template.config.vocab_size * (np.dtype(bool).itemsize + np.dtype(np.int32).itemsize)
-    slots, rows = config.schedule.max_batch_size + 1, prefill_rows(config.schedule.prefill_buckets[-1])
-    for name, role, of_role in zip(names, (plan.prefill, plan.decode)[-len(names) :], pools, strict=True):
-        if role.heads_cost is not None:
-            stats.heads[name] = role.heads_cost
-        for number, (stage, pool) in enumerate(zip(role.stages, of_role, strict=True)):
-            of = program_name(name, role.stages, number)
-            ending = program_name("", role.stages, number)
-            of_stage = [p for key, p in programs.items() if (plan.shares_mesh or key.startswith(name)) and key.endswith(ending)]
-            stats.memory[f"{of} weights"] = stage.weight_bytes
-            stats.memory[f"{of} KV pages"] = pool.device_bytes
-            if stage.template.is_last:
-                stats.memory[f"{of} token counts"] = counts * {"shared": slots + rows, "prefill": rows, "decode": slots}[name]
-            stats.memory[f"{of} temporaries"] = max(p.memory_analysis().temp_size_in_bytes for p in of_stage)  # type: ignore[attr-defined]
 
 
 def _moves(role: RolePlan) -> str:

@@ -29,6 +29,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "jaxinfer.engine",
         "jaxinfer.embedder",
         "jaxinfer.assembly",
+        "jaxinfer.first_runs",
+        "jaxinfer.start_report",
         "jaxinfer.servable",
         "jaxinfer.output",
         "jaxinfer.plain_forward",

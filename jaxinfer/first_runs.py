@@ -1,0 +1,46 @@
+"""Programs' first runs, before anyone waits for them."""
+
+from __future__ import annotations
+
+import time
+
+import jax
+
+from jaxinfer.decode.batch import empty_batch as empty_decode_batch
+from jaxinfer.decode.runner import DecodeRunner
+from jaxinfer.prefill.batch import empty_batch as empty_prefill_batch
+from jaxinfer.prefill.pace import Pace
+from jaxinfer.prefill.runner import PrefillRunner
+from jaxinfer.runtime.buckets import prefill_rows
+from jaxinfer.sampling.params import neutral_rows
+
+
+def warm_up(prefill: PrefillRunner, decode: DecodeRunner) -> None:
+    """Run every program once on a row that writes to the null page only. A program's first run costs hundreds of milliseconds more
+    than the next (memory touched for the first time): the first requests do not pay for it."""
+    for size in prefill.buckets:
+        _run_full(prefill, size)
+    for size in decode.buckets:
+        steps = empty_decode_batch(size, decode.num_slots, decode.num_groups)
+        steps.slots[0] = 0  # whoever gets the slot brings its own token
+        jax.block_until_ready(decode.run(steps, decode.put(neutral_rows(size))))
+    prefill.count_tokens(0, (), 0)
+    decode.count_tokens(0, (), 0)
+    decode.seat(0, ())
+
+
+def measure(prefill: PrefillRunner, pace: Pace) -> None:
+    """Time each prefill program, the better of two runs, so that what this decides is decided by it from the first request on."""
+    for size in prefill.buckets:
+        seconds = []
+        for _ in range(2):
+            started = time.monotonic()
+            _run_full(prefill, size)
+            seconds.append(time.monotonic() - started)
+        pace.observe(size, min(seconds))
+
+
+def _run_full(prefill: PrefillRunner, size: int) -> None:
+    batch = empty_prefill_batch(size, prefill_rows(size), prefill.table_width)
+    batch.query_len[0] = batch.kv_len[0] = min(size, prefill.max_model_len)
+    jax.block_until_ready(prefill.run(batch))
