@@ -112,7 +112,7 @@ class _StatsCollector(Collector):
         yield from (used, cached, total, devices, memory, finished, answered)
 
     def _stages(self) -> Iterable[Metric]:
-        stages = ("role", "stage")
+        stages = ("mesh", "stage")
         busy = CounterMetricFamily("jaxinfer_stage_busy_seconds", "Seconds that a pipeline's stage worked", labels=stages)
         waiting = CounterMetricFamily(
             "jaxinfer_stage_bubble_seconds", "Seconds that it waited for the stage before it, with a step launched", labels=stages

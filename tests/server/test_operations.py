@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
 import server
-from jaxinfer.stats import EngineStats, ExpertLoad, TierStats
+from jaxinfer.stats import EngineStats, ExpertLoad, StageTimes, TierStats
 from server.metrics import live_numbers, metrics_text
 from server.summary import Measured, summary_table
 
@@ -112,6 +112,20 @@ def test_loads_of_experts_are_exported_where_there_are_any():
     text = shown(EngineStats(read_expert_loads=lambda: loads))
     assert text.count("the busiest device") == 1 and "the busiest had 1.50x the mean's tokens (2.50x in the worst layer)" in text
     assert "the busiest had 3.50x the mean's tokens (4.50x in the worst layer), the busiest device 1.25x" in text
+
+
+def test_a_pipelines_stages_are_told_by_their_work_and_their_waits():
+    stats = EngineStats(stage_times={"decode": [StageTimes(3.0, 0.5), StageTimes(1.0, 1.5)], "prefill": [StageTimes()] * 2})
+    found = samples(metrics_text(stats, {}, {})[0].decode())
+    assert [found[f"jaxinfer_stage_{kind}_seconds_total", ("mesh", "decode"), ("stage", "2")] for kind in ("busy", "bubble")] == [1.0, 1.5]
+    assert found["jaxinfer_stage_busy_seconds_total", ("mesh", "decode"), ("stage", "1")] == 3.0
+    assert stats.bubbles() == {"decode": 2.0 / 6.0}
+    assert not any("stage" in name for name, *_ in samples(metrics_text(EngineStats(), {}, {})[0].decode()))
+    assert "decode bubbles" in shown(stats, Measured(1, 2, 0.1, 0.1)) and "33% of the stages' time" in shown(
+        stats, Measured(1, 2, 0.1, 0.1)
+    )
+    pipeline = EngineStats(decode_devices=("cpu:0", "cpu:1"), decode_layout="tp=1,pp=2")
+    assert "cpu:0, cpu:1: tp=1,pp=2" in shown(pipeline)
 
 
 def shown(stats, measured=None):
