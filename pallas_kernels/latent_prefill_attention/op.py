@@ -28,6 +28,7 @@ def latent_prefill_attention(
     scale: float,
     query_tile: int,
     pool_is_finite: bool = False,
+    axis: str | None = None,
     backend: Backend = "xla",
 ) -> Float[Array, "T N V"]:
     """Causal attention of T packed query tokens, of at most X requests, over pages of latents that hold these tokens already.
@@ -47,6 +48,8 @@ def latent_prefill_attention(
       scale: multiplies the scores.
       query_tile: tokens a tile; T is a multiple of it. A tile holds tokens of one request.
       pool_is_finite: a promise that the pool holds no NaN or infinity anywhere, which may spare masking what lies outside a context.
+      axis: of the mesh, within a `shard_map`, whose devices each have G of every page's tokens, in turn; None where pages are whole. All else but
+        heads is the same on all of them, and each gets what its own heads attend to in all of the context.
       backend: 'xla' or 'reference'; no other has a kernel, as `why_not` says.
 
     Returns the attention output in q's type; rows of q that belong to no request come out as 0. Scores and sums are float32, keys and values
@@ -71,7 +74,7 @@ def latent_prefill_attention(
     if against := why_not(backend):
         raise ValueError(f"latent_prefill_attention: {backend} can't run: {against}")
     rows = (page_table, query_start, query_len, kv_len)
-    options = {"scale": scale, "query_tile": query_tile, "pool_is_finite": pool_is_finite}
+    options = {"scale": scale, "query_tile": query_tile, "pool_is_finite": pool_is_finite, "axis": axis}
     return _IMPLEMENTATIONS[backend](q, latent_pages, layer, *rows, up, **options)
 
 

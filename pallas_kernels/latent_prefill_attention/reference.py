@@ -20,9 +20,12 @@ def latent_prefill_attention(
     scale: float,
     query_tile: int,
     pool_is_finite: bool,
+    axis: str | None = None,
 ) -> Float[Array, "T N V"]:
     """See op.py."""
     del query_tile, pool_is_finite
+    if axis is not None:
+        latent_pages = jax.lax.all_gather(latent_pages, axis, axis=4, tiled=True)
     num_tokens, num_heads, head_size = q.shape
     rank, width = len(up), latent_pages.shape[5]
     own_size = head_size - (width - rank)

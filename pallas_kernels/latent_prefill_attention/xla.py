@@ -5,6 +5,10 @@ a run is expanded for all heads, then the step's queries that see some of it go 
 CPU, a step takes 1.7 times as long.) The pages of all requests follow one another in one list that runs are cut from, so many short prompts
 share a run as the queries of a long one do; a mask keeps requests apart. Both loops are as long as what is there when the program runs.
 
+Where devices have a part of each page, they gather several runs at a time, for starting to talk takes them as long as attending to a few hundred
+tokens. What a device would get instead by expanding its own part for the heads of all, queries there and outputs back, is more bytes up to contexts
+of some 70 times the step's tokens (DeepSeek-V3's sizes).
+
 What is held, with DeepSeek-V3's 128 heads on one device, T = 4,096 and bfloat16: queries by chunk (201 MB) and float32 sums (272 MB); for a run
 of 512 tokens its keys and values (42 MB, while they are made as much again), for a chunk of 512 queries scores (134 MB) and weights (67 MB); of
 none of it more for longer contexts. Compiled for an H200 it is 886 MB in all, 111 MB with the 16 heads of one in eight devices.
@@ -20,6 +24,7 @@ from jaxtyping import Array, Bool, Float, Int
 # each; but one run is the least that is expanded, and a chunk of several requests' queries is masked for each.
 _SHORTEST_RUN, _LONGEST_RUN = 128, 512
 _SHORTEST_CHUNK, _LONGEST_CHUNK = 128, 512
+_RUNS_GATHERED = 8
 _MASKED = -1e30
 
 Sums = tuple[
@@ -40,10 +45,13 @@ def latent_prefill_attention(
     scale: float,
     query_tile: int,
     pool_is_finite: bool,
+    axis: str | None = None,
 ) -> Float[Array, "T N V"]:
     """See op.py."""
     del query_tile, pool_is_finite  # a chunk may hold parts of several requests; what is not a number is masked where it costs nothing
-    num_layers, _, num_pages, _, page_size, width = latent_pages.shape
+    num_layers, _, num_pages, _, part_size, width = latent_pages.shape
+    num_parts = 1 if axis is None else jax.lax.axis_size(axis)
+    page_size = num_parts * part_size
     num_tokens, num_heads, head_size = q.shape
     num_rows = len(page_table)
     dtype = q.dtype if q.dtype == latent_pages.dtype else jnp.dtype("float32")
@@ -60,19 +68,30 @@ def latent_prefill_attention(
     query_row = jnp.argmax(is_of_row, axis=1).reshape(num_chunks, chunk)
     position = jnp.where(is_of_row, cached + place, -1).max(axis=1).reshape(num_chunks, chunk)
 
-    pool = latent_pages.reshape(num_layers * num_pages, page_size * width)
+    pool = latent_pages.reshape(num_layers * num_pages, part_size * width)
     end_of_row = jnp.cumsum(jnp.where(query_len > 0, (kv_len + page_size - 1) // page_size, 0))  # in the list of all pages
 
-    def one_run(i: Int[Array, ""], sums: Sums) -> Sums:
-        place = i * run_pages + jnp.arange(run_pages)
+    num_runs = (end_of_row[-1] + run_pages - 1) // run_pages
+
+    def in_list(place: Int[Array, " C"]) -> tuple[Int[Array, " C"], Int[Array, " C"]]:
+        """The row of each of the list's pages, and which of its pages it is."""
         row = jnp.minimum(jnp.sum(place[:, None] >= end_of_row, axis=1), num_rows - 1)
-        page = place - jnp.where(row > 0, end_of_row[row - 1], 0)  # of its row; past the list's end, past all that queries see
+        return row, place - jnp.where(row > 0, end_of_row[row - 1], 0)  # past the list's end, past all that queries see
+
+    def read(place: Int[Array, " C"]) -> Float[Array, "C g*W"]:
+        """This device's part of each of the list's pages."""
         # "clip": page numbers are the allocator's, always in range, and the default mode would mask every element.
-        ids = page_table.at[row, page].get(mode="clip")
-        latents = jnp.take(pool, layer * num_pages + ids, axis=0, mode="clip").reshape(run_pages * page_size, width)
-        keys, values = _expanded(latents, up, head_size, dtype)
-        context_row = jnp.repeat(row, page_size)
-        context = (page[:, None] * page_size + jnp.arange(page_size)).reshape(-1)
+        ids = page_table.at[in_list(place)].get(mode="clip")
+        return jnp.take(pool, layer * num_pages + ids, axis=0, mode="clip")
+
+    def one_run(i: Int[Array, ""], parts: Float[Array, "*D C g*W"], sums: Sums) -> Sums:
+        place = i * run_pages + jnp.arange(run_pages)
+        row, page = in_list(place)
+        keys, values = _expanded(parts.reshape(run_pages * page_size, width), up, head_size, dtype)
+        # Tokens are part by part.
+        part = jnp.arange(num_parts)[:, None, None] * part_size
+        context_row = jnp.tile(jnp.repeat(row, part_size), num_parts)
+        context = (page[:, None] * page_size + part + jnp.arange(part_size)).reshape(-1)
 
         def one_chunk(j: Int[Array, ""], sums: Sums) -> Sums:
             seen = (context_row == query_row[j][:, None]) & (context <= position[j][:, None])
@@ -87,7 +106,21 @@ def latent_prefill_attention(
     shape = (num_chunks, num_heads, chunk)
     value_size = up.shape[2] - (head_size - (width - len(up)))
     start = (jnp.full(shape, _MASKED), jnp.zeros(shape), jnp.zeros((*shape, value_size)))
-    _, total, out = jax.lax.fori_loop(0, (end_of_row[-1] + run_pages - 1) // run_pages, one_run, start)
+    if axis is None:
+        _, total, out = jax.lax.fori_loop(0, num_runs, lambda i, sums: one_run(i, read(i * run_pages + jnp.arange(run_pages)), sums), start)
+    else:
+        most = min(_RUNS_GATHERED, -(-page_table.size // run_pages))
+
+        def one_gathering(i: Int[Array, ""], sums: Sums) -> Sums:
+            # All devices count the same runs, so that none waits for one that is done.
+            parts = jax.lax.all_gather(read(i * most * run_pages + jnp.arange(most * run_pages)), axis)
+
+            def one(j: Int[Array, ""], sums: Sums) -> Sums:
+                return one_run(j, jax.lax.dynamic_slice_in_dim(parts, (j - i * most) * run_pages, run_pages, axis=1), sums)
+
+            return jax.lax.fori_loop(i * most, jnp.minimum((i + 1) * most, num_runs), one, sums)
+
+        _, total, out = jax.lax.fori_loop(0, (num_runs + most - 1) // most, one_gathering, start)
     out = jnp.where((position >= 0)[:, None, :, None], out / jnp.maximum(total, 1e-30)[..., None], 0.0)
     return out.swapaxes(1, 2).reshape(num_chunks * chunk, num_heads, -1)[:num_tokens].astype(q.dtype)
 

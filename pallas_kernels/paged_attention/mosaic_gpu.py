@@ -29,7 +29,12 @@ _Sums = tuple[Array, Array, Array]  # of values, [ROWS, columns], and of the sof
 _COLUMNS = 256  # of the result that a warpgroup has registers to sum up
 
 
-def paged_attention(
+def paged_attention(*arguments: Any, **options: Any) -> Float[Array, "B N V"]:
+    """`paged_attention_and_lse`'s first result."""
+    return paged_attention_and_lse(*arguments, **options)[0]
+
+
+def paged_attention_and_lse(
     q: Float[Array, "B N H"],
     kv_pages: Float[Array, "L S P K G H"],
     layer: Int[Array, ""],
@@ -44,7 +49,7 @@ def paged_attention(
     value_size: int | None = None,
     tiling: Tiling | None = None,
     interpreted: bool = False,
-) -> Float[Array, "B N V"]:
+) -> tuple[Float[Array, "B N V"], Float[Array, "B N"]]:
     """See op.py. `interpreted`: by JAX's interpreter on a CPU."""
     batch, num_heads, head_size = q.shape
     num_kv_heads, page_size = kv_pages.shape[3:5]
@@ -63,10 +68,13 @@ def paged_attention(
         scales *= kv_scales[layer, 0]
     body = _Body(Warpgroup(interpreted), tiling, page_size, page_table.shape[1], num_rows, value_size, pool_is_finite, span, soft_cap)
     out, weight = body.call(rows, kv_pages, scales, layer, page_table, kv_len)
-    out = _together(out[:, :, :, :group], weight[..., :group]) if tiling.splits > 1 else out[:, :, 0, :group]
+    weight = weight[..., :group]
+    out = _together(out[:, :, :, :group], weight) if tiling.splits > 1 else out[:, :, 0, :group]
+    # Of shares: where none has a token the largest is about NOTHING, and so is what they come to.
+    lse = (weight.max(2) + jnp.log2(jnp.exp2(weight - weight.max(2, keepdims=True)).sum(2))) / LOG2_E
     if kv_scales is not None:
         out = out.astype(jnp.float32) * kv_scales[layer, -1][:, None, None]
-    return out.reshape(batch, num_heads, -1).astype(q.dtype)
+    return out.reshape(batch, num_heads, -1).astype(q.dtype), lse.reshape(batch, num_heads)
 
 
 def _together(out: Float[Array, "B K S R V"], weight: Float[Array, "B K S R"]) -> Float[Array, "B K R V"]:
@@ -103,7 +111,7 @@ class _Body:
         turns = tiling.warpgroups
         totals = plgpu.SMEM((max(turns - 1, 1), ROWS, value_size), jnp.float32, transforms=interleaved(value_size, jnp.float32))
         wide = plgpu.SMEM((turns, tiling.tokens, head_size), rows.dtype, transforms=interleaved(head_size, rows.dtype))
-        arrivals = plgpu.Barrier(num_barriers=tiling.stages, num_arrivals=tiling.tokens // self.page_size)
+        arrivals = plgpu.Barrier(num_barriers=tiling.stages, num_arrivals=max(tiling.tokens // self.page_size, 1))
         consumed = plgpu.Barrier(num_barriers=tiling.stages, num_arrivals=num_parts)
         num_sides = 1 if self.value_size else 2
         scratch = {
@@ -163,17 +171,20 @@ class _Body:
     ) -> None:
         """Bring the tiles, as many ahead as there are stages."""
         plgpu.set_max_registers(40, action="decrease")
-        num_pages, stages, tiles = self.tiling.tokens // self.page_size, self.tiling.stages, (keys_or_totals_or_out[0], *values)
+        stages, tiles = self.tiling.stages, (keys_or_totals_or_out[0], *values)
+        num_pages, of_page = max(self.tiling.tokens // self.page_size, 1), min(self.tiling.tokens, self.page_size)
 
         def fetch(i: Array, _: None) -> None:
             stage = lax.rem(i, stages)
-            first = (part.start + i) * num_pages
+            first = lax.div((part.start + i) * self.tiling.tokens, self.page_size)
             pages = [page_id(jnp.minimum(first + j, self.table_width - 1)) for j in range(num_pages)]
+            # Of a page that is several tiles, one.
+            rows = pl.ds(pl.multiple_of(lax.rem((part.start + i) * self.tiling.tokens, self.page_size), of_page), of_page)
             for side, (tile, arrival) in enumerate(zip(tiles, arrivals, strict=True)):
                 wait_if(i >= stages, consumed[side].at[stage])
                 for j, page in enumerate(pages):
-                    place = tile.at[stage, pl.ds(j * self.page_size, self.page_size)]
-                    plgpu.copy_gmem_to_smem(page_at(side, page), place, arrival.at[stage])
+                    page_tile = page_at(side, page) if of_page == self.page_size else page_at(side, page).at[rows]
+                    plgpu.copy_gmem_to_smem(page_tile, tile.at[stage, pl.ds(j * of_page, of_page)], arrival.at[stage])
 
         lax.fori_loop(0, part.num_tiles, fetch, None)
         drain(consumed, part.num_tiles, stages)

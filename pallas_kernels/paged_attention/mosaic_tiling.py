@@ -22,7 +22,7 @@ ROW_TILE = 8  # rows of shared memory are copied by eights
 class Tiling:
     """How a call is cut up."""
 
-    tokens: int  # of a tile: a multiple of the page size and of 64
+    tokens: int  # of a tile: a multiple of 64, and of the page size or a part of it
     stages: int  # tiles of keys, and of values, on their way or in use
     splits: int  # shares of each context
     warpgroups: int = 2  # that take a share's tiles by turns; each has stages / warpgroups of the stages. Of latents 1
@@ -50,7 +50,8 @@ def tiling_for(
         return Tiling(**best)
     blocks = batch * num_kv_heads * num_row_tiles(group)
     splits = max(1, min(_BLOCKS // blocks, -(-max_context // _SHORTEST_SHARE)))
-    tokens = max(ROWS, page_size)
+    # Of latents no stage holds more, and pages of many devices together are large: they are read tile by tile.
+    tokens = ROWS if is_latent else max(ROWS, page_size)
     size = dtype.itemsize
     wide = 0 if size > 1 else 2 * 2 * tokens * head_size * 2
     fixed, stage = _RESERVED + ROWS * head_size * max(size, 2) + wide, (1 if is_latent else 2) * tokens * head_size * size
@@ -70,7 +71,7 @@ def why_not(dtype: jnp.dtype, group: int, head_size: int, page_size: int, *, is_
     multiple, largest = (64, _LARGEST_LATENT) if is_latent else (32 // dtype.itemsize, _LARGEST_HEAD)
     if head_size % multiple or head_size > largest:
         return f"it has no kernel for heads of {head_size}: they must be a multiple of {multiple}, at most {largest}"
-    if page_size not in (8, 16, 32, 64, 128):
+    if page_size not in (8, 16, 32, 64, 128) and not (is_latent and page_size % ROWS == 0):
         return f"it has no kernel for pages of {page_size} tokens: they must be of 8, 16, 32, 64 or 128"
     if group > ROWS and group % ROWS:
         return f"it has no kernel for {group} query heads a KV head: at most {ROWS}, or a multiple of it"

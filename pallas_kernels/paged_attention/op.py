@@ -12,11 +12,10 @@ from pallas_kernels.paged_attention import llvm_cpu, mosaic_gpu, mosaic_tiling, 
 from pallas_kernels.paged_attention.llvm_tiles import LANES
 from pallas_kernels.span import EVERYTHING, Span
 
-_IMPLEMENTATIONS: dict[Backend, Callable[..., Array]] = {
-    "mosaic_gpu": mosaic_gpu.paged_attention,
-    "llvm_cpu": llvm_cpu.paged_attention,
-    "xla": xla.paged_attention,
-    "reference": reference.paged_attention,
+_IMPLEMENTATIONS: dict[Backend, Callable[..., tuple[Array, Array]]] = {
+    "mosaic_gpu": mosaic_gpu.paged_attention_and_lse,
+    "xla": xla.paged_attention_and_lse,
+    "reference": reference.paged_attention_and_lse,
 }
 
 
@@ -55,6 +54,42 @@ def paged_attention(
     Returns the attention output in q's type, of V = H columns or value_size; scores and sums are float32. Raises `ValueError` for shapes that do not fit together, or
     that the backend can't run.
     """
+    _check_shapes(q, kv_pages, page_table, kv_len, value_size)
+    if kv_scales is not None and kv_scales.shape != (kv_pages.shape[0], kv_pages.shape[1], kv_pages.shape[3]):
+        raise ValueError(
+            f"paged_attention: kv_scales {kv_scales.shape} must be [L, {kv_pages.shape[1]}, K], a number a layer, side and KV head "
+            f"of {kv_pages.shape}"
+        )
+    is_plain = span == EVERYTHING and soft_cap is None and kv_scales is None and value_size is None
+    _check_backend(backend, q, kv_pages, is_plain=is_plain, is_latent=value_size is not None)
+    arguments = q, kv_pages, layer, page_table, kv_len
+    if backend == "llvm_cpu":
+        return llvm_cpu.paged_attention(*arguments, scale=scale, pool_is_finite=pool_is_finite)
+    options = {} if is_plain else {"span": span, "soft_cap": soft_cap, "kv_scales": kv_scales, "value_size": value_size}
+    return _IMPLEMENTATIONS[backend](*arguments, scale=scale, pool_is_finite=pool_is_finite, **options)[0]
+
+
+def paged_attention_and_lse(
+    q: Float[Array, "B N H"],
+    kv_pages: Float[Array, "L S P K G H"],
+    layer: Int[Array, ""],
+    page_table: Int[Array, "B W"],
+    kv_len: Int[Array, " B"],
+    *,
+    scale: float,
+    pool_is_finite: bool = False,
+    value_size: int | None = None,
+    backend: Backend = "xla",
+) -> tuple[Float[Array, "B N V"], Float[Array, "B N"]]:
+    """`paged_attention` to everything, and what puts it together with attention to other parts of the same context: of each head the logarithm
+    of the sum of its exponentiated scores, float32; below -1e29 for a row without context. Arguments and errors are the same; 'llvm_cpu' has no kernel for it."""
+    _check_shapes(q, kv_pages, page_table, kv_len, value_size)
+    _check_backend(backend, q, kv_pages, is_plain=False, is_latent=value_size is not None)
+    options = {} if value_size is None else {"value_size": value_size}
+    return _IMPLEMENTATIONS[backend](q, kv_pages, layer, page_table, kv_len, scale=scale, pool_is_finite=pool_is_finite, **options)
+
+
+def _check_shapes(q: Array, kv_pages: Array, page_table: Array, kv_len: Array, value_size: int | None) -> None:
     num_sides = 2 if value_size is None else 1
     if (
         q.ndim != 3
@@ -71,25 +106,19 @@ def paged_attention(
         raise ValueError(f"paged_attention: value_size is {value_size}: latents have {q.shape[2]} columns")
     if page_table.shape[0] != q.shape[0] or kv_len.shape != (q.shape[0],):
         raise ValueError(f"paged_attention: page_table {page_table.shape} and kv_len {kv_len.shape} must have q's {q.shape[0]} rows")
+
+
+def _check_backend(backend: Backend, q: Array, kv_pages: Array, *, is_plain: bool, is_latent: bool) -> None:
     group = q.shape[1] // kv_pages.shape[3]
-    if kv_scales is not None and kv_scales.shape != (kv_pages.shape[0], num_sides, kv_pages.shape[3]):
-        raise ValueError(
-            f"paged_attention: kv_scales {kv_scales.shape} must be [L, {num_sides}, K], a number a layer, side and KV head of {kv_pages.shape}"
-        )
-    is_plain = span == EVERYTHING and soft_cap is None and kv_scales is None and value_size is None
-    if reason := why_not(
-        backend, kv_pages.dtype, group, q.shape[2], kv_pages.shape[4], is_plain=is_plain, is_latent=value_size is not None
-    ):
+    if reason := why_not(backend, kv_pages.dtype, group, q.shape[2], kv_pages.shape[4], is_plain=is_plain, is_latent=is_latent):
         raise ValueError(f"paged_attention: {backend} can't run: {reason}")
-    options = {} if is_plain else {"span": span, "soft_cap": soft_cap, "kv_scales": kv_scales, "value_size": value_size}
-    return _IMPLEMENTATIONS[backend](q, kv_pages, layer, page_table, kv_len, scale=scale, pool_is_finite=pool_is_finite, **options)
 
 
 def why_not(
     backend: Backend, dtype: jnp.dtype, group: int, head_size: int, page_size: int, *, is_plain: bool = True, is_latent: bool = False
 ) -> str | None:
     """Why a backend can't attend over pages of this type, a KV head for `group` query heads; None if it can, on a device of its kind.
-    Plain attention is to everything, without soft cap, scales or latents."""
+    Plain attention is to everything, without soft cap, scales or latents, and nothing else is asked for."""
     if backend == "mosaic_gpu":
         return mosaic_tiling.why_not(dtype, group, head_size, page_size, is_latent=is_latent)
     if backend != "llvm_cpu":
@@ -98,4 +127,4 @@ def why_not(
         return f"it has no kernel for {dtype.name} pages"
     if head_size % LANES:
         return f"it has no kernel for heads of {head_size}: they must be a multiple of {LANES}"
-    return None if is_plain else "it has no kernel for windows, chunks, soft caps, scales or latents"
+    return None if is_plain else "it has no kernel for windows, chunks, soft caps, scales, latents or sums of exponentials"

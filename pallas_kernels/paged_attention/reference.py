@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -10,7 +12,12 @@ from pallas_kernels.seen import first_seen
 from pallas_kernels.span import EVERYTHING, Span
 
 
-def paged_attention(
+def paged_attention(*arguments: Any, **options: Any) -> Float[Array, "B N V"]:
+    """`paged_attention_and_lse`'s first result."""
+    return paged_attention_and_lse(*arguments, **options)[0]
+
+
+def paged_attention_and_lse(
     q: Float[Array, "B N H"],
     kv_pages: Float[Array, "L S P K G H"],
     layer: Int[Array, ""],
@@ -23,7 +30,7 @@ def paged_attention(
     soft_cap: float | None = None,
     kv_scales: Float[Array, "L S K"] | None = None,
     value_size: int | None = None,
-) -> Float[Array, "B N V"]:
+) -> tuple[Float[Array, "B N V"], Float[Array, "B N"]]:
     """See op.py."""
     del pool_is_finite
     num_kv_heads, page_size = kv_pages.shape[3:5]
@@ -39,8 +46,10 @@ def paged_attention(
     scores = jnp.einsum("bknh,bksh->bkns", grouped, gathered(0), precision="highest") * scale
     if soft_cap is not None:
         scores = jnp.tanh(scores / soft_cap) * soft_cap
-    weights = jax.nn.softmax(jnp.where(valid[:, None, None], scores, -jnp.inf), axis=-1)
+    scores = jnp.where(valid[:, None, None], scores, -jnp.inf)
+    weights = jax.nn.softmax(scores, axis=-1)
     # A masked weight is 0, but 0 * NaN is NaN: what lies in unused places must not matter.
     values = jnp.where(valid[:, None, :, None], gathered(-1)[..., :value_size], 0.0)
     out = jnp.einsum("bkns,bksh->bknh", weights, values, precision="highest")
-    return jnp.where(kv_len[:, None, None] > 0, out.reshape(batch, num_heads, -1), 0.0).astype(q.dtype)
+    lse = jnp.maximum(jax.nn.logsumexp(scores, axis=-1), -1e30).reshape(batch, num_heads)
+    return jnp.where(kv_len[:, None, None] > 0, out.reshape(batch, num_heads, -1), 0.0).astype(q.dtype), lse

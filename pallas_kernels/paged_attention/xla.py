@@ -6,6 +6,8 @@ context and a step costs what is cached, not what could be. Nothing larger than 
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -16,9 +18,15 @@ from pallas_kernels.span import EVERYTHING, Span
 # Context tokens gathered at once over all rows: small enough to stay in a core's cache, large enough to hide the loop. A row gathers up to
 # a whole run too many, so the more rows, the shorter the run.
 _BATCH_RUN_TOKENS, _SHORTEST_RUN, _LONGEST_RUN = 1024, 64, 256
+_MASKED = -1e30
 
 
-def paged_attention(
+def paged_attention(*arguments: Any, **options: Any) -> Float[Array, "B N V"]:
+    """`paged_attention_and_lse`'s first result."""
+    return paged_attention_and_lse(*arguments, **options)[0]
+
+
+def paged_attention_and_lse(
     q: Float[Array, "B N H"],
     kv_pages: Float[Array, "L S P K G H"],
     layer: Int[Array, ""],
@@ -31,7 +39,7 @@ def paged_attention(
     soft_cap: float | None = None,
     kv_scales: Float[Array, "L S K"] | None = None,
     value_size: int | None = None,
-) -> Float[Array, "B N V"]:
+) -> tuple[Float[Array, "B N V"], Float[Array, "B N"]]:
     """See op.py."""
     num_layers, num_sides, num_pages, num_kv_heads, page_size, head_size = kv_pages.shape
     batch, num_heads, _ = q.shape
@@ -66,7 +74,7 @@ def paged_attention(
         scores = (grouped[:, :, :, None] * gathered(rows + first_key_row)[:, :, None]).sum(-1)
         if soft_cap is not None:
             scores = jnp.tanh(scores / soft_cap) * soft_cap
-        scores = jnp.where(valid[:, None, None], scores, -1e30)
+        scores = jnp.where(valid[:, None, None], scores, _MASKED)
         new_top = jnp.maximum(top, scores.max(-1))
         weights = jnp.exp(scores - new_top[..., None])
         values = gathered(rows + first_value_row)[..., :value_size]
@@ -77,7 +85,7 @@ def paged_attention(
         return new_top, total * shrink + weights.sum(-1), out
 
     start = (
-        jnp.full((batch, num_kv_heads, group), -1e30),
+        jnp.full((batch, num_kv_heads, group), _MASKED),
         jnp.zeros((batch, num_kv_heads, group)),
         jnp.zeros((batch, num_kv_heads, group, value_size or head_size)),
     )
@@ -85,8 +93,10 @@ def paged_attention(
     # Runs that no row's span reaches are skipped; a padded row has no say.
     first_runs = first_seen(span, kv_len - 1) // run_tokens
     first_run = 0 if span == EVERYTHING else jnp.min(jnp.where(kv_len > 0, first_runs, num_runs))
-    _, total, out = jax.lax.fori_loop(first_run, num_runs, one_run, start)
+    top, total, out = jax.lax.fori_loop(first_run, num_runs, one_run, start)
     out = out / jnp.maximum(total, 1e-30)[..., None]
     if kv_scales is not None:
         out *= kv_scales[layer, -1][:, None, None]
-    return jnp.where(kv_len[:, None, None] > 0, out.reshape(batch, num_heads, -1), 0.0).astype(q.dtype)
+    # A row without context has been through others' runs.
+    lse = jnp.where(kv_len[:, None] > 0, (top + jnp.log(jnp.maximum(total, 1e-30))).reshape(batch, num_heads), _MASKED)
+    return jnp.where(kv_len[:, None, None] > 0, out.reshape(batch, num_heads, -1), 0.0).astype(q.dtype), lse

@@ -10,13 +10,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels.latent_prefill_attention import xla
 from pallas_kernels.latent_prefill_attention.cases import CASES, Case
 from pallas_kernels.latent_prefill_attention.op import latent_prefill_attention, why_not
+from sharding.mesh import TENSOR, make_mesh
 from tests.kernels.poisoned_pool import LAYER, poisoned_pool
 
 SMALL = Case("small", 3, 8, 6, 4, 5, 4, 24, 8, ((0, 5), (9, 3), (2, 8)))
+
+
+def over_devices(case: Case, inputs: list[jax.Array], num_devices: int, backend: str = "xla") -> np.ndarray:
+    """Devices have a part of every page, and the heads among them."""
+    heads, tokens, whole = PartitionSpec(None, TENSOR), PartitionSpec(None, None, None, None, TENSOR), PartitionSpec()
+
+    def local(q, latents, *others):
+        assert latents.shape[4] == case.page_size // num_devices
+        return latent_prefill_attention(q, latents, LAYER, *others, **options(case), axis=TENSOR, backend=backend)
+
+    specs, mesh = (heads, tokens, *[whole] * 4, heads), make_mesh(range(num_devices))
+    run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=heads, check_vma=False)
+    placed = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(inputs, specs, strict=True)]
+    return np.asarray(jax.jit(run)(*placed))
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "query_tile", "backend", "pool_is_finite"))
@@ -114,6 +130,26 @@ def test_every_way_work_is_cut(case):
     found, reference = both(case, arguments(case, 3))
     np.testing.assert_allclose(found, reference, atol=2e-5)
     assert np.any(reference)
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "case"),
+    [
+        (2, replace(CUT[0], num_heads=2)),
+        (4, replace(CASES[1], num_heads=4, page_size=8)),
+        (4, Case("parts-of-five", 4, 16, 8, 4, 8, 20, 96, 16, ((130, 33), (0, 16), (7, 9)))),
+        # Gathered twice: more than eight runs of 128 tokens.
+        (8, Case("long-context", 8, 16, 8, 4, 8, 16, 64, 32, ((1500, 9), (300, 30)))),
+        (8, Case("wide-pages", 8, 16, 8, 4, 8, 256, 64, 16, ((2300, 7), (0, 16), (126, 9)))),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_devices_that_have_a_part_of_each_page_attend_to_all_of_it(num_devices, case):
+    inputs = arguments(case, 13)
+    expected = np.asarray(run(*inputs, **options(case), backend="reference"))
+    np.testing.assert_allclose(over_devices(case, inputs, num_devices), expected, atol=2e-5)
+    np.testing.assert_allclose(over_devices(case, inputs, num_devices, "reference"), expected, atol=2e-5)
+    assert np.any(expected)
 
 
 def test_rows_may_lie_in_any_order_in_the_batch():

@@ -11,7 +11,7 @@ import pytest
 from pallas_kernels.llvm import machine
 from pallas_kernels.paged_attention import llvm_cpu
 from pallas_kernels.paged_attention.cases import CASES, Case
-from pallas_kernels.paged_attention.op import paged_attention, why_not
+from pallas_kernels.paged_attention.op import paged_attention, paged_attention_and_lse, why_not
 from pallas_kernels.span import Span
 from tests.kernels.poisoned_pool import LAYER, poisoned_pool
 
@@ -121,6 +121,46 @@ def test_values_that_are_columns_of_latents(backend):
         paged_attention(q, kv, jnp.int32(LAYER), table, kv_len, scale=0.3, backend=backend, value_size=16)
     with pytest.raises(ValueError, match="value_size is 25: latents have 24 columns"):
         paged_attention(q, latents, jnp.int32(LAYER), table, kv_len, scale=0.3, backend=backend, value_size=25)
+
+
+def in_parts(pool: np.ndarray, num_parts: int) -> list[np.ndarray]:
+    """Each device's part of every page."""
+    return np.split(np.asarray(pool), num_parts, axis=4)
+
+
+@pytest.mark.parametrize("backend", ["reference", "xla"])
+@pytest.mark.parametrize("value_size", [None, 16])
+def test_the_logarithm_of_the_sum_puts_parts_of_a_context_together(backend, value_size):
+    """Tokens of every page are dealt out to four; some contexts have none in a part, one has none at all."""
+    case, random = Case("", 8, 1 if value_size else 2, 24, 8, (1, 2, 5, 9, 64, 300, 0)), np.random.default_rng(20)
+    q, kv, table, kv_len = arguments(case, tuple(random.permutation(case.context).tolist()), 19)
+    q *= 4  # weights that differ by much
+    pool = kv if value_size is None else kv[:, :1]
+    rest = {"scale": 0.3, "backend": backend, "value_size": value_size}
+    whole = paged_attention(q, pool, jnp.int32(LAYER), table, kv_len, **rest | {"backend": "reference"})
+    found = []
+    for part, of_part in enumerate(in_parts(pool, 4)):
+        held = [sum(place % 8 // 2 == part for place in range(length)) for length in np.asarray(kv_len).tolist()]
+        found.append(paged_attention_and_lse(q, jnp.asarray(of_part), jnp.int32(LAYER), table, jnp.asarray(held), **rest))
+        assert np.isfinite(found[-1][0]).all() and np.isfinite(found[-1][1]).all()
+        np.testing.assert_array_equal(np.asarray(found[-1][1])[np.array(held) == 0] < -1e29, True)
+    outs, sums = (np.stack(arrays).astype(np.float64) for arrays in zip(*found, strict=True))
+    weights = np.exp(sums - sums.max(0))
+    together = (outs * (weights / weights.sum(0))[..., None]).sum(0)
+    np.testing.assert_allclose(together, whole, atol=2e-5)
+    _, of_whole = paged_attention_and_lse(q, pool, jnp.int32(LAYER), table, kv_len, **rest | {"backend": "reference"})
+    np.testing.assert_allclose(np.log(weights.sum(0)) + sums.max(0), np.asarray(of_whole), atol=1e-4, rtol=1e-6)
+
+
+def test_the_logarithm_is_of_the_scores_exponentials():
+    q, kv, table, kv_len = arguments(Case("", 4, 2, 16, 4, ()), (5, 11), 21)
+    _, lse = paged_attention_and_lse(q, kv, jnp.int32(LAYER), table, kv_len, scale=0.3, backend="reference")
+    for row, head in ((0, 3), (1, 0)):
+        keys = [np.asarray(kv)[LAYER, 0, table[row, p // 4], head // 2, p % 4].astype(np.float64) for p in range(int(kv_len[row]))]
+        scores = np.array(keys) @ np.asarray(q)[row, head] * 0.3
+        np.testing.assert_allclose(lse[row, head], np.log(np.exp(scores).sum()), rtol=1e-5)
+    with pytest.raises(ValueError, match=r"llvm_cpu can't run: .* or sums of exponentials"):
+        paged_attention_and_lse(q, kv, jnp.int32(LAYER), table, kv_len, scale=0.3, backend="llvm_cpu")
 
 
 def test_a_span_is_one_thing():
@@ -264,6 +304,9 @@ def test_what_a_backend_has_no_kernel_for_is_refused():
     assert why_not("llvm_cpu", float32, 4, 96, 8) is None
     assert why_not("mosaic_gpu", bfloat16, 64, 80, 16, is_plain=False) is None
     assert why_not("mosaic_gpu", bfloat16, 128, 576, 64, is_latent=True) is None
+    assert why_not("mosaic_gpu", bfloat16, 128, 576, 256, is_latent=True) is None
+    assert "pages of 96 tokens" in why_not("mosaic_gpu", bfloat16, 128, 576, 96, is_latent=True)
+    assert "pages of 256 tokens" in why_not("mosaic_gpu", bfloat16, 64, 64, 256)
     for backend, dtype, group, head_size, page_size, words in (
         ("llvm_cpu", bfloat16, 1, 64, 8, "bfloat16 pages"),
         ("llvm_cpu", float32, 1, 24, 8, "heads of 24: they must be a multiple of 16"),
@@ -282,5 +325,5 @@ def test_what_a_backend_has_no_kernel_for_is_refused():
         paged_attention(q, kv, LAYER, table, kv_len, scale=1.0, backend="xla")
     q, kv, table, kv_len = arguments(Case("", 2, 2, 64, 8, ()), (5, 64), 13)
     for options in ({"span": Span(window=4)}, {"soft_cap": 3.0}, {"kv_scales": jnp.ones((kv.shape[0], 2, 2))}):
-        with pytest.raises(ValueError, match="windows, chunks, soft caps, scales or latents"):
+        with pytest.raises(ValueError, match="windows, chunks, soft caps, scales, latents"):
             paged_attention(q, kv, LAYER, table, kv_len, scale=1.0, backend="llvm_cpu", **options)

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels.paged_attention.cases import CASES
-from pallas_kernels.paged_attention.mosaic_gpu import paged_attention
+from pallas_kernels.paged_attention.mosaic_gpu import paged_attention_and_lse
 from pallas_kernels.paged_attention.mosaic_tiling import Tiling, tiling_for
 from pallas_kernels.paged_attention.op import paged_attention as op
+from pallas_kernels.paged_attention.op import paged_attention_and_lse as op_and_lse
 from pallas_kernels.span import Span
 from tests.kernels.poisoned_pool import LAYER, poisoned_pool
 
@@ -23,10 +24,21 @@ def check(context, *, num_heads=4, num_kv_heads=1, head_size=64, page_size=16, t
     q = random.standard_normal((len(context), num_heads, head_size), np.float32)
     arguments = *(jnp.asarray(a, dtype) for a in (q, kv)), jnp.int32(LAYER), jnp.asarray(table), jnp.asarray(context, jnp.int32)
     options = {"scale": head_size**-0.5, "pool_is_finite": False, **options}
-    run = jax.jit(functools.partial(paged_attention, tiling=tiling, interpreted=True, **options))
-    expected = op(*(a.astype(jnp.float32) for a in arguments[:2]), *arguments[2:], backend="reference", **options)
+    run = jax.jit(functools.partial(paged_attention_and_lse, tiling=tiling, interpreted=True, **options))
+    wide = *(a.astype(jnp.float32) for a in arguments[:2]), *arguments[2:]
+    expected = op(*wide, backend="reference", **options)
     rounding = float(jnp.finfo(dtype).eps)
-    np.testing.assert_allclose(np.asarray(run(*arguments), np.float32), expected, rtol=2 * rounding, atol=2 * rounding)
+    found, lse = run(*arguments)
+    np.testing.assert_allclose(np.asarray(found, np.float32), expected, rtol=2 * rounding, atol=2 * rounding)
+    if options.keys() <= {"scale", "pool_is_finite", "value_size"}:
+        check_lse(lse, op_and_lse(*wide, backend="reference", **options)[1])
+
+
+def check_lse(found, expected):
+    """Up to its rounding, and of a row without context as good as nothing."""
+    is_nothing = np.asarray(expected) < -1e29
+    np.testing.assert_array_equal(np.asarray(found) < -1e29, is_nothing)
+    np.testing.assert_allclose(np.asarray(found)[~is_nothing], np.asarray(expected)[~is_nothing], rtol=1e-5, atol=2e-3)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -73,7 +85,9 @@ def test_pages_before_a_span_are_not_read():
     clean = jnp.asarray(np.nan_to_num(kv), jnp.bfloat16)
     expected = op(q, clean, *rest, scale=0.1, span=span, backend="reference")
     spoilt = clean.at[:, :, table[0, :16]].set(jnp.nan)  # the first 256 of 300 tokens; the span starts at 260
-    found = paged_attention(q, spoilt, *rest, scale=0.1, pool_is_finite=True, span=span, tiling=Tiling(64, 2, 1), interpreted=True)
+    found, _ = paged_attention_and_lse(
+        q, spoilt, *rest, scale=0.1, pool_is_finite=True, span=span, tiling=Tiling(64, 2, 1), interpreted=True
+    )
     np.testing.assert_allclose(found.astype(jnp.float32), expected.astype(jnp.float32), atol=0.02)
 
 
@@ -88,21 +102,27 @@ def test_float8_pages_are_widened_and_scaled(is_finite):
     arguments = q, narrow, jnp.int32(LAYER), jnp.asarray(table), jnp.asarray(context, jnp.int32)
     options = {"scale": 0.125, "pool_is_finite": is_finite, "kv_scales": scales}
     expected = op(q.astype(jnp.float32), *arguments[1:], backend="reference", **options)
-    found = jax.jit(functools.partial(paged_attention, interpreted=True, tiling=Tiling(64, 2, 1), **options))(*arguments)
+    found, _ = jax.jit(functools.partial(paged_attention_and_lse, interpreted=True, tiling=Tiling(64, 2, 1), **options))(*arguments)
     np.testing.assert_allclose(found.astype(jnp.float32), expected, rtol=0.02, atol=0.02)
 
 
-@pytest.mark.parametrize(("num_heads", "head_size", "value_size", "splits"), [(16, 192, 128, 1), (128, 576, 512, 2)])
-def test_latents(num_heads, head_size, value_size, splits):
-    """Values that are columns of the keys; query heads of several tiles; results of two warpgroups."""
-    random, context = np.random.default_rng(3), (150,)
-    kv, table = poisoned_pool(random, context, 1, 64, head_size)
-    q = jnp.asarray(random.standard_normal((1, num_heads, head_size)), jnp.bfloat16)
+@pytest.mark.parametrize(
+    ("num_heads", "head_size", "value_size", "page_size", "splits"), [(16, 192, 128, 64, 1), (128, 576, 512, 64, 2), (16, 192, 128, 128, 2)]
+)
+def test_latents(num_heads, head_size, value_size, page_size, splits):
+    """Values that are columns of the keys; query heads of several tiles; results of two warpgroups; pages of several tiles; a share and a context
+    without tokens, whose weight is nothing."""
+    random, context = np.random.default_rng(3), (150, 20, 0)
+    kv, table = poisoned_pool(random, context, 1, page_size, head_size)
+    q = jnp.asarray(random.standard_normal((len(context), num_heads, head_size)), jnp.bfloat16)
     arguments = q, jnp.asarray(kv[:, :1], jnp.bfloat16), jnp.int32(LAYER), jnp.asarray(table), jnp.asarray(context, jnp.int32)
     options = {"scale": head_size**-0.5, "pool_is_finite": False, "value_size": value_size}
-    expected = op(*(a.astype(jnp.float32) for a in arguments[:2]), *arguments[2:], backend="reference", **options)
-    found = jax.jit(functools.partial(paged_attention, interpreted=True, tiling=Tiling(64, 2, splits, warpgroups=1), **options))(*arguments)
+    wide = *(a.astype(jnp.float32) for a in arguments[:2]), *arguments[2:]
+    expected, expected_lse = op_and_lse(*wide, backend="reference", **options)
+    tiling = Tiling(64, 2, splits, warpgroups=1)
+    found, lse = jax.jit(functools.partial(paged_attention_and_lse, interpreted=True, tiling=tiling, **options))(*arguments)
     np.testing.assert_allclose(found.astype(jnp.float32), expected, rtol=0.02, atol=0.02)
+    check_lse(lse, expected_lse)
 
 
 def test_a_tiling_fills_the_gpu_and_no_more():
@@ -111,4 +131,5 @@ def test_a_tiling_fills_the_gpu_and_no_more():
     assert tiling_for(32, 8, 4, 128, 16, 131072, dtype).splits == 1
     assert tiling_for(1, 8, 4, 128, 16, 512, dtype).splits == 2, "a share is worth its block"
     assert tiling_for(1, 8, 4, 128, 128, 512, dtype).tokens == 128
-    assert tiling_for(1, 1, 128, 576, 64, 131072, dtype, is_latent=True) == Tiling(64, 2, 66, warpgroups=1)
+    for page_size in (16, 64, 128, 256):
+        assert tiling_for(1, 1, 128, 576, page_size, 131072, dtype, is_latent=True) == Tiling(64, 2, 66, warpgroups=1)
