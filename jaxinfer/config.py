@@ -88,7 +88,9 @@ class DeviceConfig:
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    page_size: int = _flag(16, "tokens a KV page")
+    page_size: int | None = _flag(
+        None, "tokens a KV page; if not given 16, and of latents 16 for each device of a stage, which then share them out"
+    )
     prefix_cache: bool = _flag(True, "keep the pages of finished requests, for those that start with the same tokens")
     session_seconds: float = _flag(300.0, "how long pages that a session used (x-session-affinity) are kept ahead of others")
     kv_memory: str = _flag(
@@ -171,7 +173,8 @@ class EngineConfig:
             for setting in dataclasses.fields(part):
                 object.__setattr__(part, setting.name, _checked(setting, getattr(part, setting.name)))
         _lay_out(devices)
-        _at_least("page_size", cache.page_size, 1)
+        if cache.page_size is not None:
+            _at_least("page_size", cache.page_size, 1)
         if cache.kv_memory != "auto":
             parse_bytes("kv_memory", cache.kv_memory)
         host_bytes = parse_bytes("kv_host_memory", "0" if cache.kv_host_memory is None else cache.kv_host_memory)

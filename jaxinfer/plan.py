@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from checkpoints.source import TensorSource
 from jaxinfer.config import ConfigError, EngineConfig, ModelConfig, format_bytes, parse_bytes
-from jaxinfer.kv_cache.spec import PageSpec
+from jaxinfer.kv_cache.spec import PageSpec, default_page_size
 from jaxinfer.layers import moe
 from jaxinfer.layers.matrices import ExpertFormat, MatrixFormat
 from jaxinfer.models.config import ArchitectureConfig
@@ -110,7 +110,8 @@ def make_plan(config: EngineConfig, architecture: ArchitectureConfig, source: Te
     template = lay_out(build, config.model, [(mesh, _rules(role, config)) for role, (mesh, *_) in meshes.items()])
     device, layouts = meshes["prefill"][0].devices.flat[0], {role: config.devices.layout(role) for role in meshes}
     template = _with_experts(template, architecture, source, device, layouts)
-    spec = PageSpec.of(architecture, config.cache.page_size, template.activation_dtype.itemsize)
+    page_size = config.cache.page_size or default_page_size(architecture, (layout.tp for layout in layouts.values()))
+    spec = PageSpec.of(architecture, page_size, template.activation_dtype.itemsize)
     roles = {role: _plan_role(role, of_role, template, architecture, spec, config) for role, of_role in meshes.items()}
     # A request must fit alone in either pool, or it could wait for ever.
     num_pages, chunk_size = min(role.num_pages - 1 for role in roles.values()), config.schedule.prefill_buckets[-1]
@@ -197,6 +198,12 @@ def _with_experts(
     return make_template(architecture, replace(form, experts=replace(form.experts, backend=backend)), template.activation_dtype)
 
 
+def query_group(config: ArchitectureConfig, of_device: PageSpec, num_devices: int) -> int:
+    """Query heads that read one head of pages on a device, of a model with the heads of these devices' mesh. One head of latents is all heads' that a
+    device has, or of those of all where they share its tokens out."""
+    return config.num_heads // (config.num_kv_heads if of_device.num_sides == 2 else num_devices // of_device.num_parts)
+
+
 def choose_attention(
     role: str,
     name: str,
@@ -207,11 +214,11 @@ def choose_attention(
     prefill_buckets: Sequence[int],
     soft_cap: float | None = None,
 ) -> Backend:
-    """How a role's attention runs on such a device, over pages of this type, a KV head for `group` query heads: in all layers alike.
+    """How a role's attention runs on such a device, over its part of pages of this type, a KV head for `group` query heads: in all layers alike.
 
     Raises `ConfigError` for a named backend that can't run here."""
     wanted = cast(Backend, _ATTENTION_KERNELS.get(device.platform, "xla") if name == "auto" else name)
-    pages = wanted, dtype, group, spec.head_size, spec.page_size
+    pages = wanted, dtype, group, spec.head_size, spec.part_size
     is_latent, tile = spec.num_sides == 1, math.gcd(*map(query_tile, prefill_buckets))
     against = _wrong_device(wanted, device)
     for span in spec.spans:
@@ -276,28 +283,26 @@ def _plan_role(
         raise ConfigError(f"{role}_parallel is {layout}: {error}") from error
     weights = [sum(math.prod(w.sharding.shard_shape(w.shape)) * w.dtype.itemsize for w in on_mesh) for on_mesh in on_meshes]
     stages = tuple(map(StagePlan, templates, meshes, weights))
-    mesh = meshes[0]
+    # The pool is split over the mesh by KV heads, or by tokens of latents, so each device holds a part of every page.
+    of_device = [spec.on_device(layout.tp, own.num_kv_heads, stage.template.layers_of_group) for stage in stages]
+    if spec.num_sides == 1 and layout.tp > 1:
+        split = "shared out" if of_device[0].num_parts > 1 else "whole on each"
+        logger.info("%s: latents are %s over %d devices, in pages of %d tokens", role, split, layout.tp, spec.page_size)
     try:
         num_pages = min(
-            # The pool is split over the mesh by KV heads, so each device holds a part of every page.
-            replace(
-                spec,
-                num_kv_heads=1 if spec.num_sides == 1 else own.num_kv_heads // mesh.size,
-                num_layers=stage.template.layers_of_group,
-            ).num_pages(_kv_budget(config.cache.kv_memory, stage.mesh, stage.weight_bytes))
-            for stage in stages
+            part.num_pages(_kv_budget(config.cache.kv_memory, stage.mesh, stage.weight_bytes))
+            for part, stage in zip(of_device, stages, strict=True)
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    # All query heads that a device has read its one head of latents.
-    group = own.num_heads // (own.num_kv_heads if spec.num_sides == 2 else mesh.size)
+    mesh = meshes[0]
     attention = choose_attention(
         role,
         config.devices.attention_backend,
         mesh.devices.flat[0],
         template.activation_dtype,
-        group,
-        spec,
+        query_group(own, of_device[0], layout.tp),
+        of_device[0],
         config.schedule.prefill_buckets,
         architecture.soft_cap,
     )

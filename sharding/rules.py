@@ -12,12 +12,13 @@ from sharding.mesh import TENSOR
 Rules = Mapping[str, str]
 
 # Megatron's split (arXiv:1909.08053): columns of the first matrix, rows of the second, one all-reduce after each pair. Of a mixture's
-# `experts` every device has its columns of each: all have as much to do whichever a step's tokens go to.
-TENSOR_PARALLEL: Rules = {"heads": TENSOR, "kv_heads": TENSOR, "mlp": TENSOR, "expert_mlp": TENSOR, "vocab": TENSOR}
+# `experts` every device has its columns of each: all have as much to do whichever a step's tokens go to. Latents belong to no head: of pages of
+# them it is tokens that are shared out.
+TENSOR_PARALLEL: Rules = {"heads": TENSOR, "kv_heads": TENSOR, "page_tokens": TENSOR, "mlp": TENSOR, "expert_mlp": TENSOR, "vocab": TENSOR}
 
 # The same but for experts, which are dealt out whole: matrices of fewer devices are read from end to end, and tiles of packed ones need not
 # divide; but a step is as slow as the device that most of its tokens go to.
-EXPERT_PARALLEL: Rules = {"heads": TENSOR, "kv_heads": TENSOR, "mlp": TENSOR, "experts": TENSOR, "vocab": TENSOR}
+EXPERT_PARALLEL: Rules = {"heads": TENSOR, "kv_heads": TENSOR, "page_tokens": TENSOR, "mlp": TENSOR, "experts": TENSOR, "vocab": TENSOR}
 
 # An encoder has no scores over its vocabulary, which seldom divides: its table lies whole on every device.
 ENCODER: Rules = {"heads": TENSOR, "kv_heads": TENSOR, "mlp": TENSOR}

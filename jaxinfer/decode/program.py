@@ -11,11 +11,11 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.decode.batch import ON_DEVICE, DecodeBatch
-from jaxinfer.kv_cache.pages import Pages
+from jaxinfer.kv_cache.pages import Pages, own_length
 from jaxinfer.kv_cache.spec import LayerGroups
 from jaxinfer.layers.attention import How
 from jaxinfer.layers.attention_over_pages import AttendOverPages, Place
-from jaxinfer.layers.latent_attention import absorbed
+from jaxinfer.layers.latent_attention import absorbed, over_parts
 from jaxinfer.models.base import CausalLM, Part, run_part
 from jaxinfer.runtime.expert_loads import with_loads
 from jaxinfer.runtime.template import ModelTemplate, Weights
@@ -24,7 +24,7 @@ from jaxinfer.sampling.params import SamplingRows
 from jaxinfer.sampling.penalties import add_sampled
 from jaxinfer.sampling.sampler import Sampled, sample
 from pallas_kernels.dispatch import Backend
-from pallas_kernels.paged_attention.op import paged_attention
+from pallas_kernels.paged_attention.op import paged_attention, paged_attention_and_lse
 
 
 class DecodeState(NamedTuple):
@@ -123,19 +123,22 @@ class _Kernels:
         )
 
     def attend_to_latents(
-        self, q: Float[Array, "B N H"], up: Float[Array, "R N E"], pages: Pages, place: Place, rows: Int[Array, " B"], scale: float
+        self,
+        q: Float[Array, "B N H"],
+        up: Float[Array, "R N E"],
+        pages: Pages,
+        place: Place,
+        rows: Int[Array, " B"],
+        scale: float,
+        axis: str | None,
     ) -> Float[Array, "B N V"]:
+        where = pages, place.layer, place.page_table
+        options: dict[str, Any] = {"scale": scale, "pool_is_finite": True, "value_size": len(up), "backend": self.backend}
+
         def attend(q: Float[Array, "B N C"]) -> Float[Array, "B N R"]:
-            return paged_attention(
-                q,
-                pages,
-                place.layer,
-                place.page_table,
-                rows,
-                scale=scale,
-                pool_is_finite=True,
-                value_size=len(up),
-                backend=self.backend,
-            )
+            if axis is None:
+                return paged_attention(q, *where, rows, **options)
+            own_rows = own_length(rows, pages.shape[4], axis)
+            return over_parts(q, lambda every: paged_attention_and_lse(every, *where, own_rows, **options), axis)
 
         return absorbed(q, up, pages.shape[5], attend)

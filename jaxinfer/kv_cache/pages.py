@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from jaxinfer.kv_cache.spec import PageSpec
+from jaxinfer.kv_cache.spec import NULL_PAGE, PageSpec
 from jaxinfer.layers.heads import HeadLayout
 from sharding.partition import named_sharding
 from sharding.rules import Rules
@@ -21,7 +21,8 @@ from sharding.rules import Rules
 Pages = Float[Array, "L S P K G H"]
 
 _AXES = (None, None, None, "kv_heads", None, None)
-_WHOLE = (None, None, None, None, None, None)  # of latents, which every head reads
+_OF_LATENTS = (None, None, None, None, "page_tokens", None)  # every head reads them: what can be split are tokens
+_WHOLE = (None, None, None, None, None, None)
 
 
 class PagePool:
@@ -50,7 +51,8 @@ class PagePool:
             spec.page_size,
             spec.head_size,
         )
-        self._axes = _AXES if spec.num_sides == 2 else _WHOLE
+        of_latents = _WHOLE if spec.token_parts(mesh.size) == 1 else _OF_LATENTS
+        self._axes = _AXES if spec.num_sides == 2 else of_latents
         self.abstract = jax.ShapeDtypeStruct(shape, dtype, sharding=named_sharding(mesh, rules, self._axes, shape, "the KV cache"))
         self.mesh = mesh
         self._rules = rules
@@ -81,6 +83,27 @@ class PagePool:
         axes = self._axes if self.heads is None else _WHOLE
         sharding = named_sharding(self.mesh, self._rules, axes, shape, "the KV cache")
         return jax.ShapeDtypeStruct(shape, self.abstract.dtype, sharding=sharding)
+
+
+def token_axis(pages: Pages) -> str | None:
+    """The mesh axis that each page's tokens are split over; None where they are not."""
+    axis: str | None = jax.typeof(pages).sharding.spec[4]
+    return axis
+
+
+def own_places(
+    page_ids: Int[Array, " T"], offsets: Int[Array, " T"], part_size: int, axis: str
+) -> tuple[Int[Array, " T"], Int[Array, " T"]]:
+    """Where a device that has `part_size` of each page's tokens puts which ones; others' go to its null page. Within a `shard_map`."""
+    is_own = offsets // part_size == jax.lax.axis_index(axis)
+    return jnp.where(is_own, page_ids, NULL_PAGE), offsets % part_size
+
+
+def own_length(kv_len: Int[Array, " B"], part_size: int, axis: str) -> Int[Array, " B"]:
+    """Tokens of each context that such a device has: the first ones of its part of every page."""
+    page_size = part_size * jax.lax.axis_size(axis)
+    of_last = kv_len % page_size - jax.lax.axis_index(axis) * part_size
+    return kv_len // page_size * part_size + jnp.clip(of_last, 0, part_size)
 
 
 def write(

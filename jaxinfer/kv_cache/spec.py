@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 from jaxinfer.models.config import ArchitectureConfig
@@ -11,6 +13,9 @@ from pallas_kernels.span import EVERYTHING, Span
 # Page 0 belongs to no request: padded rows and padded tokens write there, so that no program needs a mask to write. In a page table it
 # stands for a page that is not there: what a window has left behind.
 NULL_PAGE = 0
+
+_PAGE_SIZE = 16  # tokens, where nothing else is asked for
+_LEAST_PART = 8  # tokens of each page that a device has where they are split: kernels read no fewer
 
 _MOST_GROUPS = 8  # of layers: a page table each, which the host fills in and the device keeps
 
@@ -62,6 +67,11 @@ class LayerGroups:
         return LayerGroups(max(sizes), self.spans, tuple((group, place - first[group]) for group, place in self.places))
 
 
+def default_page_size(config: ArchitectureConfig, num_devices: Iterable[int]) -> int:
+    """Tokens a page, for stages of so many devices. Of latents each device gets as many as it would have of pages of its own."""
+    return _PAGE_SIZE if config.latent is None else _PAGE_SIZE * math.lcm(*num_devices)
+
+
 @dataclass(frozen=True)
 class PageSpec:
     """A page holds `page_size` tokens' keys and values in the layers of one group. That many tokens, from a multiple of them on, are a
@@ -74,6 +84,7 @@ class PageSpec:
     bytes_per_value: int
     spans: tuple[Span, ...] = (EVERYTHING,)  # of the groups
     num_sides: int = 2  # keys and values; 1: latents, which are both
+    num_parts: int = 1  # devices that each page's tokens are split over; bytes are those of one
 
     @classmethod
     def of(cls, config: ArchitectureConfig, page_size: int, bytes_per_value: int) -> PageSpec:
@@ -82,6 +93,22 @@ class PageSpec:
         if config.latent is not None:
             return cls(groups.size, 1, config.latent.latent_size, page_size, bytes_per_value, groups.spans, num_sides=1)
         return cls(groups.size, config.num_kv_heads, config.head_size, page_size, bytes_per_value, groups.spans)
+
+    def token_parts(self, num_devices: int) -> int:
+        """Devices of a mesh that each page's tokens are split over: of latents, which belong to no head, all that get enough of them, or else each
+        device has them whole."""
+        is_split = self.num_sides == 1 and self.page_size % (_LEAST_PART * num_devices) == 0
+        return num_devices if is_split else 1
+
+    def on_device(self, num_devices: int, num_kv_heads: int, num_layers: int) -> PageSpec:
+        """What one of a mesh's devices has of each page, whose KV heads may be the mesh's own; of so many of a group's layers."""
+        parts, heads = (1, num_kv_heads // num_devices) if self.num_sides == 2 else (self.token_parts(num_devices), 1)
+        return replace(self, num_layers=num_layers, num_kv_heads=heads, num_parts=parts)
+
+    @property
+    def part_size(self) -> int:
+        """Tokens of a page that a device has."""
+        return self.page_size // self.num_parts
 
     @property
     def num_groups(self) -> int:
@@ -94,7 +121,7 @@ class PageSpec:
 
     @property
     def page_bytes(self) -> int:
-        return self.num_sides * self.num_layers * self.num_kv_heads * self.head_size * self.page_size * self.bytes_per_value
+        return self.num_sides * self.num_layers * self.num_kv_heads * self.head_size * self.part_size * self.bytes_per_value
 
     @property
     def token_bytes(self) -> int:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jaxinfer.kv_cache.pages import Pages, write
+from jaxinfer.kv_cache.pages import Pages, own_places, token_axis, write
 from jaxinfer.kv_cache.spec import LayerGroups
 from jaxinfer.layers.attention import Attend, How
 from sharding.mesh import TENSOR
@@ -30,8 +30,10 @@ class Kernels(Protocol):
     def attend(self, q: Float[Array, "T N H"], pages: Pages, place: Place, rows: Any, how: How) -> Float[Array, "T N H"]: ...
 
     def attend_to_latents(
-        self, q: Float[Array, "T N H"], up: Float[Array, "R N E"], pages: Pages, place: Place, rows: Any, scale: float
-    ) -> Float[Array, "T N V"]: ...
+        self, q: Float[Array, "T N H"], up: Float[Array, "R N E"], pages: Pages, place: Place, rows: Any, scale: float, axis: str | None
+    ) -> Float[Array, "T N V"]:
+        """`axis`: of the mesh, whose devices each have a part of every page's tokens; None where pages are whole."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class AttendOverPages:
 
 @dataclass(frozen=True)
 class _InLayer:
-    """See `Attend`. Heads are independent: each device attends with its own."""
+    """See `Attend`. Heads are independent: each device attends with its own, or where it has but some of each page's tokens, to those with all."""
 
     program: AttendOverPages
     place: Place
@@ -73,11 +75,17 @@ class _InLayer:
     def latents(
         self, q: Float[Array, "T N H"], latents: Float[Array, "T C"], up: Float[Array, "R N E"], pages: Pages, scale: float
     ) -> tuple[Float[Array, "T N V"], Pages]:
-        def local(q: Array, latents: Array, up: Array, pages: Pages, place: Place, offsets: Array, rows: Any) -> tuple[Array, Pages]:
-            pages = write(pages, place.layer, (latents[:, None],), place.page_ids, offsets)
-            return self.program.kernels.attend_to_latents(q, up, pages, place, rows, scale), pages
+        axis = token_axis(pages)
 
-        return self._over_heads(local, (_HEADS, _WHOLE, _HEADS, _WHOLE), _WHOLE)(q, latents, up, pages)
+        def local(q: Array, latents: Array, up: Array, pages: Pages, place: Place, offsets: Array, rows: Any) -> tuple[Array, Pages]:
+            page_ids, places = place.page_ids, offsets
+            if axis is not None:
+                page_ids, places = own_places(page_ids, offsets, pages.shape[4], axis)
+            pages = write(pages, place.layer, (latents[:, None],), page_ids, places)
+            return self.program.kernels.attend_to_latents(q, up, pages, place, rows, scale, axis), pages
+
+        of_pages = _WHOLE if axis is None else _TOKENS
+        return self._over_heads(local, (_HEADS, _WHOLE, _HEADS, of_pages), of_pages)(q, latents, up, pages)
 
     def _over_heads(self, local: Any, specs: tuple[PartitionSpec, ...], of_pages: PartitionSpec) -> Any:
         """`local` on every device, with its part of what it is called with, by these specs, and the layer's place, offsets and rows."""
@@ -93,3 +101,4 @@ class _InLayer:
 
 _HEADS, _WHOLE = PartitionSpec(None, TENSOR), PartitionSpec()
 _KV_HEADS = PartitionSpec(None, None, None, TENSOR)  # of pages: each device has its own heads' part of every one
+_TOKENS = PartitionSpec(None, None, None, None, TENSOR)  # of pages of latents: some of every one's tokens

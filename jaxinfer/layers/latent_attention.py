@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
@@ -94,6 +95,26 @@ def absorbed(
     to_latents = _by_head(q[..., :nope_size], by_head[:, :nope_size])
     outputs = attend(jnp.concatenate([to_latents, q[..., nope_size:]], axis=-1))
     return _by_head(outputs, jnp.swapaxes(by_head[:, nope_size:], 1, 2))
+
+
+def over_parts(
+    q: Float[Array, "T N C"], attend: Callable[[Float[Array, "T M C"]], tuple[Float[Array, "T M R"], Float[Array, "T M"]]], axis: str
+) -> Float[Array, "T N R"]:
+    """What each device's own heads attend to of a context whose tokens are split over a mesh axis, within a `shard_map`. `attend` is given the
+    queries of all devices' heads, and returns what they attend to of the device's own tokens, with the logarithms of the sums of their
+    exponentiated scores, by which it counts (as Flash-Decoding, arXiv:2311.01282, between devices). Two exchanges: queries, and results."""
+    num_devices, num_heads = jax.lax.axis_size(axis), q.shape[1]
+    out, lse = attend(jax.lax.all_gather(q, axis, axis=1, tiled=True))
+    # One exchange for both, of bits, which nothing rounds on the way.
+    bits = jnp.dtype(f"uint{8 * q.dtype.itemsize}")
+    of_lse = jax.lax.bitcast_convert_type(lse.astype(jnp.float32), bits).reshape(*lse.shape, -1)
+    both = jnp.concatenate([jax.lax.bitcast_convert_type(out.astype(q.dtype), bits), of_lse], axis=-1)
+    by_device = jnp.swapaxes(both.reshape(len(q), num_devices, num_heads, -1), 0, 1)
+    parts = jax.lax.all_to_all(by_device, axis, split_axis=0, concat_axis=0)  # [device, T, N, R and the sum]
+    outs = jax.lax.bitcast_convert_type(parts[..., : out.shape[-1]], q.dtype).astype(jnp.float32)
+    sums = parts[..., out.shape[-1] :]
+    weights = jax.nn.softmax(jax.lax.bitcast_convert_type(sums if sums.shape[-1] > 1 else sums[..., 0], jnp.float32), axis=0)
+    return (outs * weights[..., None]).sum(0).astype(q.dtype)
 
 
 def _by_head(x: Float[Array, "T N I"], matrices: Float[Array, "N I O"]) -> Float[Array, "T N O"]:

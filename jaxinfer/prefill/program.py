@@ -122,7 +122,7 @@ class _Kernels:
         )
 
     def attend_to_latents(
-        self, q: Float[Array, "T N H"], up: Float[Array, "R N E"], pages: Pages, place: Place, rows: Rows, scale: float
+        self, q: Float[Array, "T N H"], up: Float[Array, "R N E"], pages: Pages, place: Place, rows: Rows, scale: float, axis: str | None
     ) -> Float[Array, "T N V"]:
         return latent_prefill_attention(
             q,
@@ -134,6 +134,7 @@ class _Kernels:
             scale=scale,
             query_tile=query_tile(len(q)),
             pool_is_finite=True,
+            axis=axis,
             backend=self.backend,
         )
 

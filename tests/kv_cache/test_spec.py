@@ -1,6 +1,8 @@
 import pytest
 
-from jaxinfer.kv_cache.spec import LayerGroups, PageSpec
+from jaxinfer.kv_cache.spec import LayerGroups, PageSpec, default_page_size
+from jaxinfer.models.registry import read_config
+from jaxinfer.models.shapes import model_shape
 from pallas_kernels.span import EVERYTHING, Span
 
 SPEC = PageSpec(num_layers=30, num_kv_heads=3, head_size=64, page_size=16, bytes_per_value=4)
@@ -20,6 +22,25 @@ def test_pages_in_a_budget():
     assert SPEC.num_pages(2 * SPEC.page_bytes) == 2
     with pytest.raises(ValueError, match=f"a page of 16 tokens takes {SPEC.page_bytes} bytes .* give at least {2 * SPEC.page_bytes} bytes"):
         SPEC.num_pages(2 * SPEC.page_bytes - 1)
+
+
+def test_a_device_has_its_heads_of_a_page_or_its_tokens_of_latents():
+    assert SPEC.on_device(3, 3, 10).page_bytes == SPEC.page_bytes // 9
+    assert SPEC.on_device(2, 4, 30).page_bytes == SPEC.page_bytes // 3 * 2, "the mesh's own heads"
+    latents = PageSpec(61, 1, 576, 128, 2, num_sides=1)
+    for num_devices, parts in ((1, 1), (2, 2), (8, 8), (16, 16), (32, 1), (3, 1)):  # of 32 devices each would have 4 tokens
+        of_device = latents.on_device(num_devices, num_devices, 61)
+        assert (of_device.num_parts, of_device.part_size) == (parts, 128 // parts)
+        assert of_device.page_bytes == latents.page_bytes // parts
+        assert of_device.runs_for(129) == 2, "a run is as long on every device"
+    with pytest.raises(ValueError, match=f"a page of 128 tokens takes {16 * 61 * 576 * 2} bytes"):
+        latents.on_device(8, 8, 61).num_pages(1000)
+
+
+def test_pages_of_latents_are_as_large_as_their_devices_need():
+    kimi, llama = (read_config(model_shape(name)) for name in ("kimi-k2.5", "llama-3.1-8b"))
+    assert [default_page_size(kimi, devices) for devices in ((1, 1), (8, 8), (2, 8), (2, 3))] == [16, 128, 128, 96]
+    assert default_page_size(llama, (8, 8)) == 16
 
 
 def test_layers_of_one_kind_are_one_group():

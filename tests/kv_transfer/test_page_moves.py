@@ -113,6 +113,27 @@ def test_pages_pass_between_meshes_with_other_heads(meshes):
     np.testing.assert_array_equal(np.asarray(there.gather([7, 8, 9]))[:3], moved[[0, 1, 3]])
 
 
+@pytest.mark.parametrize("meshes", [((0,), (0, 1, 2, 3)), ((4, 5, 6, 7), (0, 1)), ((0, 1), (2,))], ids=["1-4", "4-2", "2-1"])
+def test_pages_of_latents_pass_between_meshes_that_share_out_their_tokens(meshes):
+    """And as bytes, which are the same on any mesh."""
+    spec, made = PageSpec(3, 1, 8, 32, 4, num_sides=1), []
+    for device_ids in meshes:
+        pool = PagePool(spec, NUM_PAGES, jnp.dtype("float32"), make_mesh(device_ids), RULES["decode"])
+        programs = compile_programs(gather_programs("x", pool) + scatter_programs("x", pool))
+        pool.allocate()
+        assert pool.device_bytes == NUM_PAGES * spec.page_bytes // len(device_ids)
+        made.append(PageMover("x", pool, programs))
+    here, there = made
+    moved = np.arange(4 * 3 * 32 * 8, dtype=np.float32).reshape(4, 3, 1, 1, 32, 8) + 1
+    here.scatter(here.put(moved), [1, 2, 3, 4])
+    there.scatter(there.put(here.gather([4, 2, 1])), [9, 8, 7])
+    np.testing.assert_array_equal(np.asarray(there.gather([7, 8, 9]))[:3], moved[[0, 1, 3]])
+    down = np.asarray(there.gather([7, 8, 9])).view(np.uint8).reshape(-1, spec.page_bytes)[:3]
+    assert down.tobytes() == moved[[0, 1, 3]].tobytes()
+    here.scatter(here.put_bytes(down), [11, 12, 13])
+    np.testing.assert_array_equal(np.asarray(here.gather([11, 12, 13]))[:3], moved[[0, 1, 3]])
+
+
 def test_pages_as_bytes_are_the_models_whatever_heads_a_mesh_has():
     (_, one), (_, eight) = pool_of(3, 3, (0,)), pool_of(3, 3, tuple(range(8)))
     one.scatter(one.put(numbers_of(4, 3)), [1, 2, 3, 4])

@@ -13,12 +13,18 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxinfer.layers.latent_attention import LatentAttention, absorbed, expanded
+from jaxinfer.decode import program as decode
+from jaxinfer.kv_cache.pages import PagePool
+from jaxinfer.kv_cache.spec import NULL_PAGE, LayerGroups, PageSpec
+from jaxinfer.layers.attention_over_pages import AttendOverPages
+from jaxinfer.layers.latent_attention import LatentAttention, absorbed, expanded, over_parts
 from jaxinfer.layers.matrices import MatrixFormat
 from jaxinfer.layers.rope import CosSin, angles, inverse_frequencies
 from jaxinfer.models.config import AnyRopeScaling, LatentSizes, YarnScaling
+from jaxinfer.prefill import program as prefill
 from pallas_kernels.latent_prefill_attention.op import latent_prefill_attention
 from pallas_kernels.paged_attention.op import paged_attention
+from pallas_kernels.span import EVERYTHING
 from sharding.mesh import TENSOR, make_mesh
 from sharding.partition import partition_spec
 from sharding.rules import TENSOR_PARALLEL
@@ -225,3 +231,87 @@ def test_heads_split_over_devices_give_the_same() -> None:
 def test_what_expands_stays_floats_beside_integers() -> None:
     made = LatentAttention(SIZE, NUM_HEADS, SIZES, MatrixFormat(jnp.dtype("int8")))
     assert (made.up[...].dtype, made.down.kernel.dtype) == (jnp.float32, jnp.int8)
+
+
+HEADS, WHOLE, TOKENS = PartitionSpec(None, TENSOR), PartitionSpec(), PartitionSpec(TENSOR)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("num_devices", [2, 8])
+def test_parts_of_a_context_count_by_their_sums(num_devices: int, dtype: str) -> None:
+    """Scores of -200 to 200, so that parts count for all or for nothing; a device has no token of some rows."""
+    random, mesh = np.random.default_rng(num_devices), make_mesh(range(num_devices))
+    q, latents = random.standard_normal((5, 16, 32)) * 8, random.standard_normal((num_devices * 4, 32))
+    q, latents = (jnp.asarray(a, dtype) for a in (q, latents))
+    seen = random.random((5, len(latents))) < 0.4
+    seen[:, 0], seen[2, : len(latents) // 2], seen[4] = True, False, False
+    seen[2, -1] = True
+
+    def attend(q: jax.Array, latents: jax.Array, seen: jax.Array) -> tuple[jax.Array, jax.Array]:
+        scores = jnp.einsum("tnc,sc->tns", q.astype(jnp.float32), latents.astype(jnp.float32), precision="highest")
+        scores = jnp.where(seen[:, None], scores, -1e30)
+        out = jnp.einsum("tns,sr->tnr", jnp.where(seen[:, None], jax.nn.softmax(scores, -1), 0), latents[:, :24].astype(jnp.float32))
+        return out.astype(q.dtype), jax.nn.logsumexp(scores, -1)
+
+    def local(q: jax.Array, latents: jax.Array, seen: jax.Array) -> jax.Array:
+        return over_parts(q, lambda every: attend(every, latents, seen), TENSOR)
+
+    specs = HEADS, TOKENS, HEADS
+    placed = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip((q, latents, seen), specs, strict=True)]
+    found = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=HEADS, check_vma=False))(*placed)
+    assert found.dtype == q.dtype
+    expected, _ = attend(q.astype(jnp.float32), latents.astype(jnp.float32), jnp.asarray(seen))
+    assert not np.any(expected[4]) and np.abs(expected).max() > 1
+    rounding = {"float32": 2e-5, "bfloat16": 2**-7, "float16": 2**-9}[dtype]
+    np.testing.assert_allclose(found.astype(jnp.float32), expected, atol=4 * rounding, rtol=rounding)
+
+
+def over_pages(num_devices: int, role: str) -> tuple[np.ndarray, np.ndarray, bool]:
+    """A step of a role over 64 tokens a page: what is attended to, and the pages then. What no context reaches is as large as numbers get."""
+    random, mesh = np.random.default_rng(7), make_mesh(range(num_devices))
+    pool = PagePool(PageSpec(2, 1, SIZES.latent_size, 64, 4, num_sides=1), 30, jnp.dtype("float32"), mesh, TENSOR_PARALLEL)
+    table = jnp.asarray(random.permutation(np.arange(1, 29)).reshape(4, 7).astype(np.int32))
+    lengths = np.array([1, 64, 65, 400])  # of contexts, these tokens included; a row more has none
+    new = np.ones(4, int) if role == "decode" else np.array([1, 30, 9, 70])
+    contents = np.full(pool.abstract.shape, 1e30, np.float32)
+    for row, length in enumerate(lengths - new):
+        for position in range(length):
+            contents[:, 0, table[row, position // 64], 0, position % 64] = random.standard_normal((2, SIZES.latent_size))
+    starts = np.cumsum([0, *(-new // 32 * -32)]) if role == "prefill" else np.arange(5)
+    num_tokens = starts[-1] + (1 if role == "decode" else 32)
+    ids, positions = np.full(num_tokens, NULL_PAGE, np.int32), np.zeros(num_tokens, np.int32)
+    for row in range(4):
+        here = slice(starts[row], starts[row] + new[row])
+        positions[here] = np.arange(lengths[row] - new[row], lengths[row])
+        ids[here] = table[row, positions[here] // 64]
+    kv_len = jnp.asarray([*lengths, 0], jnp.int32)
+    rows: Any = kv_len if role == "decode" else (jnp.asarray(starts, jnp.int32), jnp.asarray([*new, 0], jnp.int32), kv_len)
+    tables = jnp.concatenate([table, jnp.zeros((1, 7), jnp.int32)])
+    kernels = (decode if role == "decode" else prefill)._Kernels("xla")
+    inputs = random.standard_normal((num_tokens, 8, 20)), random.standard_normal((num_tokens, 32)), random.standard_normal((24, 8, 22)) / 5
+    placed = [
+        jax.device_put(jnp.asarray(a, jnp.float32), NamedSharding(mesh, s)) for a, s in zip(inputs, (HEADS, WHOLE, HEADS), strict=True)
+    ]
+
+    def step(q: jax.Array, latents: jax.Array, up: jax.Array, pages: jax.Array) -> tuple[jax.Array, jax.Array]:
+        groups = LayerGroups.of((EVERYTHING,) * 2)
+        attend = AttendOverPages(mesh, kernels, groups, (tables,), (jnp.asarray(ids),), jnp.asarray(positions % 64), rows)
+        return attend.at(attend.place(1)).latents(q, latents, up, pages, 0.2)
+
+    with jax.set_mesh(mesh):
+        out, pages = jax.jit(step)(*placed, jax.device_put(contents, pool.abstract.sharding))
+    is_split = pages.sharding.shard_shape(pages.shape)[4] == 64 // num_devices
+    after = np.array(pages)
+    assert not np.array_equal(after[1], contents[1])
+    after[:, :, NULL_PAGE] = 0
+    return np.asarray(out), after, is_split
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("num_devices", [2, 4, 8])
+def test_devices_that_share_a_context_out_attend_to_all_of_it(num_devices: int, role: str) -> None:
+    (found, pages, is_split), (expected, expected_pages, _) = over_pages(num_devices, role), over_pages(1, role)
+    assert is_split
+    np.testing.assert_allclose(found, expected, atol=2e-5)
+    np.testing.assert_array_equal(pages, expected_pages)
+    assert np.abs(expected).max() > 1

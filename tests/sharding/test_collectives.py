@@ -36,11 +36,13 @@ FORMS = {
 }
 
 
-def compiled(config: ArchitectureConfig, form: str, role: str, num_devices: int) -> tuple[jax.stages.Compiled, PagePool]:
+def compiled(
+    config: ArchitectureConfig, form: str, role: str, num_devices: int, page_size: int = 16
+) -> tuple[jax.stages.Compiled, PagePool]:
     """The role's program, of abstract weights."""
     runner, size = RUNNERS[role]
     template, mesh = make_template(config, FORMS[form]), make_mesh(range(num_devices))
-    spec = PageSpec.of(config.with_own_heads(), 16, 4)
+    spec = PageSpec.of(config.with_own_heads(), page_size, 4)
     pool = PagePool(spec, 4096, template.activation_dtype, mesh, TENSOR_PARALLEL, config.heads)
     attention = "llvm_cpu" if FORMS[form].is_packed else "xla"
     program = runner([Stage(template, mesh, TENSOR_PARALLEL, pool, attention)], (size,), 256).programs()[0]
@@ -91,15 +93,31 @@ def test_devices_add_up_once_an_attention_and_once_an_mlp_and_exchange_candidate
     )
 
 
-# One of a kind that has something to it between or beside the two sums: norms, latents, experts of which one is every token's.
+# One of a kind that has something to it between or beside the two sums: norms, latents, experts of which one is every token's. Latents are whole on
+# four devices, in pages of 16.
 KINDS = {"qwen3": 1, "gemma_3": 1, "deepseek_v3": 2, "llama_4": 1, "qwen3_moe": 1}
 
 
 @pytest.mark.parametrize(("role", "family"), [*(("decode", family) for family in KINDS), ("prefill", "deepseek_v3")])
 def test_every_kind_of_layer_costs_two_sums(role, family):
     config = read_config(checkpoint.config_of(family))
-    shorter, longer = two_lengths(config, KINDS[family], "plain", role, 2)
+    shorter, longer = two_lengths(config, KINDS[family], "plain", role, 4 if family == "deepseek_v3" else 2)
     assert collectives_a_layer(shorter, longer) == {reduced(RUNNERS[role][1], config.hidden_size): 2}
+
+
+@pytest.mark.parametrize("role", RUNNERS)
+def test_latents_that_are_shared_out_cost_two_exchanges_more_in_decode_and_one_in_prefill(role):
+    config = read_config(checkpoint.config_of("deepseek_v3"))
+    assert config.latent is not None
+    num_rows, heads, rank, width = RUNNERS[role][1], config.num_heads, config.latent.rank, config.latent.latent_size
+    shorter, longer = two_lengths(config, 2, "plain", role, 2, 32)
+    added = collectives_a_layer(shorter, longer)
+    assert added.pop(reduced(num_rows, config.hidden_size)) == 2
+    # Queries, then each head's outputs and the logarithm of its sum; or some of the context's latents, in a loop over them.
+    to_each = f"u32[1,{num_rows},{heads // 2},{rank + 1}]"
+    queries = {gathered("f32", num_rows, heads, width): 1, Collective("all-to-all", (to_each, to_each)): 1}
+    of_prompts = gathered("f32", 2, 4 * 256 // 32, 16 * width)  # all of four rows' pages: eight runs of 128 tokens
+    assert added == ({of_prompts: 1} if role == "prefill" else queries)
 
 
 def test_norms_over_all_heads_cost_a_number_a_token_more():
