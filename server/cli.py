@@ -103,8 +103,9 @@ def _add_plan_command(commands: argparse._SubParsersAction[argparse.ArgumentPars
         "plan", allow_abbrev=False, help="what a model takes on cards that need not be here", description="Needs no weights and no GPU."
     )
     flag = plan.add_argument
-    flag("--model", required=True, metavar="NAME", help="a known shape, such as llama-3.1-8b, or a config.json")
-    flag("--target", required=True, metavar="NxCARD", help="such as 8xh100 or 2xh200; cpu: this machine, 4xcpu: cut into virtual devices")
+    flag("--model", metavar="NAME", help="a known shape, such as llama-3.1-8b, or a config.json")
+    flag("--calibrate", action="store_true", help="first measure this machine's processor, for plans with the target cpu; takes minutes")
+    flag("--target", metavar="NxCARD", help="such as 8xh100 or 2xh200; cpu: this machine, 4xcpu: cut into virtual devices")
     flag("--prefill-parallel", metavar="TEXT", help="layout of prefill, such as tp=2,pp=2; without any all layouts are ranked")
     flag("--decode-parallel", metavar="TEXT", help="layout of decode; if it is prefill's both share devices")
     flag(
@@ -212,8 +213,14 @@ def _stream_to_terminal(engine: Engine, token_ids: list[int], params: SamplingPa
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from server.planning import make_plan, show
+    from server.planning import calibrate_cpu, make_plan, show
 
+    if arguments.calibrate:
+        with Console(stderr=True).status("calibrating") as status:
+            told = calibrate_cpu(arguments.target, status.update)
+        print(told)
+        if arguments.model is None:
+            return 0
     with Console(stderr=True).status(f"planning {arguments.model} for {arguments.target}"):
         run = make_plan(arguments)
     show(run, is_json=arguments.json)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 
 from rich.console import Console
 from rich.markup import escape
@@ -11,14 +12,17 @@ from rich.table import Table
 
 from jaxinfer.assembly import split_cpu
 from jaxinfer.config import ConfigError, ScheduleConfig
+from jaxinfer.dry_run.calibration import calibrate
 from jaxinfer.dry_run.report import as_json, describe, ranking
 from jaxinfer.dry_run.run import DryRun, dry_run, named_layouts
 from jaxinfer.dry_run.search import Setting
 from jaxinfer.dry_run.shapes import Shapes
-from jaxinfer.dry_run.target import Target
+from jaxinfer.dry_run.target import CPU, Target, calibration_path
 from jaxinfer.dry_run.workload import Workload
 from jaxinfer.models.shapes import read_shape
+from jaxinfer.runtime.compilation import use_persistent_cache
 
+_EXAMPLES = {"model": "llama-3.1-8b", "target": "8xh100"}
 _CONTEXT = 8192  # tokens, where nothing else is asked for
 
 
@@ -28,6 +32,9 @@ def make_plan(arguments: argparse.Namespace) -> DryRun:
         value = getattr(arguments, name)
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}: it must be at least 1")
+    for name, example in _EXAMPLES.items():
+        if getattr(arguments, name) is None:
+            raise ConfigError(f"{name} is missing: give --{name}, such as {example}")
     target = Target.of(arguments.target)
     if target.is_cpu:
         split_cpu(target.num_devices)
@@ -43,6 +50,26 @@ def make_plan(arguments: argparse.Namespace) -> DryRun:
         engine = ScheduleConfig()
         setting = Setting(context, workload, arguments.batch or engine.max_batch_size, engine.prefill_chunk_size)
     return dry_run(shapes, setting, layouts)
+
+
+def calibrate_cpu(target_name: str | None, say: Callable[[str], None]) -> str:
+    """Measure this machine's processor and keep what was found for later plans; returns where, and how well predictions fit what was measured.
+    Raises `ConfigError`."""
+    target = Target.of(target_name or CPU)
+    if not target.is_cpu:
+        raise ConfigError(
+            f"calibrate is given, but target is {target}: only this machine's processor can be measured; give {CPU}, or leave it out"
+        )
+    split_cpu(max(target.num_devices, 2))  # two, to measure what devices say to each other
+    use_persistent_cache()
+    hardware, fitted = calibrate(say)
+    path = calibration_path(CPU)
+    hardware.write(path)
+    worst, errors = max(fitted, key=lambda one: abs(one.error)), sorted(abs(one.error) for one in fitted)
+    return (
+        f"{len(fitted)} steps of small models: predicted times are {errors[len(errors) // 2]:.0%} off in the median, {worst.error:+.0%} at worst "
+        f"({worst.name}). Kept in {path}"
+    )
 
 
 def show(run: DryRun, *, is_json: bool) -> None:

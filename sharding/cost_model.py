@@ -44,15 +44,19 @@ class Experts:
         return self.num_experts * (1 - (1 - self.top_k / self.num_experts) ** num_tokens)
 
 
+_GATHERED_TOKENS = 4096  # whose latents prefill gathers at once
+
+
 @dataclass(frozen=True)
 class Attention:
     """Over the keys and values of one layer."""
 
     token_bytes: int  # kept of a token, by all devices together where heads are split over them
-    is_split: bool  # else each device reads all that is kept of a token, as latents are
+    is_split: bool  # else each device reads all that is kept of a token
     decode_values: int  # multiplied for a query and a key, of all heads
     prefill_values: int
     expand_values: int = 0  # of latents: multiplied for each key in prefill, to expand it; in decode for each query, to take it to latents
+    exchanged_bytes: int = 0  # of a query of latents that devices share out: what decode sends for all heads, there and back
     window: int | None = None  # tokens that a query attends to at most
     chunk: int | None = None  # the same, counted from the start of the query's own chunk
 
@@ -123,7 +127,7 @@ _BOUNDS = {
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds. Reads and products of one thing go on at the same time, so that they add up to more than `seconds`."""
+    """Seconds. Where reads and products of one thing go on at the same time they add up to more than `seconds`."""
 
     seconds: float = 0.0
     weight_reads: float = 0.0
@@ -156,9 +160,12 @@ def part_cost(part: Part, step: Step, tp: int, ep: int, hardware: Hardware) -> C
     rate = hardware.rate("bfloat16") * hardware.attention_share
     weight_reads, kv_reads, attention = weight_bytes / hardware.bandwidth, kv_bytes / hardware.bandwidth, 2 * pairs / rate
     collectives = sum(all_reduce_seconds(_rows(part, step) * size, tp, hardware) for size in part.reduced_bytes)
+    collectives += exchange_seconds(part.attention, step, tp, hardware) if part.attention is not None else 0.0
     starts = part.num_kernels * hardware.kernel_seconds
     activations = _rows(part, step) * (part.split_moved / tp + part.whole_moved) / hardware.activation_bandwidth
-    seconds = max(weight_reads, products) + max(kv_reads, attention) + collectives + starts + activations
+    both = max if hardware.overlaps else add
+    of_weights = max if part.matrices.dtype in hardware.product_rates else both
+    seconds = of_weights(weight_reads, products) + both(kv_reads, attention) + collectives + starts + activations
     return Cost(seconds, weight_reads, products, kv_reads, attention, collectives, starts, activations)
 
 
@@ -173,6 +180,18 @@ def all_reduce_seconds(num_bytes: float, num_devices: int, hardware: Hardware) -
     if num_devices == 1:
         return 0.0
     return hardware.link_seconds + 2 * (num_devices - 1) / num_devices * num_bytes / hardware.link_bandwidth
+
+
+def exchange_seconds(attention: Attention, step: Step, tp: int, hardware: Hardware) -> float:
+    """What attention to latents that devices share out sends: in decode queries to all and results back, in prefill the context's latents, some
+    thousands at a time."""
+    if tp == 1 or not attention.exchanged_bytes:
+        return 0.0
+    num_bytes, starts = step.num_tokens * attention.exchanged_bytes, 2
+    if step.role == "prefill":
+        num_read = step.num_sequences * attention.num_read(step.context - step.num_queries, step.context)
+        num_bytes, starts = num_read * attention.token_bytes, -(-num_read // _GATHERED_TOKENS)
+    return starts * hardware.link_seconds + (tp - 1) / tp * num_bytes / hardware.link_bandwidth
 
 
 def move_seconds(num_bytes: float, hardware: Hardware) -> float:

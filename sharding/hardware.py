@@ -29,10 +29,12 @@ class Hardware:
     kernel_seconds: float  # of the smallest kernel
     step_seconds: float  # that a step takes whatever it does: the host's call, its arguments and its results
     attention_share: float  # of the matmul rate that attention's products reach
+    overlaps: bool = True  # whether a matrix is read while it is multiplied with what came of it before
     # Of products with matrices that are read meanwhile, by type and number of rows; types that are not there go by the rates above.
     product_rates: Mapping[str, Mapping[int, float]] = field(default_factory=dict, hash=False)
     activation_bandwidth: float = math.inf  # of what lies between products: norms, residuals, gates
     shares_machine: bool = False  # whether the rates are all devices' together, as those of a CPU cut into virtual devices
+    num_cores: int | None = None  # of a machine that is shared, where it is known: what takes one core is done on as many devices at a time
     is_measured: bool = False
 
     def rate(self, dtype: str) -> float:
@@ -61,6 +63,9 @@ class Hardware:
         rates = {dtype: rate / num_devices for dtype, rate in self.matmul_rates.items()}
         by_rows = {dtype: {rows: rate / num_devices for rows, rate in of.items()} for dtype, of in self.product_rates.items()}
         shared = {name: getattr(self, name) / num_devices for name in _BANDWIDTHS}
+        in_turn = max(1.0, num_devices / self.num_cores) if self.num_cores else 1.0
+        shared |= {name: getattr(self, name) * in_turn for name in ("kernel_seconds", "step_seconds")}
+        shared["link_seconds"] = self.link_seconds * (num_devices - 1)  # the last of all has to come
         return Hardware(**{**self._fields(), **shared, "matmul_rates": rates, "product_rates": by_rows})
 
     def _fields(self) -> dict[str, Any]:
@@ -119,6 +124,7 @@ _CPU = Hardware(
     kernel_seconds=5e-6,
     step_seconds=500e-6,
     attention_share=0.3,
+    overlaps=False,
     shares_machine=True,
 )
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,54 +16,57 @@ from pallas_kernels.packed_matmul.layout import GROUP, LANES, packed_dtype
 from pallas_kernels.packed_matmul.op import packed_matmul, why_not
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-_SIZE = 1024  # of a square matrix
+_SIZE = 960  # of a square matrix; no power of two, which some caches are bad at
 _STACK_BYTES = 3 * 2**26  # of all matrices of a type: more than caches hold, so that they are read from memory as a model's are
+_MOST_ROWS_READ = 16  # with more of them reading matrices matters little: fewer are multiplied with, in a time that others leave alone
 _LEAST_SECONDS = 0.02  # of a measurement
 
 
 def measure_products(device: jax.Device, num_rounds: int = 5) -> dict[str, dict[int, float]]:
     """Multiplications and additions a second, by type and rows: reading the matrices is part of it. Only types that can be multiplied here."""
-    calls = {
-        (name, rows): (call, num_matrices)
-        for name in GROUP
-        if why_not(jnp.dtype(name)) is None
-        for num_matrices, of_rows in [_calls(name, device)]
-        for rows, call in of_rows.items()
-    }
-    best = dict.fromkeys(calls, float("inf"))
+    chains = [chain for name in GROUP if why_not(jnp.dtype(name)) is None for chain in _chains(name, device)]
+    best = [float("inf")] * len(chains)
     for _ in range(num_rounds):  # in turns, so that what else the machine does meets all of them alike
-        for key, (call, _) in calls.items():
-            best[key] = min(best[key], _seconds(call))
+        best = [min(seconds, _seconds(chain.run)) for seconds, chain in zip(best, chains, strict=True)]
     found: dict[str, dict[int, float]] = {}
-    for (name, rows), (_, num_matrices) in calls.items():
-        found.setdefault(name, {})[rows] = 2 * rows * num_matrices * _SIZE**2 / best[name, rows]
+    for chain, seconds in zip(chains, best, strict=True):
+        found.setdefault(chain.dtype, {})[chain.num_rows] = 2 * chain.num_rows * chain.num_matrices * _SIZE**2 / seconds
     return found
 
 
-def _calls(name: str, device: jax.Device) -> tuple[int, dict[int, Callable[[], Any]]]:
-    """Of a type, the number of matrices and for each number of rows a chain of products with them all."""
+@dataclass(frozen=True)
+class _Chain:
+    """Products one after the other, each with a matrix of its own."""
+
+    dtype: str
+    num_rows: int
+    num_matrices: int
+    run: Callable[[], Any]
+
+
+def _chains(name: str, device: jax.Device) -> Iterator[_Chain]:
+    """Of a type, for each number of rows."""
     dtype, group = jnp.dtype(name), GROUP[name]
     num_matrices = _STACK_BYTES // (_SIZE**2 * dtype.itemsize)
     shape = (num_matrices, _SIZE // LANES, _SIZE // group, LANES, group)
     stack = jax.device_put(np.zeros(shape, packed_dtype(dtype)), device)
 
-    def chain(rows: jax.Array, stack: jax.Array) -> jax.Array:
-        for place in range(num_matrices):
+    def chain(rows: jax.Array, stack: jax.Array, length: int) -> jax.Array:
+        for place in range(length):
             rows = packed_matmul(rows.astype(dtype), stack, jnp.asarray(place, jnp.int32))
         return rows
 
-    def call(num_rows: int) -> Callable[[], Any]:
+    for num_rows in ROWS:
+        length = max(num_matrices * _MOST_ROWS_READ // max(num_rows, _MOST_ROWS_READ), 3)
         rows = jax.device_put(np.ones((num_rows, _SIZE), np.float32), device)
-        program = jax.jit(chain).lower(rows, stack).compile()
-        return lambda: program(rows, stack).block_until_ready()
-
-    return num_matrices, {num_rows: call(num_rows) for num_rows in ROWS}
+        program = jax.jit(chain, static_argnums=2).lower(rows, stack, length).compile()
+        yield _Chain(name, num_rows, length, partial(program, rows, stack))
 
 
 def _seconds(call: Callable[[], Any]) -> float:
     """Of one of as many calls as take long enough to be told, the quickest."""
     began, best = time.perf_counter(), float("inf")
     while (now := time.perf_counter()) - began < _LEAST_SECONDS or best == float("inf"):
-        call()
+        jax.block_until_ready(call())
         best = min(best, time.perf_counter() - now)
     return best

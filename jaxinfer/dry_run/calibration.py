@@ -1,0 +1,174 @@
+"""What this machine's processor can do: products are measured by themselves, the rest is fitted to steps of the engine's own programs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+import numpy as np
+from scipy.optimize import nnls
+
+from jaxinfer.dry_run.bench import Bench, decode_bench, prefill_bench
+from jaxinfer.dry_run.predict import stage_costs
+from jaxinfer.dry_run.products import measure_products
+from jaxinfer.dry_run.shapes import RoleShape, Shapes
+from jaxinfer.dry_run.target import CPU, Target
+from sharding.cost_model import Cost
+from sharding.hardware import HARDWARE, Hardware
+from sharding.layout import Parallel
+
+_NARROW, _DEEP, _WIDE = (64, 256, 2, 1024), (64, 256, 16, 1024), (768, 2048, 4, 16384)  # hidden size, MLP's, layers, vocabulary
+_NUM_ROUNDS = 8  # in each all steps take their turn, so that what else the machine does meets all of them alike
+_RUNS = 3  # of a step in its turn
+_LINK = 3  # where `_counts` has collectives
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A step, and what the fit makes of it."""
+
+    name: str
+    measured: float  # seconds
+    predicted: float
+
+    @property
+    def error(self) -> float:
+        """As a share of what was measured."""
+        return self.predicted / self.measured - 1
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A step that can be run, and its layout."""
+
+    name: str
+    shape: RoleShape
+    bench: Bench
+
+
+def calibrate(say: Callable[[str], None] = lambda line: None) -> tuple[Hardware, list[Fitted]]:
+    """Takes a minute or two. With two virtual devices or more collectives are measured too; else they stay what they are taken for."""
+    say("calibrating: products")
+    known = with_products(measure_products(jax.devices("cpu")[0]))
+    say("calibrating: compiling steps")
+    cases = list(_cases())
+    seconds = [float("inf")] * len(cases)
+    for number in range(_NUM_ROUNDS):
+        say(f"calibrating: round {number + 1} of {_NUM_ROUNDS}, {len(cases)} steps")
+        seconds = [min(best, case.bench.seconds(_RUNS)) for best, case in zip(seconds, cases, strict=True)]
+    hardware = fit(known, cases, seconds)
+    return hardware, [Fitted(case.name, measured, predicted(case, hardware)) for case, measured in zip(cases, seconds, strict=True)]
+
+
+def with_products(rates: dict[str, dict[int, float]]) -> Hardware:
+    """A processor that multiplies so; how fast it reads is told by products of a single row."""
+    of_one = {name: of_type[1] / 2 * _ITEM_BYTES[name] for name, of_type in rates.items()}
+    return replace(
+        HARDWARE[CPU],
+        bandwidth=max(of_one.values()),
+        matmul_rates={**HARDWARE[CPU].matmul_rates, **{name: max(of_type.values()) for name, of_type in rates.items()}},
+        product_rates=rates,
+        num_cores=len(os.sched_getaffinity(0)),
+        is_measured=True,
+    )
+
+
+def fit(known: Hardware, cases: Sequence[Timed], seconds: Sequence[float]) -> Hardware:
+    """With all else, so that costs come closest to what was measured, each error as a share of its time; no figure below 0."""
+    counts = np.array([_counts(known, case) for case in cases])
+    of_known, measured = counts[:, 0], np.array(seconds)
+    unknown = [column for column in range(1, counts.shape[1]) if counts[:, column].any()]
+    shares = counts[:, unknown] / measured[:, None]
+    found = dict(zip(unknown, nnls(shares, np.maximum(1 - of_known / measured, 0.0))[0].tolist(), strict=True))
+    per_pair, per_moved, link, per_link_byte, kernel, step = (found.get(column, 0.0) for column in range(1, counts.shape[1]))
+    return replace(
+        known,
+        attention_share=_inverse(per_pair) / known.rate("bfloat16"),
+        activation_bandwidth=_inverse(per_moved),
+        link_seconds=link if _LINK in found else known.link_seconds,
+        link_bandwidth=_inverse(per_link_byte) if _LINK in found else known.link_bandwidth,
+        kernel_seconds=kernel,
+        step_seconds=step,
+    )
+
+
+def predicted(case: Timed, hardware: Hardware) -> float:
+    """Seconds, of the slowest stage."""
+    costs = stage_costs(case.shape, case.bench.step, hardware.shared_by(case.shape.layout.num_devices))
+    return max(cost.seconds for cost in costs)
+
+
+def _inverse(seconds: float) -> float:
+    """A rate; what costs nothing that can be measured is taken to go at 10^15 a second."""
+    return 1 / max(seconds, 1e-15)
+
+
+def _counts(known: Hardware, case: Timed) -> list[float]:
+    """Of one step: seconds of products and of reading what they and attention read; then what is to be fitted: values of attention, bytes of
+    activations, collectives, their bytes, kernels, calls."""
+    rate = {"attention_share": 1 / known.rate("bfloat16")}
+    nothing = {"link_seconds": 0.0, "link_bandwidth": np.inf, "kernel_seconds": 0.0, "step_seconds": 0.0, "activation_bandwidth": np.inf}
+
+    def cost(**figures: float) -> Cost:
+        hardware = replace(known, **{**nothing, **figures})  # type: ignore[arg-type]
+        return stage_costs(case.shape, case.bench.step, hardware.shared_by(case.shape.layout.num_devices))[0]
+
+    return [
+        cost(attention_share=np.inf).seconds,
+        cost(**rate).attention,
+        cost(activation_bandwidth=1.0).activations,
+        cost(link_seconds=1.0).collectives,
+        cost(link_bandwidth=1.0).collectives,
+        cost(kernel_seconds=1.0).starts,
+        cost(step_seconds=1.0).starts,
+    ]
+
+
+def _cases() -> Iterator[Timed]:
+    """Narrow and wide, shallow and deep, few tokens and many, short and long contexts: each figure is most of some step's time."""
+    target = Target(CPU, 1)
+    for name, sizes, dtype in (
+        ("narrow", _NARROW, "float32"),
+        ("deep", _DEEP, "float32"),
+        ("wide", _WIDE, "float32"),
+        ("wide", _WIDE, "bfloat16"),
+    ):
+        shapes = Shapes(_config(*sizes), target, dtype=dtype)
+        shape = shapes.layout("decode", Parallel())
+        decode, prefill = (partial(make, shape, shapes.spec, target) for make in (decode_bench, prefill_bench))
+        of_wide = name == "wide"
+        for batch, context in ((1, 64), (8, 64), (32, 64), (16, 1024)) if of_wide else ((1, 64),):
+            yield Timed(f"{name} {dtype}, decode {batch} of {context}", shape, decode(batch, context))
+        for num_tokens in (128, 512) if of_wide else (32,):
+            yield Timed(f"{name} {dtype}, prefill {num_tokens}", shape, prefill(num_tokens))
+    if jax.device_count("cpu") > 1:
+        target = Target(CPU, 2)
+        for name, sizes in (("deep", _DEEP), ("wide", _WIDE)):
+            shapes = Shapes(_config(*sizes), target)
+            shape = shapes.layout("decode", Parallel(2))
+            yield Timed(f"{name} on two, decode 4 of 64", shape, decode_bench(shape, shapes.spec, target, 4, 64))
+            if name == "wide":
+                yield Timed(f"{name} on two, prefill 512", shape, prefill_bench(shape, shapes.spec, target, 512))
+
+
+def _config(hidden_size: int, mlp_size: int, num_layers: int, vocab_size: int) -> dict[str, object]:
+    """A Llama's."""
+    heads = hidden_size // 32 if hidden_size < 512 else hidden_size // 64
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": hidden_size,
+        "intermediate_size": mlp_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": max(heads // 3, 2),
+        "vocab_size": vocab_size,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+    }
