@@ -121,7 +121,7 @@ def dry_run(shapes: Shapes, setting: Setting, layouts: Layouts | None = None, *,
 
 
 def _compile(shapes: Shapes, chosen: Candidate, setting: Setting) -> tuple[tuple[Compiled, ...], tuple[Compiled, ...]]:
-    target, spec, context = shapes.target, shapes.spec, setting.context
+    target, spec, context = shapes.target, chosen.decode_memory.spec, setting.context
     first = 0 if chosen.layouts.is_shared else chosen.layouts.prefill.num_devices
     rows = -(-chosen.batch // chosen.layouts.decode.pp)
     decode = compile_role("decode", chosen.decode, spec, target, first, context, rows)
@@ -132,7 +132,7 @@ def _with_compiled(
     shapes: Shapes, chosen: Candidate, setting: Setting, decode: tuple[Compiled, ...], prefill: tuple[Compiled, ...]
 ) -> Candidate:
     def memory(shape: RoleShape, activations: list[int]) -> RoleMemory:
-        return role_memory(shape, shapes.target, shapes.spec, activations, setting.chunk_size)
+        return role_memory(shape, shapes.target, chosen.decode_memory.spec, activations, setting.chunk_size)
 
     if chosen.layouts.is_shared:
         of_both = memory(chosen.decode, activation_bytes(decode, prefill))

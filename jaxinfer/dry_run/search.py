@@ -72,6 +72,7 @@ class Candidate:
 
 def candidate(shapes: Shapes, layouts: Layouts, setting: Setting, num_engines: int = 1) -> Candidate:
     """Raises `ConfigError` for a layout that this model can't have."""
+    shapes = shapes.in_layouts(layouts.prefill, layouts.decode)
     prefill, decode = shapes.layout("prefill", layouts.prefill), shapes.layout("decode", layouts.decode)
     batch = setting.batch
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from jaxinfer.config import ConfigError, ModelConfig
 from jaxinfer.dry_run.target import Target
-from jaxinfer.kv_cache.spec import LayerGroups, PageSpec
+from jaxinfer.kv_cache.spec import LayerGroups, PageSpec, default_page_size
 from jaxinfer.layers import moe
 from jaxinfer.layers.matrices import ExpertFormat, MatrixFormat
 from jaxinfer.models.config import ArchitectureConfig
@@ -60,7 +60,7 @@ _OnStage = tuple[ModelTemplate, ModelWork, tuple[str, ...]]  # and notes
 class Shapes:
     """Of one model on one target, in any layout. What does not depend on the layout is read once."""
 
-    def __init__(self, config: Mapping[str, Any], target: Target, page_size: int = 16, *, dtype: str = "auto") -> None:
+    def __init__(self, config: Mapping[str, Any], target: Target, page_size: int | None = None, *, dtype: str = "auto") -> None:
         """`config`: the keys of a config.json; `dtype`: of weights on a CPU, as `jaxinfer serve --dtype` has it. Raises `UnsupportedModelError` for a
         model that can't be served."""
         self.target = target
@@ -72,7 +72,18 @@ class Shapes:
         self.form, self.activation_dtype = MatrixFormat(_BFLOAT16), _BFLOAT16
         if target.is_cpu:
             self.form, self.activation_dtype = choose_formats(ModelConfig(dtype=dtype), "cpu")
-        self.spec = PageSpec.of(self.architecture, page_size, self.activation_dtype.itemsize)
+        self._page_size = page_size
+        self.spec = self._spec((1,))
+
+    def in_layouts(self, *layouts: Parallel) -> Shapes:
+        """The same, with pages as an engine has them whose roles are laid out like this."""
+        other = copy(self)
+        other.spec = self._spec([layout.tp for layout in layouts])
+        return other
+
+    def _spec(self, num_devices: Sequence[int]) -> PageSpec:
+        page_size = self._page_size or default_page_size(self.architecture, num_devices)
+        return PageSpec.of(self.architecture, page_size, self.activation_dtype.itemsize)
 
     def on(self, num_devices: int) -> Shapes:
         """The same model on another number of the same devices."""
@@ -93,12 +104,12 @@ class Shapes:
         except ValueError as error:
             raise ConfigError(f"{role}_parallel is {layout}: {error}") from error
         groups = LayerGroups.of(self.architecture.layer_spans)
-        heads = 1 if self.spec.num_sides == 1 else self.architecture.on_devices(layout.tp).num_kv_heads // layout.tp
+        num_kv_heads = self.architecture.on_devices(layout.tp).num_kv_heads
         stages = tuple(
             StageShape(
                 layers,
                 work.device_bytes(layers, layout.tp),
-                replace(self.spec, num_kv_heads=heads, num_layers=groups.of_stage(layers).size).page_bytes,
+                self.spec.on_device(layout.tp, num_kv_heads, groups.of_stage(layers).size).page_bytes,
             )
             for layers in ranges
         )

@@ -146,10 +146,11 @@ def _attention(config: ArchitectureConfig, layer: int, value_bytes: int) -> Atte
     if latent is not None:
         return Attention(
             token_bytes=latent.latent_size * value_bytes,
-            is_split=False,
+            is_split=True,
             decode_values=config.num_heads * (latent.latent_size + latent.rank),
             prefill_values=config.num_heads * (latent.head_size + latent.value_size),
             expand_values=config.num_heads * latent.rank * (latent.nope_size + latent.value_size),
+            exchanged_bytes=config.num_heads * (latent.latent_size + latent.rank) * value_bytes,
         )
     values = 2 * config.num_heads * config.head_size
     token_bytes = 2 * config.num_kv_heads * config.head_size * value_bytes

@@ -80,7 +80,8 @@ def test_layers_attend_as_they_are_configured() -> None:
     assert sum(part.attention.chunk == 8192 for part in scout if part.attention) == 36
     kimi = work_of("kimi-k2.5").layers[0].attention
     assert kimi is not None
-    assert (kimi.token_bytes, kimi.is_split) == (576 * 2, False)
+    assert (kimi.token_bytes, kimi.is_split) == (576 * 2, True)
+    assert kimi.exchanged_bytes == 64 * (576 + 512) * 2
     llama = work_of("llama-3.1-8b").layers[0].attention
     assert llama is not None
     assert (llama.token_bytes, llama.decode_values) == (4096, 2 * 4096)

@@ -87,7 +87,7 @@ def test_keys_and_values_come_on_top() -> None:
     assert prefill.kv_reads == pytest.approx(10 * 1e6 / 1e12)
 
 
-def test_latents_are_read_by_every_device_and_expanded_in_prefill() -> None:
+def test_whole_latents_are_read_by_every_device_and_expanded_in_prefill() -> None:
     latent = replace(attention(Span(), expand_values=1000), is_split=False)
     step = Step("decode", 2, 1, 50)
     alone, split = (part_cost(Part(attention=latent), step, tp, 1, PLAIN) for tp in (1, 4))
@@ -95,6 +95,17 @@ def test_latents_are_read_by_every_device_and_expanded_in_prefill() -> None:
     assert split.attention == pytest.approx(alone.attention / 4) == pytest.approx(2 * 2 * (50 * 7 + 1000) / 4 / 5e13)
     prefill = part_cost(Part(attention=latent), Step("prefill", 1, 4, 10), 1, 1, PLAIN)
     assert prefill.attention == pytest.approx(2 * (34 * 5 + 10 * 1000) / 5e13)
+
+
+def test_latents_that_are_shared_out_are_read_once_and_what_is_found_is_exchanged() -> None:
+    latent = attention(Span(), expand_values=1000, exchanged_bytes=3000)
+    step = Step("decode", 2, 1, 50)
+    alone, split = (part_cost(Part(attention=latent), step, tp, 1, PLAIN) for tp in (1, 4))
+    assert alone.collectives == 0
+    assert split.kv_reads == pytest.approx(alone.kv_reads / 4)
+    assert split.collectives == pytest.approx(2e-5 + 2 * 3000 * 0.75 / 1e11)
+    prefill = part_cost(Part(attention=latent), Step("prefill", 2, 1000, 5000), 4, 1, PLAIN)
+    assert prefill.collectives == pytest.approx(3 * 1e-5 + 2 * 5000 * 100 * 0.75 / 1e11)
 
 
 def test_the_head_sees_sampled_tokens_and_the_embedding_rows() -> None:
