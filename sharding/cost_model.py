@@ -127,7 +127,7 @@ _BOUNDS = {
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds. Reads and products of one thing go on at the same time, so that they add up to more than `seconds`."""
+    """Seconds. Where reads and products of one thing go on at the same time they add up to more than `seconds`."""
 
     seconds: float = 0.0
     weight_reads: float = 0.0
@@ -163,7 +163,9 @@ def part_cost(part: Part, step: Step, tp: int, ep: int, hardware: Hardware) -> C
     collectives += exchange_seconds(part.attention, step, tp, hardware) if part.attention is not None else 0.0
     starts = part.num_kernels * hardware.kernel_seconds
     activations = _rows(part, step) * (part.split_moved / tp + part.whole_moved) / hardware.activation_bandwidth
-    seconds = max(weight_reads, products) + max(kv_reads, attention) + collectives + starts + activations
+    both = max if hardware.overlaps else add
+    of_weights = max if part.matrices.dtype in hardware.product_rates else both
+    seconds = of_weights(weight_reads, products) + both(kv_reads, attention) + collectives + starts + activations
     return Cost(seconds, weight_reads, products, kv_reads, attention, collectives, starts, activations)
 
 

@@ -40,17 +40,28 @@ def compile_role(
     role: str, shape: RoleShape, spec: PageSpec, target: Target, first_device: int, context: int, size: int
 ) -> tuple[Compiled, ...]:
     """Of each stage, for steps of `size` rows of decode, or tokens of prefill. Raises `RuntimeError` where nothing compiles for such devices."""
-    devices = _devices(target)
-    of_stages = shape.layout.stages(range(first_device, first_device + shape.layout.num_devices))
-    stages = [
-        _stage(role, template, make_mesh(of_stage, devices), shape, spec, size)
-        for template, of_stage in zip(cut(shape.template, shape.layout.pp), of_stages, strict=True)
-    ]
+    stages = role_stages(role, shape, spec, target, first_device, size, _POOL_PAGES)
     runner = (DecodeRunner if role == "decode" else PrefillRunner)(stages, (size,), context)
     sources = {source.name: source for source in runner.programs()}
     names = [program_name(f"{role}/{size}", stages, number) for number in range(len(stages))]
     num_lanes = len(stages) if role == "decode" else 1
     return tuple(_compiled(sources[name], num_lanes) for name in names)
+
+
+def role_stages(role: str, shape: RoleShape, spec: PageSpec, target: Target, first_device: int, size: int, num_pages: int) -> list[Stage]:
+    """Those of a role whose programs take so many rows or tokens, on the target's devices from `first_device` on, with pools of so many pages."""
+    devices, config, dtype = _devices(target), shape.architecture, shape.template.activation_dtype
+    of_stages = shape.layout.stages(range(first_device, first_device + shape.layout.num_devices))
+
+    def stage(template: ModelTemplate, device_ids: Sequence[int]) -> Stage:
+        mesh = make_mesh(device_ids, devices)
+        pool = PagePool(spec, num_pages, dtype, mesh, shape.rules, template.heads, template.layers_of_group)
+        of_device = spec.on_device(mesh.size, config.num_kv_heads, template.layers_of_group)
+        group = query_group(config, of_device, mesh.size)
+        attention = choose_attention(role, "auto", mesh.devices.flat[0], dtype, group, of_device, (size,), config.soft_cap)
+        return Stage(template, mesh, shape.rules, pool, attention)
+
+    return list(map(stage, cut(shape.template, shape.layout.pp), of_stages))
 
 
 def activation_bytes(decode: Sequence[Compiled], prefill: Sequence[Compiled]) -> list[int]:
@@ -63,15 +74,6 @@ def activation_bytes(decode: Sequence[Compiled], prefill: Sequence[Compiled]) ->
 
 def _devices(target: Target) -> Sequence[jax.Device]:
     return jax.devices("cpu") if target.is_cpu else target_devices(target.card, target.num_devices)
-
-
-def _stage(role: str, template: ModelTemplate, mesh: jax.sharding.Mesh, shape: RoleShape, spec: PageSpec, size: int) -> Stage:
-    config, dtype = shape.architecture, shape.template.activation_dtype
-    pool = PagePool(spec, _POOL_PAGES, dtype, mesh, shape.rules, template.heads, template.layers_of_group)
-    of_device = spec.on_device(mesh.size, config.num_kv_heads, template.layers_of_group)
-    group = query_group(config, of_device, mesh.size)
-    attention = choose_attention(role, "auto", mesh.devices.flat[0], dtype, group, of_device, (size,), config.soft_cap)
-    return Stage(template, mesh, shape.rules, pool, attention)
 
 
 def _compiled(source: ProgramSource, num_lanes: int) -> Compiled:
