@@ -285,9 +285,8 @@ def _plan_role(
     stages = tuple(map(StagePlan, templates, meshes, weights))
     # The pool is split over the mesh by KV heads, or by tokens of latents, so each device holds a part of every page.
     of_device = [spec.on_device(layout.tp, own.num_kv_heads, stage.template.layers_of_group) for stage in stages]
-    if spec.num_sides == 1 and layout.tp > 1:
-        split = "shared out" if of_device[0].num_parts > 1 else "whole on each"
-        logger.info("%s: latents are %s over %d devices, in pages of %d tokens", role, split, layout.tp, spec.page_size)
+    if latents := spec.latents_on(layout.tp):
+        logger.info("%s: latents are %s", role, latents)
     try:
         num_pages = min(
             part.num_pages(_kv_budget(config.cache.kv_memory, stage.mesh, stage.weight_bytes))

@@ -36,6 +36,8 @@ def report_start(
     for name, role, of_role in zip(names, (plan.prefill, plan.decode)[-len(names) :], pools, strict=True):
         if role.heads_cost is not None:
             stats.heads[name] = role.heads_cost
+        if latents := plan.page_spec.latents_on(role.layout.tp):
+            stats.latents[name] = latents
         for number, (stage, pool) in enumerate(zip(role.stages, of_role, strict=True)):
             of = program_name(name, role.stages, number)
             ending = program_name("", role.stages, number)

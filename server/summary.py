@@ -40,6 +40,8 @@ def summary_table(stats: EngineStats, measured: Measured | None = None) -> Table
     table.add_row("KV", f"pages for {stats.kv_tokens:,} tokens")
     for role, cost in stats.heads.items():
         table.add_row(f"{role} heads", cost)
+    for role, how in stats.latents.items():
+        table.add_row(f"{role} latents", how)
     if measured is not None:
         _add_speed(table, stats, measured)
     for part, num_bytes in stats.memory.items():

@@ -105,6 +105,14 @@ class PageSpec:
         parts, heads = (1, num_kv_heads // num_devices) if self.num_sides == 2 else (self.token_parts(num_devices), 1)
         return replace(self, num_layers=num_layers, num_kv_heads=heads, num_parts=parts)
 
+    def latents_on(self, num_devices: int) -> str | None:
+        """How a mesh of so many devices has latents, such as "shared out over 8 devices, in pages of 128 tokens"; None without any, or on one."""
+        if self.num_sides == 2 or num_devices == 1:
+            return None
+        if self.token_parts(num_devices) == 1:
+            return f"whole on each of {num_devices} devices: {self.page_size} tokens a page are less than {_LEAST_PART} for each, or don't divide"
+        return f"shared out over {num_devices} devices, in pages of {self.page_size} tokens"
+
     @property
     def part_size(self) -> int:
         """Tokens of a page that a device has."""
