@@ -116,6 +116,9 @@ def _add_plan_command(commands: argparse._SubParsersAction[argparse.ArgumentPars
     flag("--input-length", type=int, default=2048, metavar="N", help="tokens of a prompt, on average (default: %(default)s)")
     flag("--output-length", type=int, default=256, metavar="N", help="tokens of an answer, on average (default: %(default)s)")
     flag("--trace", type=Path, metavar="FILE", help='requests instead: a line each with "input_length" and "output_length"')
+    flag(
+        "--compile", type=int, default=1, metavar="N", help="layouts to compile, the best first; 0: arithmetic alone (default: %(default)s)"
+    )
     flag("--json", action="store_true", help="for programs")
     flag("--plot", type=Path, metavar="PNG", help="draw stages, memory and the timeline")
     plan.set_defaults(run=_plan)

@@ -32,6 +32,8 @@ def make_plan(arguments: argparse.Namespace) -> DryRun:
         value = getattr(arguments, name)
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}: it must be at least 1")
+    if arguments.compile < 0:
+        raise ConfigError(f"compile is {arguments.compile}: it must be at least 0")
     for name, example in _EXAMPLES.items():
         if getattr(arguments, name) is None:
             raise ConfigError(f"{name} is missing: give --{name}, such as {example}")
@@ -49,7 +51,7 @@ def make_plan(arguments: argparse.Namespace) -> DryRun:
     if target.is_cpu:  # as an engine would be started here
         engine = ScheduleConfig()
         setting = Setting(context, workload, arguments.batch or engine.max_batch_size, engine.prefill_chunk_size)
-    return dry_run(shapes, setting, layouts)
+    return dry_run(shapes, setting, layouts, num_compiled=arguments.compile)
 
 
 def calibrate_cpu(target_name: str | None, say: Callable[[str], None]) -> str:

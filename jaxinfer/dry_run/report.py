@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from jaxinfer.config import format_bytes
@@ -10,6 +12,7 @@ from jaxinfer.dry_run.predict import Steps
 from jaxinfer.dry_run.programs import Compiled
 from jaxinfer.dry_run.run import DryRun
 from jaxinfer.dry_run.search import Candidate
+from sharding.collectives import Collective
 from sharding.layout import Parallel
 
 _RANKED = 8  # layouts that are shown
@@ -70,7 +73,10 @@ def as_json(run: DryRun) -> dict[str, Any]:
         "matrices": str(chosen.decode.template.form),
         "stages": {name: [[s.layers.start, s.layers.stop] for s in shape.stages] for name, shape, _ in run.roles},
         "steps": {"decode": _steps_json(run.decode_steps), "prefill": _steps_json(run.prefill_steps)},
-        "collectives": {"decode": _counted(run.decode_programs), "prefill": _counted(run.prefill_programs)},
+        "collectives": {
+            role: _collectives_json(programs, len(chosen.decode.work.layers))
+            for role, programs in (("decode", run.decode_programs), ("prefill", run.prefill_programs))
+        },
         "predicted": _candidate_json(chosen),
         "ranked": [_candidate_json(one) for one in run.ranked],
         "would_fit": list(run.changes),
@@ -108,32 +114,42 @@ def _steps(steps: Steps) -> str:
 
 
 def _collectives(run: DryRun) -> list[str]:
-    """A layer's, of each role: those of a stage's program, by the layers that it has."""
+    """Of each role: what a layer costs, and what there is besides."""
     if not run.is_compiled:
         return []
+    chosen = run.chosen
     lines = []
-    for role, programs, shape in (
-        ("decode", run.decode_programs, run.chosen.decode),
-        ("prefill", run.prefill_programs, run.chosen.prefill),
-    ):
-        counts = _counted(programs)
-        num_layers = len(shape.work.layers)
-        told = ", ".join(
-            f"{kind} {of_kind['count'] / num_layers:.2f} a layer ({of_kind['count']} in all)" for kind, of_kind in counts.items()
-        )
-        lines.append(f"{role}: {told or 'none'}")
+    for role, programs, shape in (("decode", run.decode_programs, chosen.decode), ("prefill", run.prefill_programs, chosen.prefill)):
+        of_layer, besides = a_layer(programs, len(shape.work.layers))
+        if not of_layer and not besides:
+            lines.append(f"{role}: none")
+            continue
+        told = ", ".join(f"{count} x {collective}" for collective, count in of_layer) or "none"
+        lines.append(f"{role}: {told} a layer, {sum(count for _, count in besides)} besides, of {_bytes_of(besides)}")
     return lines
 
 
-def _counted(programs: tuple[Compiled, ...]) -> dict[str, dict[str, int]]:
-    """Of all stages, by kind: how many, and their bytes."""
-    found: dict[str, dict[str, int]] = {}
+def a_layer(programs: Sequence[Compiled], num_layers: int) -> tuple[list[tuple[Collective, int]], list[tuple[Collective, int]]]:
+    """Of all stages' programs together: the collectives that each layer has so many of, and those that are left over, such as the embedding's."""
+    total: Counter[Collective] = Counter()
     for program in programs:
-        for collective, count in program.collectives:
-            of_kind = found.setdefault(collective.kind, {"count": 0, "bytes": 0})
-            of_kind["count"] += count
-            of_kind["bytes"] += count * collective.num_bytes
-    return found
+        total.update(dict(program.collectives))
+    of_layer = [(collective, count // num_layers) for collective, count in sorted(total.items()) if count >= num_layers]
+    besides = [(collective, count % num_layers) for collective, count in sorted(total.items()) if count % num_layers]
+    return of_layer, besides
+
+
+def _bytes_of(counted: Sequence[tuple[Collective, int]]) -> str:
+    return format_bytes(sum(count * collective.num_bytes for collective, count in counted))
+
+
+def _collectives_json(programs: Sequence[Compiled], num_layers: int) -> dict[str, Any]:
+    of_layer, besides = a_layer(programs, num_layers)
+
+    def told(counted: list[tuple[Collective, int]]) -> list[dict[str, Any]]:
+        return [{"kind": each.kind, "arrays": list(each.arrays), "bytes": each.num_bytes, "count": count} for each, count in counted]
+
+    return {"a_layer": told(of_layer), "besides": told(besides)}
 
 
 def _predicted(one: Candidate) -> list[str]:
@@ -141,11 +157,18 @@ def _predicted(one: Candidate) -> list[str]:
     lines = [
         f"{speed.requests_per_second:.2f} requests a second, {speed.output_tokens_per_second:,.0f} tokens a second out",
         f"first token after {_time(speed.first_token_seconds)}, then {_time(speed.token_seconds)} a token",
-        f"prefill busy {speed.prefill_share:.0%}, decode {speed.decode_share:.0%}",
+        f"prefill busy {speed.prefill_share:.0%}, decode {speed.decode_share:.0%}; work for devices of prefill : decode {_ratio(one)}",
     ]
     if speed.handoff_seconds:
         lines.append(f"hand-off of a prompt's pages {_time(speed.handoff_seconds)}")
     return lines
+
+
+def _ratio(one: Candidate) -> str:
+    """Of the work that both have, in devices of these layouts that it would keep busy."""
+    speed, layouts = one.speed, one.layouts
+    prefill, decode = speed.prefill_share * layouts.prefill.num_devices, speed.decode_share * layouts.decode.num_devices
+    return f"{prefill:.1f} : {decode:.1f}"
 
 
 def _ranked(one: Candidate) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from jaxinfer.config import ConfigError
 from jaxinfer.dry_run.memory import RoleMemory, role_memory
@@ -73,46 +74,52 @@ def named_layouts(target: Target, prefill: str | None, decode: str | None) -> La
     return layouts
 
 
-def dry_run(shapes: Shapes, setting: Setting, layouts: Layouts | None = None, *, compiles: bool = True) -> DryRun:
-    """Of these layouts; where none are given, of the best that there are for the workload, of those that are one engine on all of the target.
+def dry_run(shapes: Shapes, setting: Setting, layouts: Layouts | None = None, *, num_compiled: int = 1) -> DryRun:
+    """Of these layouts; where none are given, of the best that there are for the workload, of those that are one engine on all of the target and,
+    of the first `num_compiled` of them, fit once they are compiled. 0: nothing is compiled.
 
     Raises `ConfigError` for layouts that this model can't have."""
     notes: list[str] = []
     ranked: list[Candidate] = []
     if layouts is None:
         ranked = rank(shapes, setting)
-        whole = [one for one in ranked if one.num_engines == 1]
-        if not whole:
+        options = [one for one in ranked if one.num_engines == 1]
+        if not options:
             raise ConfigError(f"target is {shapes.target}: this model has no layout of {shapes.target.num_devices} devices; use fewer")
-        chosen = whole[0]
         if ranked[0].num_engines > 1 and ranked[0].fits:
             notes.append(f"{ranked[0].num_engines} engines, each of {ranked[0].layouts}, would do more than one of all devices")
     else:
-        chosen = candidate(shapes, layouts, setting)
+        options = [candidate(shapes, layouts, setting)]
+    programs = _Programs((), ())
+    chosen, tried = options[0], []
+    try:
+        for option in options[:num_compiled]:
+            if option.missing_weight_bytes:
+                notes.append("not compiled: weights alone take more than a device has")
+                break
+            compiled = _compile(shapes, option, setting)
+            tried.append((_with_compiled(shapes, option, setting, compiled), compiled))
+        if tried:
+            chosen, programs = next((one for one in tried if one[0].fits), tried[0])
+    except RuntimeError as error:  # there is no compiler for these cards here
+        notes.append(str(error))
+    of_tried = {one.layouts: one for one, _ in tried}
+    ranked = [of_tried.get(one.layouts, one) if one.num_engines == 1 else one for one in ranked]
     idle = shapes.target.num_devices - chosen.layouts.num_devices
     if idle:
         notes.append(f"{idle} device(s) idle")
     notes += dict.fromkeys((*chosen.prefill.notes, *chosen.decode.notes))
-    decode_programs: tuple[Compiled, ...] = ()
-    prefill_programs: tuple[Compiled, ...] = ()
-    if compiles:
-        try:
-            decode_programs, prefill_programs = _compile(shapes, chosen, setting)
-            chosen = _with_compiled(shapes, chosen, setting, decode_programs, prefill_programs)
-        except RuntimeError as error:  # there is no compiler for these cards here
-            notes.append(str(error))
     hardware = shapes.target.hardware
     if not hardware.is_measured:
         notes.append(f"step times: by data sheets, not measured on a {shapes.target.card}")
-    decode = decode_steps(chosen.decode, chosen.batch, setting.workload.decode_context, hardware)
     return DryRun(
         shapes.target,
         setting,
         chosen,
-        bool(decode_programs),
-        decode_programs,
-        prefill_programs,
-        decode,
+        bool(programs.decode),
+        programs.decode,
+        programs.prefill,
+        decode_steps(chosen.decode, chosen.batch, setting.workload.decode_context, hardware),
         prefill_steps(chosen.prefill, 1, setting.chunk_size, setting.chunk_size, hardware),
         tuple(ranked),
         () if chosen.fits else tuple(_changes(shapes, setting, chosen)),
@@ -120,27 +127,32 @@ def dry_run(shapes: Shapes, setting: Setting, layouts: Layouts | None = None, *,
     )
 
 
-def _compile(shapes: Shapes, chosen: Candidate, setting: Setting) -> tuple[tuple[Compiled, ...], tuple[Compiled, ...]]:
+class _Programs(NamedTuple):
+    """Of each stage; none where they were not compiled."""
+
+    decode: tuple[Compiled, ...]
+    prefill: tuple[Compiled, ...]
+
+
+def _compile(shapes: Shapes, chosen: Candidate, setting: Setting) -> _Programs:
     target, spec, context = shapes.target, chosen.decode_memory.spec, setting.context
     first = 0 if chosen.layouts.is_shared else chosen.layouts.prefill.num_devices
     rows = -(-chosen.batch // chosen.layouts.decode.pp)
     decode = compile_role("decode", chosen.decode, spec, target, first, context, rows)
-    return decode, compile_role("prefill", chosen.prefill, spec, target, 0, context, setting.chunk_size)
+    return _Programs(decode, compile_role("prefill", chosen.prefill, spec, target, 0, context, setting.chunk_size))
 
 
-def _with_compiled(
-    shapes: Shapes, chosen: Candidate, setting: Setting, decode: tuple[Compiled, ...], prefill: tuple[Compiled, ...]
-) -> Candidate:
+def _with_compiled(shapes: Shapes, chosen: Candidate, setting: Setting, programs: _Programs) -> Candidate:
     def memory(shape: RoleShape, activations: list[int]) -> RoleMemory:
         return role_memory(shape, shapes.target, chosen.decode_memory.spec, activations, setting.chunk_size)
 
     if chosen.layouts.is_shared:
-        of_both = memory(chosen.decode, activation_bytes(decode, prefill))
+        of_both = memory(chosen.decode, activation_bytes(programs.decode, programs.prefill))
         return replace(chosen, prefill_memory=of_both, decode_memory=of_both)
     return replace(
         chosen,
-        prefill_memory=memory(chosen.prefill, [program.stays_bytes + program.temporary_bytes for program in prefill]),
-        decode_memory=memory(chosen.decode, [program.stays_bytes + program.temporary_bytes for program in decode]),
+        prefill_memory=memory(chosen.prefill, [program.stays_bytes + program.temporary_bytes for program in programs.prefill]),
+        decode_memory=memory(chosen.decode, [program.stays_bytes + program.temporary_bytes for program in programs.decode]),
     )
 
 

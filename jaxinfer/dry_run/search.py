@@ -66,6 +66,12 @@ class Candidate:
         return max(stage.missing_bytes for memory in (self.prefill_memory, self.decode_memory) for stage in memory.stages)
 
     @property
+    def missing_weight_bytes(self) -> int:
+        """By which it is too small for weights alone."""
+        stages = [stage for memory in (self.prefill_memory, self.decode_memory) for stage in memory.stages]
+        return max(0, *(stage.reserved_bytes + stage.weight_bytes - stage.total_bytes for stage in stages))
+
+    @property
     def fits(self) -> bool:
         return self.kv_tokens >= self.context
 

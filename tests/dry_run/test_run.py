@@ -9,13 +9,15 @@ from itertools import pairwise
 import pytest
 
 from jaxinfer.config import ConfigError
-from jaxinfer.dry_run.report import as_json, describe, ranking
+from jaxinfer.dry_run.programs import Compiled
+from jaxinfer.dry_run.report import a_layer, as_json, describe, ranking
 from jaxinfer.dry_run.run import DryRun, dry_run, named_layouts
 from jaxinfer.dry_run.search import Layouts, Setting
-from jaxinfer.dry_run.shapes import Shapes
+from jaxinfer.dry_run.shapes import RoleShape, Shapes
 from jaxinfer.dry_run.target import Target
 from jaxinfer.dry_run.workload import Workload
 from jaxinfer.models.shapes import model_shape
+from sharding.collectives import Collective
 from sharding.layout import Parallel
 
 GIB = 2**30
@@ -32,7 +34,7 @@ def plan(
     model: str, target: str, prefill: str | None = None, decode: str | None = None, context: int = 8192, batch: int | None = 32
 ) -> DryRun:
     layouts = named_layouts(Target.of(target), prefill, decode)
-    return dry_run(shapes(model, target), Setting(context, USUAL, batch), layouts, compiles=False)
+    return dry_run(shapes(model, target), Setting(context, USUAL, batch), layouts, num_compiled=0)
 
 
 def test_bytes_add_up_and_pages_are_of_what_is_left() -> None:
@@ -72,7 +74,7 @@ def test_devices_share_latents_out_and_so_do_stages() -> None:
     shared, cut = (plan("kimi-k2.5", "8xh100", layout).kv_tokens for layout in ("tp=8", "tp=2,pp=4"))
     in_small_pages = Shapes(model_shape("kimi-k2.5"), Target.of("8xh100"), page_size=16)
     layouts = named_layouts(in_small_pages.target, "tp=8", None)
-    whole = dry_run(in_small_pages, Setting(8192, USUAL, 32), layouts, compiles=False).kv_tokens
+    whole = dry_run(in_small_pages, Setting(8192, USUAL, 32), layouts, num_compiled=0).kv_tokens
     assert shared == pytest.approx(8 * whole, rel=1e-3)
     assert shared > 600_000
     assert cut > 600_000
@@ -148,7 +150,7 @@ def test_several_small_engines_are_told_of() -> None:
 
 def test_longer_contexts_hold_fewer_sequences() -> None:
     short, long = (
-        dry_run(shapes("llama-3.1-8b", "1xh100"), Setting(8192, Workload.of_means(length, 256)), compiles=False).chosen.batch
+        dry_run(shapes("llama-3.1-8b", "1xh100"), Setting(8192, Workload.of_means(length, 256)), num_compiled=0).chosen.batch
         for length in (1024, 30000)
     )
     assert short == 256
@@ -207,3 +209,40 @@ def test_faster_memory_speeds_up_decode() -> None:
     slow, fast = (plan("llama-3.1-8b", target, "tp=1").decode_steps for target in ("1xh100", "1xh200"))
     assert fast.round_seconds < slow.round_seconds
     assert replace(slow, num_micro_batches=2).round_seconds == pytest.approx(2 * slow.round_seconds)
+
+
+def test_of_the_best_layouts_the_first_that_fits_once_compiled_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled programs of the first need far more than estimated, those of the second less."""
+    compiled: list[str] = []
+
+    def compile_role(role: str, shape: RoleShape, *_: object) -> tuple[Compiled, ...]:
+        compiled.append(f"{role} {shape.layout}")
+        stays = 70 * GIB if len(compiled) <= 2 else GIB // 8
+        return tuple(Compiled(role, stays, 0, ()) for _ in shape.stages)
+
+    monkeypatch.setattr("jaxinfer.dry_run.run.compile_role", compile_role)
+    arithmetic = plan("llama-3.1-70b", "4xh100", batch=None)
+    one = dry_run(shapes("llama-3.1-70b", "4xh100"), Setting(8192, USUAL))
+    assert (one.fits, one.chosen.layouts) == (False, arithmetic.chosen.layouts)
+    compiled.clear()
+    two = dry_run(shapes("llama-3.1-70b", "4xh100"), Setting(8192, USUAL), num_compiled=2)
+    assert two.fits
+    assert two.is_compiled
+    singles = [one.layouts for one in arithmetic.ranked if one.num_engines == 1]
+    assert two.chosen.layouts == singles[1]
+    assert {one.layouts: one.fits for one in two.ranked if one.num_engines == 1}[singles[0]] is False
+
+
+def test_what_is_too_large_by_its_weights_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compile_role(*_: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr("jaxinfer.dry_run.run.compile_role", compile_role)
+    run = dry_run(shapes("llama-3.1-405b", "4xh100"), Setting(8192, USUAL, 1), named_layouts(Target.of("4xh100"), "tp=4", None))
+    assert "not compiled: weights alone take more than a device has" in run.notes
+
+
+def test_collectives_are_told_by_the_layer() -> None:
+    in_layer, once = Collective("all-reduce", ("bf16[8,64]",)), Collective("all-gather", ("f32[8,20]",))
+    programs = [Compiled("a", 0, 0, ((in_layer, 21),)), Compiled("b", 0, 0, ((in_layer, 20), (once, 1)))]
+    assert a_layer(programs, 20) == ([(in_layer, 2)], [(once, 1), (in_layer, 1)])
