@@ -43,10 +43,10 @@ def describe(run: DryRun) -> list[tuple[str, str]]:
 
 
 def ranking(run: DryRun) -> list[tuple[str, ...]]:
-    """A table of layouts, its head first; empty where none were searched."""
+    """A table of layouts, its head first; empty where none were searched. Prefill's comes first where decode has devices of its own."""
     if not run.ranked:
         return []
-    head = ("layout", "engines", "fits", "context", "batch", "requests/s", "tokens/s", "first token", "a token", "busy: prefill, decode")
+    head = ("layout", "context", "batch", "requests/s", "first token", "a token", "busy")
     return [head, *(_ranked(one) for one in run.ranked[:_RANKED])]
 
 
@@ -172,18 +172,16 @@ def _ratio(one: Candidate) -> str:
 
 
 def _ranked(one: Candidate) -> tuple[str, ...]:
-    speed = one.speed
+    speed, layouts = one.speed, one.layouts
+    engines = f"{one.num_engines} x " if one.num_engines > 1 else ""
     return (
-        str(one.layouts),
-        str(one.num_engines),
-        "yes" if one.fits else "no",
-        f"{one.kv_tokens:,}",
+        engines + (str(layouts.decode) if layouts.is_shared else f"{layouts.prefill} > {layouts.decode}"),
+        f"{one.kv_tokens:,}" if one.fits else "too little",
         str(one.batch),
         f"{one.num_engines * speed.requests_per_second:.2f}",
-        f"{one.num_engines * speed.output_tokens_per_second:,.0f}",
         _time(speed.first_token_seconds),
         _time(speed.token_seconds),
-        f"{speed.prefill_share:.0%}, {speed.decode_share:.0%}",
+        f"{speed.prefill_share:.0%} {speed.decode_share:.0%}",
     )
 
 

@@ -9,7 +9,7 @@ from jaxinfer.config import ConfigError
 from jaxinfer.dry_run.memory import RoleMemory, role_memory
 from jaxinfer.dry_run.predict import Steps, decode_steps, prefill_steps
 from jaxinfer.dry_run.programs import Compiled, activation_bytes, compile_role
-from jaxinfer.dry_run.search import Candidate, Layouts, Setting, candidate, rank
+from jaxinfer.dry_run.search import Candidate, Layouts, Setting, candidate, fits_somehow, rank
 from jaxinfer.dry_run.shapes import RoleShape, Shapes
 from jaxinfer.dry_run.target import Target
 from sharding.layout import Parallel
@@ -164,7 +164,7 @@ def _changes(shapes: Shapes, setting: Setting, tried: Candidate) -> list[str]:
         found.append(f"another layout of {shapes.target}: {others[0].layouts}")
     if tried.kv_tokens > 0:
         found.append(f"less context: --context {tried.kv_tokens}")
-    more = next((n for n in _MORE if n > shapes.target.num_devices and any(one.fits for one in rank(shapes.on(n), setting))), None)
+    more = next((n for n in _MORE if n > shapes.target.num_devices and fits_somehow(shapes.on(n), setting)), None)
     if not others and not shapes.target.is_cpu and more is not None:
         found.append(f"more of the same cards: {shapes.on(more).target}")
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 from jaxinfer.config import ConfigError
@@ -116,6 +117,15 @@ def rank(shapes: Shapes, setting: Setting) -> list[Candidate]:
         ranked += sorted(alike, key=lambda one: (one.speed.token_seconds, one.layouts.num_devices))
         found = found[len(alike) :]
     return ranked
+
+
+def fits_somehow(shapes: Shapes, setting: Setting) -> bool:
+    """Whether one engine on all of the target, of whatever layout that both roles share, has room."""
+    for layout in _of_devices(shapes, shapes.target.num_devices):
+        with suppress(ConfigError):
+            if candidate(shapes, Layouts(layout, layout, True), setting).fits:
+                return True
+    return False
 
 
 def _all(shapes: Shapes) -> Iterator[tuple[Layouts, int]]:
