@@ -11,10 +11,10 @@ import jax.numpy as jnp
 
 from jaxinfer.decode.runner import DecodeRunner
 from jaxinfer.kv_cache.pages import PagePool
-from jaxinfer.kv_cache.spec import PageSpec
+from jaxinfer.kv_cache.spec import PageSpec, default_page_size
 from jaxinfer.layers.matrices import MatrixFormat
 from jaxinfer.models.config import ArchitectureConfig
-from jaxinfer.plan import choose_attention
+from jaxinfer.plan import choose_attention, query_group
 from jaxinfer.prefill.runner import PrefillRunner
 from jaxinfer.runtime.compilation import compile_program
 from jaxinfer.runtime.stage import Stage
@@ -41,15 +41,17 @@ class EngineProgram:
 def compile_for(
     target: str, num_devices: int, config: ArchitectureConfig, form: MatrixFormat, name: str, *, num_pages: int, context: int
 ) -> EngineProgram:
-    """A program such as 'decode/32' or 'prefill/512', of a model split over so many cards, whose pool has so many pages of 16 tokens."""
+    """A program such as 'decode/32' or 'prefill/512', of a model split over so many cards, whose pool has so many pages of 16 tokens, or of latents
+    of 16 for each card."""
     own = config.on_devices(num_devices)
     template = make_template(own, form)
     mesh = make_mesh(range(num_devices), target_devices(target, num_devices))
-    spec = PageSpec.of(config, 16, BFLOAT16.itemsize)
+    spec = PageSpec.of(config, default_page_size(config, (num_devices,)), BFLOAT16.itemsize)
     pool = PagePool(spec, num_pages, BFLOAT16, mesh, TENSOR_PARALLEL, own.heads)
     role, _, size = name.partition("/")
-    group = own.num_heads // (own.num_kv_heads if spec.num_sides == 2 else num_devices)
-    attention = choose_attention(role, "auto", mesh.devices.flat[0], BFLOAT16, group, spec, (int(size),), config.soft_cap)
+    of_device = spec.on_device(num_devices, own.num_kv_heads, template.layers_of_group)
+    group = query_group(own, of_device, num_devices)
+    attention = choose_attention(role, "auto", mesh.devices.flat[0], BFLOAT16, group, of_device, (int(size),), config.soft_cap)
     runner = {"decode": DecodeRunner, "prefill": PrefillRunner}[role]
     stage = Stage(template, mesh, TENSOR_PARALLEL, pool, attention)
     programs = {p.name: p for p in runner([stage], (int(size),), context).programs()}

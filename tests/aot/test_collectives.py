@@ -25,9 +25,16 @@ class Case:
 CASES = [Case("llama-3.1-70b", 1), Case("kimi-k2.5", 1, "int4")]
 
 
+# Latents that eight cards share out, of 64 heads: every card's queries, and each head's results with the logarithm of its sum in two words of 16 bits,
+# or in prefill the latents of 4,096 tokens of context, in a loop over it.
+KIMI_DECODE = {Collective("all-gather", ("bf16[256,8,576]",)): 1, Collective("all-to-all", ("u16[8,32,8,514]",)): 1}
+KIMI_PREFILL = {Collective("all-gather", ("bf16[8,32,9216]",)): 1}
+MORE = {("kimi-k2.5", "decode/32"): KIMI_DECODE, ("kimi-k2.5", "prefill/2048"): KIMI_PREFILL}
+
+
 @pytest.mark.parametrize("name", ["decode/32", "prefill/2048"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.model)
-def test_a_layer_costs_two_sums_and_sampling_no_scores(case, name):
+def test_a_layer_costs_two_sums_and_what_latents_take_and_sampling_no_scores(case, name):
     config = read_config(model_shape(case.model))
     form = MatrixFormat(BFLOAT16, experts=ExpertFormat(packing=case.packing, backend="mosaic_gpu"))
     shorter, longer = (
@@ -36,10 +43,12 @@ def test_a_layer_costs_two_sums_and_sampling_no_scores(case, name):
     )
     num_tokens = int(name.partition("/")[2])
     residual = Collective("all-reduce", (f"bf16[{num_tokens},{config.hidden_size}]",))
-    assert collectives_a_layer(shorter, longer) == {residual: 2}
+    of_latents = MORE.get((case.model, name), {})
+    assert collectives_a_layer(shorter, longer) == {residual: 2, **of_latents}
     found = collectives(shorter)
     # One more is the embedding's. All else is the sampler's: best scores, sums, candidates.
     assert found.pop(residual) == 2 * case.num_layers + 1
+    assert all(found.pop(collective) == case.num_layers for collective in of_latents)
     print(f"{case.model}, {name}, beside two sums of {residual.num_bytes} bytes a layer: {', '.join(map(str, sorted(found)))}")
     rows = 32  # that are sampled, or whose prompts' log-probabilities are worked out at a time
     assert max(collective.num_bytes for collective in found) < rows * config.vocab_size * 4 / 100

@@ -8,7 +8,12 @@ import jax.numpy as jnp
 import pytest
 
 from jaxinfer.layers.latent_attention import absorbed
+from jaxinfer.layers.matrices import MatrixFormat
+from jaxinfer.models.registry import read_config
+from jaxinfer.models.shapes import model_shape
 from pallas_kernels.latent_prefill_attention.op import latent_prefill_attention
+from tests.aot.engine_programs import BFLOAT16, first_layers, large_copies
+from tests.aot.engine_programs import compile_for as compile_for_cards
 
 pytestmark = pytest.mark.aot
 
@@ -26,6 +31,21 @@ def test_prefill_of_4096_tokens_holds_what_its_docstring_says(compile_for, num_h
     few = temporaries(1_000, 100)
     assert few < most
     assert abs(temporaries(100_000, 10_000) - few) < MB
+
+
+@pytest.mark.parametrize("role", ["decode/32", "prefill/2048"])
+def test_cards_that_share_latents_out_hold_little_more(role):
+    """Kimi K2.5 on eight: of a pool eight times as large, what one card's attention needs beside it stays small, and no page is copied."""
+    config = first_layers(read_config(model_shape("kimi-k2.5")), 1)
+    few, many = (compile_for_cards("h100", 8, config, MatrixFormat(BFLOAT16), role, num_pages=n, context=32768) for n in (2**10, 2**15))
+    assert many.spec.page_size == 128
+    assert many.pool_bytes == 2**15 * 16 * 576 * 2
+    assert few.attention == many.attention == ("mosaic_gpu" if role.startswith("decode") else "xla")
+    temporaries = [program.compiled.memory_analysis().temp_size_in_bytes for program in (few, many)]
+    print(f"{role}: temporaries {temporaries[1] / MB:.1f} MB")
+    assert abs(temporaries[1] - temporaries[0]) < MB
+    assert many.compiled.memory_analysis().alias_size_in_bytes >= many.pool_bytes
+    assert not large_copies(many.compiled.as_text(), many.pool_bytes // 8)
 
 
 def test_decode_absorbs_without_a_copy_of_what_it_absorbs(compile_for):

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.paged_attention import xla
-from pallas_kernels.paged_attention.mosaic_gpu import paged_attention
+from pallas_kernels.paged_attention.mosaic_gpu import paged_attention, paged_attention_and_lse
 from pallas_kernels.span import Span
 from tests.aot.conftest import num_kernels
 
@@ -44,10 +44,13 @@ def test_paged_attention_over_float8(compile_for, head_size):
     assert num_kernels(compile_paged(compile_for, 8, 32, 8, head_size, dtype=jnp.float8_e4m3fn)) == 1
 
 
-@pytest.mark.parametrize(("batch", "num_heads"), [(1, 16), (1, 128), (64, 128)])
-def test_paged_attention_over_latents(compile_for, batch, num_heads):
-    """DeepSeek-V3's and Kimi K2's, whole or an eighth of the heads."""
-    assert num_kernels(compile_paged(compile_for, batch, num_heads, 1, 576, page_size=64, value_size=512)) == 1
+@pytest.mark.parametrize(
+    ("batch", "num_heads", "page_size"), [(1, 16, 64), (1, 128, 64), (64, 128, 64), (32, 64, 8), (32, 64, 16), (32, 64, 128), (1, 16, 256)]
+)
+def test_paged_attention_over_latents(compile_for, batch, num_heads, page_size):
+    """DeepSeek-V3's and Kimi K2's, whole or an eighth of the heads; a device's part of a page, or pages of many devices on one."""
+    attend = paged_attention if num_heads == 16 else paged_attention_and_lse
+    assert num_kernels(compile_paged(compile_for, batch, num_heads, 1, 576, attend=attend, page_size=page_size, value_size=512)) == 1
 
 
 def compile_paged(
