@@ -21,7 +21,7 @@ AOT_STAMP := .venv-aot/.installed
 GUIDELLM_STAMP := .venv-guidellm/.installed
 CHECKED := jaxinfer pallas_kernels sharding checkpoints server tests benchmarks examples
 
-.PHONY: help demo serve test check fix golden test-parity test-aot bench replay soak clean
+.PHONY: help demo serve test check fix golden test-parity test-aot test-measured bench replay soak clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,6 +50,9 @@ test-parity: $(PARITY_STAMP) ## compare live with torch and transformers, in a v
 
 test-aot: $(AOT_STAMP) ## compile kernels and whole programs for H100 and H200, without one, in a venv of their own
 	@JAX_PLATFORMS=cpu $(AOT)/python -m pytest -q -m aot $(ARGS)
+
+test-measured: $(TEST_STAMP) ## calibrate and hold predicted step times against measured ones: minutes, alone on the machine
+	@$(BIN)/python -m pytest -q -s -m measured $(ARGS)
 
 golden: $(PARITY_STAMP) ## write the reference implementation's results anew to tests/golden/
 	@$(PARITY)/python -m tests.golden.write $(ARGS)

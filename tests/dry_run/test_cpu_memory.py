@@ -1,0 +1,65 @@
+"""What a plan for a CPU says of memory is what an engine that is started there then allocates."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import jax
+import pytest
+
+from jaxinfer.config import ScheduleConfig
+from jaxinfer.dry_run.run import DryRun, dry_run, named_layouts
+from jaxinfer.dry_run.search import Setting
+from jaxinfer.dry_run.shapes import Shapes
+from jaxinfer.dry_run.target import Target
+from jaxinfer.dry_run.workload import Workload
+from jaxinfer.llm import LLM
+from jaxinfer.models.shapes import read_shape
+from sharding.layout import Parallel
+
+FEW = {"decode_buckets": (32,), "prefill_buckets": (512,)}  # the largest programs are those that count
+
+
+def planned(model: str, layout: str) -> DryRun:
+    target = Target.of(f"{Parallel.parse(layout).num_devices}xcpu")
+    shapes, schedule = Shapes(read_shape(model), target), ScheduleConfig()
+    context = shapes.architecture.max_position_embeddings
+    setting = Setting(context, Workload.of_means(128, 128), schedule.max_batch_size, schedule.prefill_chunk_size)
+    return dry_run(shapes, setting, named_layouts(target, layout, None))
+
+
+def live_bytes(num_devices: int) -> list[int]:
+    """Of all arrays, on each device."""
+    gc.collect()
+    found = [0] * num_devices
+    for array in jax.live_arrays():
+        for shard in array.addressable_shards:
+            if shard.device.id < num_devices:
+                found[shard.device.id] += shard.data.nbytes
+    return found
+
+
+@pytest.mark.parametrize("layout", ["tp=1", "tp=2", "tp=2,pp=2"])
+@pytest.mark.parametrize("model", ["tiny", "smollm2-135m"])
+def test_a_plan_says_what_an_engine_allocates(tiny_model_path: Path, model: str, layout: str) -> None:
+    shape, checkpoint = (str(tiny_model_path),) * 2 if model == "tiny" else (model, "default")
+    run = planned(shape, layout)
+    [(_, _, memory)] = run.roles
+    parallel = Parallel.parse(layout)
+    before = live_bytes(parallel.num_devices)
+    llm = LLM(checkpoint, prefill_parallel=layout, random_weights=model != "tiny", **FEW)
+    allocated = [after - of_before for after, of_before in zip(live_bytes(parallel.num_devices), before, strict=True)]
+    told = llm.engine.stats.memory
+    assert run.is_compiled
+    for number, stage in enumerate(memory.stages):
+        name = "shared" if parallel.pp == 1 else f"shared stage {number + 1} of {parallel.pp}"
+        assert told[f"{name} weights"] == stage.weight_bytes
+        assert told[f"{name} KV pages"] == memory.kv_bytes(number)
+        predicted = stage.weight_bytes + stage.activation_bytes + memory.kv_bytes(number)
+        for device in range(number * parallel.tp, (number + 1) * parallel.tp):
+            used = allocated[device] + told[f"{name} temporaries"]
+            assert predicted == pytest.approx(used, rel=0.03), (device, stage, told)
+            if model != "tiny":  # whose pages are all but a thousandth of it
+                pages = memory.kv_bytes(number)
+                assert predicted - pages == pytest.approx(used - pages, rel=0.03), (device, stage, told)
