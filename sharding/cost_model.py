@@ -14,6 +14,7 @@ from functools import reduce
 from operator import add
 from typing import Literal
 
+from sharding.expert_exchange import Link, Mixture, choose, exchanged
 from sharding.hardware import Hardware
 
 
@@ -38,6 +39,7 @@ class Experts:
     expert_bytes: int  # of all matrices of one
     expert_values: int
     dtype: str = "bfloat16"
+    has_shared: bool = False  # whether every token takes one more besides, split over devices like other matrices
 
     def num_hit(self, num_tokens: int) -> float:
         """Different ones that so many tokens take, if each is as likely as any other."""
@@ -159,7 +161,7 @@ def part_cost(part: Part, step: Step, tp: int, ep: int, hardware: Hardware) -> C
     kv_bytes, pairs = _attention(part.attention, step, tp) if part.attention is not None else (0.0, 0.0)
     rate = hardware.rate("bfloat16") * hardware.attention_share
     weight_reads, kv_reads, attention = weight_bytes / hardware.bandwidth, kv_bytes / hardware.bandwidth, 2 * pairs / rate
-    collectives = sum(all_reduce_seconds(_rows(part, step) * size, tp, hardware) for size in part.reduced_bytes)
+    collectives = _collectives(part, step, tp, ep, hardware)
     collectives += exchange_seconds(part.attention, step, tp, hardware) if part.attention is not None else 0.0
     starts = part.num_kernels * hardware.kernel_seconds
     activations = _rows(part, step) * (part.split_moved / tp + part.whole_moved) / hardware.activation_bandwidth
@@ -202,6 +204,17 @@ def move_seconds(num_bytes: float, hardware: Hardware) -> float:
 def most_of(mean: float, deviation: float, num_devices: int) -> float:
     """About what the fullest of some devices has, of independent amounts with this mean and deviation."""
     return mean + deviation * math.sqrt(2 * math.log(num_devices))
+
+
+def _collectives(part: Part, step: Step, tp: int, ep: int, hardware: Hardware) -> float:
+    """All-reduces; what experts on devices of their own give may come together by an all-to-all instead, where that is quicker."""
+    seconds = [all_reduce_seconds(_rows(part, step) * size, tp, hardware) for size in part.reduced_bytes]
+    if part.experts is not None and ep > 1 and seconds:
+        experts, link = part.experts, Link(hardware.link_bandwidth, hardware.link_seconds, is_ragged=not hardware.shares_machine)
+        mixture = Mixture(step.num_tokens, part.reduced_bytes[-1], 1, experts.num_experts, experts.top_k, ep, experts.has_shared)
+        if choose(mixture, link)[0] == "all_to_all":
+            seconds[-1] = exchanged(mixture, link).seconds(link)
+    return sum(seconds)
 
 
 def _rows(part: Part, step: Step) -> int:

@@ -138,7 +138,8 @@ def _experts(template: ModelTemplate, routing: Routing | None, num_bytes: int, n
         return None
     dtype = template.form.experts.packing or str(template.form.expert_dtype)
     count = routing.num_experts
-    return Experts(count, routing.top_k, num_bytes // count, num_values // count, dtype)
+    has_shared = any(".mlp.shared." in path for leaf in template.leaves for path in leaf.paths)
+    return Experts(count, routing.top_k, num_bytes // count, num_values // count, dtype, has_shared)
 
 
 def _attention(config: ArchitectureConfig, layer: int, value_bytes: int) -> Attention:

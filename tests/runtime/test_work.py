@@ -72,7 +72,9 @@ def test_packed_experts_are_fewer_bytes_and_as_many_values() -> None:
     assert plain.expert_values == packed.expert_values == 3 * 7168 * 2048
     assert plain.expert_bytes == 2 * plain.expert_values
     assert packed.expert_bytes == pytest.approx(4.5 / 8 * packed.expert_values)
-    assert (plain.num_experts, plain.top_k, packed.dtype) == (384, 8, "int4")
+    assert (plain.num_experts, plain.top_k, packed.dtype, packed.has_shared) == (384, 8, "int4", True)
+    without = work_of("qwen3-235b-a22b").layers[5].experts
+    assert without is not None and not without.has_shared
 
 
 def test_layers_attend_as_they_are_configured() -> None:

@@ -137,6 +137,21 @@ def test_whole_experts_wait_for_the_fullest_device() -> None:
     assert every.weight_reads == pytest.approx(8 * 1e8 / 1e12, rel=1e-3), "all of a device's, and never more"
 
 
+def test_what_whole_experts_give_comes_together_the_quicker_way() -> None:
+    """Of top-1 routing each token has one part to send home; of an all-reduce every device has one, zeros most of them."""
+    top_1, step = Experts(16, 1, 100, 100), Step("prefill", 1, 4096, 4096)
+    part = Part(experts=top_1, reduced_bytes=(8192, 8192))
+    both = 2 * all_reduce_seconds(4096 * 8192, 8, PLAIN)
+    assert part_cost(part, step, 8, 1, PLAIN).collectives == both
+    sent = 7 * 512 * 8192 * (1 / 8 + 1) / 1e11 + 2e-5
+    assert part_cost(part, step, 8, 8, PLAIN).collectives == pytest.approx(both / 2 + sent)
+    assert sent < both / 2
+    shared = replace(part, experts=replace(top_1, has_shared=True))
+    assert part_cost(shared, step, 8, 8, PLAIN).collectives == both
+    few = Step("decode", 1, 1, 100)
+    assert part_cost(part, few, 8, 8, PLAIN).collectives == pytest.approx(2 * all_reduce_seconds(8192, 8, PLAIN)), "one launch, not two"
+
+
 def test_a_stage_is_its_parts_and_a_call() -> None:
     parts = [Part(num_kernels=3), Part(Matrices(split_bytes=10**9))]
     step = Step("decode", 1, 1, 1)
