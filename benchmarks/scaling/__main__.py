@@ -1,0 +1,144 @@
+"""`python -m benchmarks.scaling`: predicted and measured cost of a model on 1 to 8 devices: tensor parallel, in stages, and both.
+
+The devices are virtual: parts of one CPU, whose cores they share. So nothing gets faster with more of them; a flat line is ideal, and what is above it
+is what the layout itself costs. What cards of their own would do is predicted, and called that. Writes JSON, a page (Markdown) and a picture (PNG)."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.machine import Others, machine, machine_slug
+from benchmarks.scaling import charts, predicted, report
+from benchmarks.scaling.work import Work, label, seconds
+from benchmarks.worker import ROOT, Worker, WorkerError
+from checkpoints.hub import open_source, resolve
+from checkpoints.source import CheckpointError
+from jaxinfer.dry_run.shapes import Shapes
+from jaxinfer.dry_run.target import Target
+from sharding.layout import Parallel
+
+_KV_MEMORY = "256MiB"  # of each device
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse_arguments(arguments)
+    console = Console(highlight=False)
+    try:
+        source = open_source(resolve(options.model))
+    except CheckpointError as error:
+        sys.exit(str(error))
+    target = Target.of("cpu")
+    shapes = Shapes(source.config, target, dtype=options.dtype)
+    vocab_size = shapes.architecture.vocab_size
+    work = Work.quick(options.layouts, vocab_size) if options.quick else Work.full(options.layouts, options.rounds, vocab_size)
+    result = {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "machine": machine(),
+        "settings": {"model": Path(options.model).name, "dtype": options.dtype, "rounds": work.rounds, "quick": options.quick},
+        "hardware": asdict(target.hardware),
+        "cases": [label(case) for case in work.cases],
+        "predicted": predicted.of_this_machine(shapes, work, target.hardware),
+        **measured(work, options, lambda text: console.print(text, markup=False)),
+        "elsewhere": predicted.elsewhere(),
+    }
+    output = options.output or ROOT / f"benchmarks/results/{machine_slug(result['machine'])}-{result['date']}-scaling.json"
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    charts.draw(output.with_suffix(".png"), result)
+    page = report.render(result, output.with_suffix(".png").name)
+    output.with_suffix(".md").write_text(page, encoding="utf-8")
+    console.print(page, markup=False)
+    console.print(f"written to {output}, its page and its picture beside it")
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.scaling", description=(__doc__ or "").splitlines()[0])
+    flag = parser.add_argument
+    flag("--model", default="default", help="as for `jaxinfer serve --model` (default: %(default)s)")
+    flag("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of weights (default: %(default)s)")
+    flag("--layouts", nargs="+", default=[], metavar="LAYOUT", help="such as tp=1 tp=2,pp=2; all of 1, 2, 4 and 8 devices if not given")
+    flag("--rounds", type=int, default=5, help="measurements of each figure in each layout (default: %(default)s)")
+    flag("--quick", action="store_true", help="few layouts, one round, a few tokens: a look at whether it runs, not a measurement")
+    flag(
+        "--output",
+        type=Path,
+        help="JSON file; the page and the picture lie beside it (default: benchmarks/results/MACHINE-DATE-scaling.json)",
+    )
+    options = parser.parse_args(arguments)
+    try:
+        options.layouts = [Parallel.parse(text) for text in options.layouts]
+    except ValueError as error:
+        parser.error(f"--layouts: {error}")
+    if options.rounds < 1:
+        parser.error(f"--rounds is {options.rounds}: it must be at least 1")
+    return options
+
+
+def measured(work: Work, options: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
+    """By layout and case, the layouts in turns, each an engine in a process of its own; and what else the machine did meanwhile. One round of few
+    tokens comes first, to warm up."""
+    found: dict[str, dict[str, dict[str, list[float]]]] = {}
+    about: dict[str, dict[str, Any]] = {}
+    others = Others()
+    with ExitStack() as stack:
+        workers = {}
+        for layout in work.layouts:
+            say(f"starting {layout}")
+            worker = workers[str(layout)] = stack.enter_context(closing(_worker(work, layout, options)))
+            about[str(layout)] = worker.about
+        for number in range(work.rounds + 1):
+            for case in work.cases:
+                for name, worker in workers.items():
+                    say(f"{f'round {number} of {work.rounds}' if number else 'warming up'}: {label(case)}, {name}")
+                    others.look()
+                    answer = worker.ask(case=(case if number else case.short()).as_json(), seed=number)
+                    if number:
+                        others.keep()
+                        of_case = found.setdefault(name, {}).setdefault(
+                            label(case), {"seconds": [], "bubble_share": [], "host_seconds": []}
+                        )
+                        of_case["seconds"].append(seconds(case, answer["tokens_per_second"]))
+                        for key in ("bubble_share", "host_seconds"):
+                            of_case[key] += [] if answer[key] is None else [answer[key]]
+    busy = others.samples
+    return {
+        "measured": found,
+        "layouts": about,
+        "others": {"median": statistics.median(busy), "most": max(busy), "samples": busy} if busy else None,
+    }
+
+
+def _worker(work: Work, layout: Parallel, options: argparse.Namespace) -> Worker:
+    """Raises `WorkerError`."""
+    prompt_tokens = work.prompt.size
+    settings = {
+        "model": str(resolve(options.model)),
+        "dtype": options.dtype,
+        "prefill_parallel": str(layout),
+        "cpu_devices": layout.num_devices,
+        "kv_memory": _KV_MEMORY,
+        "max_model_len": work.context,
+        "max_batch_size": work.throughput.size,
+        "decode_buckets": (1, work.throughput.size),
+        "prefill_chunk_size": prompt_tokens,
+        "prefill_buckets": (prompt_tokens,),
+    }
+    try:
+        return Worker(sys.executable, "benchmarks.scaling.layout_worker", json.dumps(settings))
+    except WorkerError as error:
+        sys.exit(f"{layout}: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""A run as a picture: what is measured on virtual devices, which share one CPU, and what is predicted of cards."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.ticker import FixedLocator, NullLocator
+
+from benchmarks.picture import BLUE, GREEN, INK, MUTED, ORANGE, STYLE, duration, styled
+from benchmarks.scaling.work import KINDS, kind
+from sharding.layout import Parallel
+
+COLORS = dict(zip(KINDS, (BLUE, ORANGE, GREEN), strict=True))
+_DASHED: dict[str, Any] = {"linestyle": (0, (4, 2)), "alpha": 0.8}
+_DOTTED: dict[str, Any] = {"marker": "o", "markersize": 5}
+Seconds = Callable[[str], float | None]  # of a layout
+
+
+def draw(path: Path, result: Mapping[str, Any]) -> None:
+    """Write the PNG."""
+    far, settings, about = result["elsewhere"], result["settings"], result["machine"]
+    with matplotlib.rc_context(STYLE):
+        subtitle = f"{about['cpu']}, {about['cores']} cores, {result['date']}. Of layouts of as many devices the quickest of each kind"
+        figure = styled((16, 3.9 * (1 + len(far["links"])) + 1), "What it costs to spread a model over devices", subtitle)
+        own, *others = figure.subfigures(1 + len(far["links"]), 1, squeeze=False)[:, 0]
+        title = (
+            f"{settings['model']}, {settings['dtype']}, on virtual devices of one CPU: measured (dots) and predicted (dashed). "
+            f"They share its {about['cores']} cores: a flat line is ideal, what is above it is overhead"
+        )
+        _title(own, title)
+        for axes, case in zip(own.subplots(1, len(result["cases"])), result["cases"], strict=True):
+            measured, predicted = _medians(result["measured"], case), _predicted(result["predicted"], case)
+            _panel(axes, case, list(result["measured"]), [(predicted, _DASHED), (measured, _DOTTED)])
+        for part, (link, layouts) in zip(others, far["links"].items(), strict=True):
+            _title(part, f"{far['model']} on H100s joined by {link}: predicted, not measured")
+            for axes, case in zip(part.subplots(1, len(far["cases"])), far["cases"], strict=True):
+                _panel(axes, case, list(layouts), [(_predicted(layouts, case), _DASHED | _DOTTED)])
+        figure.savefig(path, dpi=130)
+
+
+def _title(part: Any, text: str) -> None:
+    part.suptitle(text, x=0.012, ha="left", fontsize=12, fontweight="bold", color=INK)
+
+
+def _medians(measured: Mapping[str, Any], case: str) -> Seconds:
+    return lambda layout: statistics.median(measured[layout][case]["seconds"])
+
+
+def _predicted(predicted: Mapping[str, Any], case: str) -> Seconds:
+    return lambda layout: predicted[layout][case]["seconds"] if case in predicted[layout] else None
+
+
+def _panel(axes: Axes, case: str, layouts: Sequence[str], lines: Sequence[tuple[Seconds, dict[str, Any]]]) -> None:
+    axes.set_title(case, fontsize=10.5)
+    top = 0.0
+    for name in KINDS:
+        for seconds, style in lines:
+            if points := best_of(name, layouts, seconds):
+                label = name if seconds is lines[-1][0] else None
+                axes.plot([x for x, _ in points], [y for _, y in points], color=COLORS[name], linewidth=1.8, label=label, **style)
+                top = max(top, *(value for _, value in points))
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_locator(FixedLocator([1, 2, 4, 8]))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(lambda devices, _: f"{devices:.0f}")
+    axes.set_xlabel("devices", color=MUTED)
+    axes.set_ylim(0, top * 1.15 or 1)
+    axes.yaxis.set_major_formatter(lambda seconds, _: duration(seconds) if seconds else "0")
+    axes.legend(fontsize=9, loc="best")
+
+
+def best_of(name: str, layouts: Sequence[str], seconds: Seconds) -> list[tuple[int, float]]:
+    """The least of a kind's layouts for each number of devices; one device begins every line."""
+    found: dict[int, float] = {}
+    for text in layouts:
+        layout, value = Parallel.parse(text), seconds(text)
+        if value is not None and (layout.num_devices == 1 or kind(layout) == name):
+            found[layout.num_devices] = min(value, found.get(layout.num_devices, value))
+    return sorted(found.items()) if set(found) != {1} or name == KINDS[0] else []
