@@ -97,6 +97,7 @@ def paged_attention_and_lse(
     out = out / jnp.maximum(total, 1e-30)[..., None]
     if kv_scales is not None:
         out *= kv_scales[layer, -1][:, None, None]
-    # A row without context has been through others' runs.
-    lse = jnp.where(kv_len[:, None] > 0, (top + jnp.log(jnp.maximum(total, 1e-30))).reshape(batch, num_heads), _MASKED)
+    lse = (top + jnp.log(jnp.maximum(total, 1e-30))).reshape(
+        batch, num_heads
+    )  # without context top is still _MASKED, and all else nothing beside it
     return jnp.where(kv_len[:, None, None] > 0, out.reshape(batch, num_heads, -1), 0.0).astype(q.dtype), lse
