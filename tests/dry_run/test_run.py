@@ -16,6 +16,7 @@ from jaxinfer.dry_run.search import Layouts, Setting
 from jaxinfer.dry_run.shapes import RoleShape, Shapes
 from jaxinfer.dry_run.target import Target
 from jaxinfer.dry_run.workload import Workload
+from jaxinfer.kv_cache.spec import PageSpec
 from jaxinfer.models.shapes import model_shape
 from sharding.collectives import Collective
 from sharding.layout import Parallel
@@ -131,6 +132,7 @@ def test_another_layout_of_the_same_cards_is_the_smallest_change() -> None:
 
 def test_without_layouts_the_quickest_that_fits_is_taken() -> None:
     run = plan("llama-3.1-70b", "4xh100", batch=None)
+    assert [one.fits for one in run.ranked] == sorted((one.fits for one in run.ranked), reverse=True)
     paces = [one.num_engines * one.speed.requests_per_second for one in run.ranked if one.fits]
     assert all(later <= 1.03 * earlier for earlier, later in pairwise(paces))
     assert run.chosen.layouts == next(one.layouts for one in run.ranked if one.num_engines == 1)
@@ -231,6 +233,23 @@ def test_of_the_best_layouts_the_first_that_fits_once_compiled_is_taken(monkeypa
     singles = [one.layouts for one in arithmetic.ranked if one.num_engines == 1]
     assert two.chosen.layouts == singles[1]
     assert {one.layouts: one.fits for one in two.ranked if one.num_engines == 1}[singles[0]] is False
+
+
+def test_each_role_is_compiled_in_its_layout_on_its_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[tuple[object, ...]] = []
+
+    def compile_role(
+        role: str, shape: RoleShape, spec: PageSpec, target: Target, first: int, context: int, size: int
+    ) -> tuple[Compiled, ...]:
+        compiled.append((role, str(shape.layout), first, context, size))
+        return tuple(Compiled(role, 0, GIB * (2 if role == "decode" else 1), ()) for _ in shape.stages)
+
+    monkeypatch.setattr("jaxinfer.dry_run.run.compile_role", compile_role)
+    layouts = named_layouts(Target.of("8xh100"), "tp=4", "tp=2,pp=2")
+    run = dry_run(shapes("llama-3.1-8b", "8xh100"), Setting(8192, USUAL, 33), layouts)
+    assert compiled == [("decode", "tp=2,pp=2", 4, 8192, 17), ("prefill", "tp=4", 0, 8192, 2048)]
+    assert [stage.activation_bytes for stage in run.chosen.decode_memory.stages] == [2 * GIB, 2 * GIB]
+    assert run.chosen.prefill_memory.stages[0].activation_bytes == GIB
 
 
 def test_what_is_too_large_by_its_weights_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
