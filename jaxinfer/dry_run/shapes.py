@@ -98,6 +98,8 @@ class Shapes:
 
     def layout(self, role: str, layout: Parallel) -> RoleShape:
         """Raises `ConfigError` for axes that a layout doesn't divide, and more stages than layers; it names what would do."""
+        if layout.ep > 1 and self.routing is None:
+            raise ConfigError(f"{role}_parallel is {layout}, but this model has no experts: leave out ep={layout.ep}")
         try:
             template, work, notes = self._on_stage(layout.tp, layout.ep)
             ranges = stage_layers(template, layout.pp)

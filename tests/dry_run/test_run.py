@@ -176,6 +176,7 @@ def test_layouts_that_can_not_be_are_refused(target: str, prefill: str | None, d
     ("layout", "words"),
     [
         ("tp=3", "prefill_parallel is tp=3: .* axis of .* can't be split over 3 devices"),
+        ("tp=2,ep=2", "prefill_parallel is tp=2,ep=2, but this model has no experts: leave out ep=2"),
         ("pp=40", "prefill_parallel is tp=1,pp=40: 40 stages of 32 layers: .* use a pp of 1 to 32"),
     ],
 )
