@@ -115,6 +115,8 @@ class Shapes:
             )
             for layers in ranges
         )
+        latents = self.spec.latents_on(layout.tp)
+        notes += () if latents is None else (f"latents: {latents}",)
         return RoleShape(layout, template, rules_for(role, layout.ep), work, stages, notes)
 
     def _on_stage(self, tp: int, ep: int) -> _OnStage:

@@ -77,6 +77,7 @@ def test_devices_share_latents_out_and_so_do_stages() -> None:
     layouts = named_layouts(in_small_pages.target, "tp=8", None)
     whole = dry_run(in_small_pages, Setting(8192, USUAL, 32), layouts, num_compiled=0).kv_tokens
     assert shared == pytest.approx(8 * whole, rel=1e-3)
+    assert "latents: shared out over 8 devices, in pages of 128 tokens" in plan("kimi-k2.5", "8xh100", "tp=8").notes
     assert shared > 600_000
     assert cut > 600_000
 
