@@ -35,7 +35,7 @@ def test_prefill_of_4096_tokens_holds_what_its_docstring_says(compile_for, num_h
 
 @pytest.mark.parametrize("role", ["decode/32", "prefill/2048"])
 def test_cards_that_share_latents_out_hold_little_more(role):
-    """Kimi K2.5 on eight: of a pool eight times as large, what one card's attention needs beside it stays small, and no page is copied."""
+    """Kimi K2.5 on eight: whatever the size of the pool, what one card's attention needs beside it stays small, and no page is copied."""
     config = first_layers(read_config(model_shape("kimi-k2.5")), 1)
     few, many = (compile_for_cards("h100", 8, config, MatrixFormat(BFLOAT16), role, num_pages=n, context=32768) for n in (2**10, 2**15))
     assert many.spec.page_size == 128
