@@ -85,7 +85,7 @@ def show(run: DryRun, *, is_json: bool) -> None:
         table.add_row(f"[bold]{name}", escape(value))
     console.print(table)
     if rows := ranking(run):
-        ranked = Table(box=None, padding=(0, 2, 0, 0), title="layouts by predicted throughput", title_justify="left")
+        ranked = Table(box=None, padding=(0, 1, 0, 0), title="layouts by predicted throughput", title_justify="left")
         for name in rows[0]:
             ranked.add_column(name, no_wrap=True, justify="left" if name == rows[0][0] else "right")
         for row in rows[1:]:

@@ -46,7 +46,7 @@ def ranking(run: DryRun) -> list[tuple[str, ...]]:
     """A table of layouts, its head first; empty where none were searched. Prefill's comes first where decode has devices of its own."""
     if not run.ranked:
         return []
-    head = ("layout", "context", "batch", "requests/s", "first token", "a token", "busy")
+    head = ("layout", "context", "batch", "requests/s", "first", "a token", "busy")
     return [head, *(_ranked(one) for one in run.ranked[:_RANKED])]
 
 
