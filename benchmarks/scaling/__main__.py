@@ -10,7 +10,7 @@ import datetime
 import json
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
@@ -20,15 +20,16 @@ from rich.console import Console
 
 from benchmarks.machine import Others, machine, machine_slug
 from benchmarks.scaling import charts, predicted, report
-from benchmarks.scaling.work import Work, label, seconds
-from benchmarks.worker import ROOT, Worker, WorkerError
+from benchmarks.scaling.work import ONE_DEVICE, Work, label, seconds
+from benchmarks.worker import ROOT, Answer, Worker, WorkerError
+from benchmarks.workload import Case
 from checkpoints.hub import open_source, resolve
 from checkpoints.source import CheckpointError
 from jaxinfer.dry_run.shapes import Shapes
 from jaxinfer.dry_run.target import Target
 from sharding.layout import Parallel
 
-_KV_MEMORY = "256MiB"  # of each device
+_KV_BYTES, _LEAST_KV_BYTES = 2**28, 2**26  # of all devices together; of one, where that would be less
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -86,37 +87,48 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 def measured(work: Work, options: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
-    """By layout and case, the layouts in turns, each an engine in a process of its own; and what else the machine did meanwhile. One round of few
-    tokens comes first, to warm up."""
+    """By layout and case, each layout an engine in a process of its own that takes turns with one device's, so that a ratio is of two measurements of
+    one turn; and what else the machine did meanwhile. A round of few tokens comes first, to warm up. Two engines at a time: all would not fit."""
     found: dict[str, dict[str, dict[str, list[float]]]] = {}
     about: dict[str, dict[str, Any]] = {}
     others = Others()
     with ExitStack() as stack:
-        workers = {}
-        for layout in work.layouts:
-            say(f"starting {layout}")
-            worker = workers[str(layout)] = stack.enter_context(closing(_worker(work, layout, options)))
-            about[str(layout)] = worker.about
-        for number in range(work.rounds + 1):
-            for case in work.cases:
-                for name, worker in workers.items():
-                    say(f"{f'round {number} of {work.rounds}' if number else 'warming up'}: {label(case)}, {name}")
-                    others.look()
-                    answer = worker.ask(case=(case if number else case.short()).as_json(), seed=number)
-                    if number:
-                        others.keep()
-                        of_case = found.setdefault(name, {}).setdefault(
-                            label(case), {"seconds": [], "bubble_share": [], "host_seconds": []}
-                        )
-                        of_case["seconds"].append(seconds(case, answer["tokens_per_second"]))
-                        for key in ("bubble_share", "host_seconds"):
-                            of_case[key] += [] if answer[key] is None else [answer[key]]
+        say(f"starting {ONE_DEVICE}")
+        one = stack.enter_context(closing(_worker(work, ONE_DEVICE, options)))
+        about[str(ONE_DEVICE)] = one.about
+        for layout in [layout for layout in work.layouts if layout != ONE_DEVICE] or [ONE_DEVICE]:
+            pair = {str(ONE_DEVICE): one}
+            with ExitStack() as of_layout:
+                if layout != ONE_DEVICE:
+                    say(f"starting {layout}")
+                    pair[str(layout)] = of_layout.enter_context(closing(_worker(work, layout, options)))
+                    about[str(layout)] = pair[str(layout)].about
+                for number in range(work.rounds + 1):
+                    for case in work.cases:
+                        say(f"{f'round {number} of {work.rounds}' if number else 'warming up'}: {label(case)}, {layout}")
+                        others.look()
+                        asked = (case if number else case.short()).as_json()
+                        answers = {name: worker.ask(case=asked, seed=number) for name, worker in pair.items()}
+                        if number:
+                            others.keep()
+                            _record(found, case, answers)
     busy = others.samples
     return {
         "measured": found,
         "layouts": about,
         "others": {"median": statistics.median(busy), "most": max(busy), "samples": busy} if busy else None,
     }
+
+
+def _record(found: dict[str, dict[str, dict[str, list[float]]]], case: Case, answers: Mapping[str, Answer]) -> None:
+    """Of one turn."""
+    of_one = seconds(case, answers[str(ONE_DEVICE)]["tokens_per_second"])
+    for name, answer in answers.items():
+        of_case = found.setdefault(name, {}).setdefault(label(case), {"seconds": [], "ratio": [], "bubble_share": [], "host_seconds": []})
+        taken = seconds(case, answer["tokens_per_second"])
+        told = {"seconds": taken, "ratio": taken / of_one, **{key: answer[key] for key in ("bubble_share", "host_seconds")}}
+        for key, value in told.items():
+            of_case[key] += [] if value is None else [value]
 
 
 def _worker(work: Work, layout: Parallel, options: argparse.Namespace) -> Worker:
@@ -127,7 +139,7 @@ def _worker(work: Work, layout: Parallel, options: argparse.Namespace) -> Worker
         "dtype": options.dtype,
         "prefill_parallel": str(layout),
         "cpu_devices": layout.num_devices,
-        "kv_memory": _KV_MEMORY,
+        "kv_memory": f"{max(_KV_BYTES // layout.num_devices, _LEAST_KV_BYTES)}B",
         "max_model_len": work.context,
         "max_batch_size": work.throughput.size,
         "decode_buckets": (1, work.throughput.size),

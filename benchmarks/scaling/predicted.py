@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from benchmarks.scaling.work import Work, all_layouts, label
+from benchmarks.scaling.work import ONE_DEVICE, Work, all_layouts, label
 from benchmarks.workload import Case
 from jaxinfer.config import ConfigError
 from jaxinfer.dry_run.predict import Steps, decode_steps, prefill_steps
@@ -52,7 +52,10 @@ def _steps(shape: RoleShape, case: Case, hardware: Hardware) -> Steps:
 
 def of_this_machine(shapes: Shapes, work: Work, hardware: Hardware) -> dict[str, dict[str, dict[str, Any]]]:
     """By layout and case."""
-    return {str(layout): {label(case): asdict(predict(shapes, layout, case, hardware)) for case in work.cases} for layout in work.layouts}
+    return {
+        str(layout): {label(case): asdict(predict(shapes, layout, case, hardware)) for case in work.cases}
+        for layout in {ONE_DEVICE: None, **dict.fromkeys(work.layouts)}
+    }
 
 
 def elsewhere(model: str = ELSEWHERE[0], target_name: str = ELSEWHERE[1]) -> dict[str, Any]:

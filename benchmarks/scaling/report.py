@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.picture import duration
+from benchmarks.scaling.work import ONE_DEVICE
 
 BUSY = 0.1  # cores that other processes may have taken of a run that is to be believed
 
@@ -32,7 +33,7 @@ def render(result: Mapping[str, Any], picture: str) -> str:
     pieces.append(
         f"Devices are parts of one CPU and share its {about['cores']} cores: what one device does in a time, eight do no more of. A layout that cost nothing would take "
         "as long as one device, so what is above that is its overhead: sums over devices, copies between stages, work that is done on every device, weights that "
-        "are read once for each micro-batch. In brackets what is predicted, "
+        "are read once for each micro-batch. Times one device's in the same turn, then the time itself; in brackets what is predicted, "
         + (
             "on this machine as it was calibrated."
             if is_measured
@@ -58,8 +59,10 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
 
 def _measured(result: Mapping[str, Any]) -> str:
     def cell(layout: str, case: str) -> str:
-        found = result["measured"][layout][case]["seconds"]
-        return f"{duration(statistics.median(found))} ({duration(result['predicted'][layout][case]['seconds'])})"
+        found, one = result["measured"][layout][case], result["predicted"][str(ONE_DEVICE)][case]["seconds"]
+        told = result["predicted"][layout][case]["seconds"]
+        ratios = f"{statistics.median(found['ratio']):.2f} x ({told / one:.2f} x)"
+        return f"{ratios}, {duration(statistics.median(found['seconds']))} ({duration(told)})"
 
     cases = result["cases"]
     return _table(["layout", *cases], [[layout, *(cell(layout, case) for case in cases)] for layout in result["measured"]])

@@ -11,6 +11,7 @@ from sharding.layout import Parallel
 
 KINDS = ("tensor parallel", "pipeline", "both")
 NUM_DEVICES = (1, 2, 4, 8)
+ONE_DEVICE = Parallel()  # what all others are measured beside
 
 
 @dataclass(frozen=True)

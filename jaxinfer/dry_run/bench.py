@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,8 @@ from jaxinfer.runtime.stage import Stage
 from jaxinfer.sampling.params import neutral_rows
 from sharding.cost_model import Step
 
+_TURN_SECONDS = 0.05
+
 
 @dataclass(frozen=True)
 class Bench:
@@ -34,14 +37,24 @@ class Bench:
     step: Step
     run: Callable[[], None]  # returns when all devices are done
 
-    def seconds(self, num_runs: int) -> float:
-        """The quickest of some runs."""
-        return min(self._timed() for _ in range(num_runs))
 
-    def _timed(self) -> float:
-        started = time.perf_counter()
-        self.run()
-        return time.perf_counter() - started
+def timed(runs: Sequence[Callable[[], Any]], num_rounds: int) -> list[float]:
+    """Seconds of each, which returns when devices are done: medians of rounds in which all take their turn, each for as long, so that what else the
+    machine does meets all of them alike."""
+    found: list[list[float]] = [[] for _ in runs]
+    for _ in range(num_rounds):
+        for run, seconds in zip(runs, found, strict=True):
+            seconds.append(_mean(run))
+    return [statistics.median(seconds) for seconds in found]
+
+
+def _mean(run: Callable[[], Any]) -> float:
+    """Of as many runs as a turn has room for, one at least."""
+    began, count = time.perf_counter(), 0
+    while not count or time.perf_counter() - began < _TURN_SECONDS:
+        run()
+        count += 1
+    return (time.perf_counter() - began) / count
 
 
 def decode_bench(shape: RoleShape, spec: PageSpec, target: Target, batch: int, context: int) -> Bench:

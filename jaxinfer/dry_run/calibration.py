@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from scipy.optimize import nnls
 
-from jaxinfer.dry_run.bench import Bench, decode_bench, prefill_bench
+from jaxinfer.dry_run.bench import Bench, decode_bench, prefill_bench, timed
 from jaxinfer.dry_run.predict import stage_costs
 from jaxinfer.dry_run.products import measure_products
 from jaxinfer.dry_run.shapes import RoleShape, Shapes
@@ -21,8 +21,7 @@ from sharding.hardware import HARDWARE, Hardware
 from sharding.layout import Parallel
 
 _NARROW, _DEEP, _WIDE = (64, 256, 2, 1024), (64, 256, 16, 1024), (768, 2048, 4, 16384)  # hidden size, MLP's, layers, vocabulary
-_NUM_ROUNDS = 8  # in each all steps take their turn, so that what else the machine does meets all of them alike
-_RUNS = 3  # of a step in its turn
+_NUM_ROUNDS = 8
 _LINK = 3  # where `_counts` has collectives
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 
@@ -56,10 +55,8 @@ def calibrate(say: Callable[[str], None] = lambda line: None) -> tuple[Hardware,
     known = with_products(measure_products(jax.devices("cpu")[0]))
     say("calibrating: compiling steps")
     cases = list(_cases())
-    seconds = [float("inf")] * len(cases)
-    for number in range(_NUM_ROUNDS):
-        say(f"calibrating: round {number + 1} of {_NUM_ROUNDS}, {len(cases)} steps")
-        seconds = [min(best, case.bench.seconds(_RUNS)) for best, case in zip(seconds, cases, strict=True)]
+    say(f"calibrating: {len(cases)} steps, {_NUM_ROUNDS} rounds")
+    seconds = timed([case.bench.run for case in cases], _NUM_ROUNDS)
     hardware = fit(known, cases, seconds)
     return hardware, [Fitted(case.name, measured, predicted(case, hardware)) for case, measured in zip(cases, seconds, strict=True)]
 

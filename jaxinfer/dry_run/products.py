@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxinfer.dry_run.bench import timed
 from pallas_kernels.packed_matmul.layout import GROUP, LANES, packed_dtype
 from pallas_kernels.packed_matmul.op import packed_matmul, why_not
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _SIZE = 960  # of a square matrix; no power of two, which some caches are bad at
 _STACK_BYTES = 3 * 2**26  # of all matrices of a type: more than caches hold, so that they are read from memory as a model's are
-_MOST_ROWS_READ = 16  # with more of them reading matrices matters little: fewer are multiplied with, in a time that others leave alone
-_LEAST_SECONDS = 0.02  # of a measurement
+_MOST_ROWS_READ = 16  # with more of them reading matrices matters little: fewer are multiplied with
 
 
 def measure_products(device: jax.Device, num_rounds: int = 5) -> dict[str, dict[int, float]]:
     """Multiplications and additions a second, by type and rows: reading the matrices is part of it. Only types that can be multiplied here."""
     chains = [chain for name in GROUP if why_not(jnp.dtype(name)) is None for chain in _chains(name, device)]
-    best = [float("inf")] * len(chains)
-    for _ in range(num_rounds):  # in turns, so that what else the machine does meets all of them alike
-        best = [min(seconds, _seconds(chain.run)) for seconds, chain in zip(best, chains, strict=True)]
+    taken = timed([chain.run for chain in chains], num_rounds)
     found: dict[str, dict[int, float]] = {}
-    for chain, seconds in zip(chains, best, strict=True):
+    for chain, seconds in zip(chains, taken, strict=True):
         found.setdefault(chain.dtype, {})[chain.num_rows] = 2 * chain.num_rows * chain.num_matrices * _SIZE**2 / seconds
     return found
 
@@ -41,7 +37,7 @@ class _Chain:
     dtype: str
     num_rows: int
     num_matrices: int
-    run: Callable[[], Any]
+    run: Callable[[], None]
 
 
 def _chains(name: str, device: jax.Device) -> Iterator[_Chain]:
@@ -49,7 +45,9 @@ def _chains(name: str, device: jax.Device) -> Iterator[_Chain]:
     dtype, group = jnp.dtype(name), GROUP[name]
     num_matrices = _STACK_BYTES // (_SIZE**2 * dtype.itemsize)
     shape = (num_matrices, _SIZE // LANES, _SIZE // group, LANES, group)
-    stack = jax.device_put(np.zeros(shape, packed_dtype(dtype)), device)
+    # No zeros: the system keeps pages of those as one, which never leaves the caches.
+    value = 1 if dtype == jnp.int8 else 1 / _SIZE
+    stack = jax.device_put(np.full(shape, value, packed_dtype(dtype)), device)
 
     def chain(rows: jax.Array, stack: jax.Array, length: int) -> jax.Array:
         for place in range(length):
@@ -60,13 +58,8 @@ def _chains(name: str, device: jax.Device) -> Iterator[_Chain]:
         length = max(num_matrices * _MOST_ROWS_READ // max(num_rows, _MOST_ROWS_READ), 3)
         rows = jax.device_put(np.ones((num_rows, _SIZE), np.float32), device)
         program = jax.jit(chain, static_argnums=2).lower(rows, stack, length).compile()
-        yield _Chain(name, num_rows, length, partial(program, rows, stack))
+        yield _Chain(name, num_rows, length, partial(_call, program, rows, stack))
 
 
-def _seconds(call: Callable[[], Any]) -> float:
-    """Of one of as many calls as take long enough to be told, the quickest."""
-    began, best = time.perf_counter(), float("inf")
-    while (now := time.perf_counter()) - began < _LEAST_SECONDS or best == float("inf"):
-        jax.block_until_ready(call())
-        best = min(best, time.perf_counter() - now)
-    return best
+def _call(program: Callable[..., jax.Array], rows: jax.Array, stack: jax.Array) -> None:
+    program(rows, stack).block_until_ready()

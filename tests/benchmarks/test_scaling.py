@@ -90,8 +90,11 @@ def test_a_look_runs_to_its_end(tiny_model_path: Path, tmp_path: Path) -> None:
     assert list(result["measured"]) == list(result["predicted"]) == ["tp=1", "tp=1,pp=2"]
     for layout, cases in result["measured"].items():
         assert list(cases) == result["cases"]
-        for of_case in cases.values():
+        for of_label, of_case in cases.items():
             assert [0 < value < 60 for value in of_case["seconds"]] == [True]
+            assert of_case["ratio"] == (
+                [1.0] if layout == "tp=1" else [of_case["seconds"][0] / result["measured"]["tp=1"][of_label]["seconds"][0]]
+            )
             assert bool(of_case["bubble_share"]) == ("pp" in layout)
     # A sequence alone keeps one of two stages busy at a time.
     assert 0.2 < result["measured"]["tp=1,pp=2"][result["cases"][0]]["bubble_share"][0] < 0.8

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import jax
 import pytest
 
-from jaxinfer.dry_run.bench import decode_bench, prefill_bench
+from jaxinfer.dry_run.bench import decode_bench, prefill_bench, timed
 from jaxinfer.dry_run.calibration import Timed, calibrate, predicted
 from jaxinfer.dry_run.shapes import Shapes
 from jaxinfer.dry_run.target import CPU, Target
@@ -37,9 +37,7 @@ def test_steps_take_what_is_predicted() -> None:
     errors: dict[str, float] = {}
     for _ in range(TRIES):
         hardware, _ = calibrate()
-        seconds = [float("inf")] * len(of)
-        for _ in range(5):
-            seconds = [min(best, one.bench.seconds(3)) for best, one in zip(seconds, of, strict=True)]
+        seconds = timed([one.bench.run for one in of], 5)
         errors = {one.name: predicted(one, hardware) / measured - 1 for one, measured in zip(of, seconds, strict=True)}
         print({name: f"{error:+.0%}" for name, error in errors.items()})
         if all(abs(error) <= TOLERANCE for error in errors.values()):
