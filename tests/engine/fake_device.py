@@ -248,7 +248,7 @@ def fake_engine(
     """An engine over pools of `num_pages` pages, that can hold one whole context at least. `devices` are those of the meshes, prefill's
     first; if not given, `seed` decides what comes late. `spans` are those of the model's groups of layers."""
     random = np.random.default_rng(seed)
-    size = config.cache.page_size
+    size = config.cache.page_size or 16
     spec, chunk_size = PageSpec(1, 1, 1, size, 8, tuple(spans)), config.schedule.prefill_buckets[-1]
     most = most_tokens(spec, num_pages, chunk_size, config.model.max_model_len or num_pages * size)
     max_model_len = min(config.model.max_model_len or most, most)

@@ -72,7 +72,7 @@ def test_tokens_are_the_same_when_pages_go_down_and_come_back(make, expected, la
         assert tokens_of(llm.generate(PROMPTS, PARAMS)) == expected
         assert_all_free(llm.engine)
     assert stats.num_restored_tokens > 200
-    assert tier_stats(llm).num_host_hits * llm.engine.config.cache.page_size >= stats.num_restored_tokens
+    assert tier_stats(llm).num_host_hits * 16 >= stats.num_restored_tokens
     assert stats.num_compilations_after_ready == 0
 
 
