@@ -32,7 +32,9 @@ def load_weights(template: Template[Any], source: TensorSource, mesh: Mesh, rule
         elif leaf.part:
             weight_map = _with_part(weight_map, leaf.name, leaf.part)
     names = [leaf.name for leaf in conversion.plain.leaves]
-    loaded = load(source, dict(zip(names, conversion.abstract, strict=True)), weight_map, conversion.convert, is_partial=template.part is not None)
+    loaded = load(
+        source, dict(zip(names, conversion.abstract, strict=True)), weight_map, conversion.convert, is_partial=template.part is not None
+    )
     return conversion.weights(loaded)
 
 
