@@ -48,7 +48,9 @@ def fillings(source: TensorSource, shapes: Mapping[str, Shape], weight_map: Weig
             f"{source.path}: {_some(weight_map.names_of_missing(missing, checkpoint))} missing, which this model's "
             "configuration calls for; fetch or convert the checkpoint again"
         )
-    if not is_partial and (surplus := [theirs for ours, theirs in names.items() if ours not in called_for and not weight_map.is_ignored(ours)]):
+    if not is_partial and (
+        surplus := [theirs for ours, theirs in names.items() if ours not in called_for and not weight_map.is_ignored(ours)]
+    ):
         raise CheckpointError(
             f"{source.path}: {_some(surplus)} in the checkpoint but not in a model of this configuration: "
             "check that config.json belongs to these weights and that the architecture is supported"

@@ -107,7 +107,11 @@ JAX_FREE = (
     "server/*.py",  # the pattern's * also matches folders: all of server
 )
 JAX_FREE_LATER = ("jaxinfer/structured_output/grammar.py",)  # rooms planned, not yet built
-JAX_FREE_EXCEPT = ("server/local_backend.py", "server/inspection.py", "server/planning.py")  # they hold the engine or ask a model, and name no array themselves
+JAX_FREE_EXCEPT = (
+    "server/local_backend.py",
+    "server/inspection.py",
+    "server/planning.py",
+)  # they hold the engine or ask a model, and name no array themselves
 JAX = ("jax", "jaxlib", "flax", "orbax", "optax", "safetensors.flax")
 
 HIDDEN_IMPORTS_ALLOWED = ("server/cli.py", "server/cli/*.py", "jaxinfer/__init__.py")
