@@ -32,7 +32,7 @@ _EIGEN_OPTIONS = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_R
 
 class DecodeRunner:
     """With several stages as many steps are under way, so that none waits for another: the batch is cut into as many lanes, each with slots of its
-    own. A lane's slots are numbered from 0, but where sequences join, which slots of all lanes are told apart by."""
+    own. `seat` and `count_tokens` number the slots of all lanes through; a step's batch numbers those of its lane from 0."""
 
     def __init__(self, stages: Sequence[Stage], buckets: tuple[int, ...], max_model_len: int, clock: StageClock | None = None) -> None:
         """`clock`: is told of the steps, where there are several stages."""
@@ -99,10 +99,10 @@ class DecodeRunner:
         self._programs, self._weights = programs, weights
         self.loads.reset()
 
-        def empty(abstract: DecodeState, stage: Stage) -> DecodeState:
+        def empty(abstract: DecodeState) -> DecodeState:
             return jax.tree.map(lambda a: place(np.zeros(a.shape, a.dtype), a.sharding), abstract)
 
-        self._states = [list(map(empty, self._abstract_states, self._stages)) for _ in range(self.num_lanes)]
+        self._states = [list(map(empty, self._abstract_states)) for _ in range(self.num_lanes)]
         for lane in range(self.num_lanes):
             self._hand_tokens(lane)
 
