@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     result = {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "machine": machine(),
-        "settings": {"model": Path(options.model).name, "dtype": options.dtype, "rounds": work.rounds, "quick": options.quick},
+        "settings": {"model": resolve(options.model).stem, "dtype": options.dtype, "rounds": work.rounds, "quick": options.quick},
         "hardware": asdict(target.hardware),
         "cases": [label(case) for case in work.cases],
         "predicted": predicted.of_this_machine(shapes, work, target.hardware),
