@@ -25,12 +25,13 @@ def draw(path: Path, result: Mapping[str, Any]) -> None:
     """Write the PNG."""
     far, settings, about = result["elsewhere"], result["settings"], result["machine"]
     with matplotlib.rc_context(STYLE):
-        subtitle = f"{about['cpu']}, {about['cores']} cores, {result['date']}. Of layouts of as many devices the quickest of each kind"
+        what = f"{settings['model']}, {settings['dtype']}; {about['cpu']}, {about['cores']} cores, {result['date']}"
+        subtitle = f"{what}. Of layouts of as many devices the quickest of each kind"
         figure = styled((16, 3.9 * (1 + len(far["links"])) + 1), "What it costs to spread a model over devices", subtitle)
         own, *others = figure.subfigures(1 + len(far["links"]), 1, squeeze=False)[:, 0]
         title = (
-            f"{settings['model']}, {settings['dtype']}, on virtual devices that share {about['cores']} cores: times one device's, measured (dots) "
-            "and predicted (dashed). A flat 1 is ideal, what is above it overhead"
+            f"Virtual devices that share {about['cores']} cores: times one device's, measured (dots) and predicted (dashed); "
+            "a flat 1 is ideal, what is above it overhead"
         )
         _title(own, title)
         for axes, case in zip(own.subplots(1, len(result["cases"])), result["cases"], strict=True):

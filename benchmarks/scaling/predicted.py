@@ -28,19 +28,22 @@ class Prediction:
 
 
 def predict(shapes: Shapes, layout: Parallel, case: Case, hardware: Hardware) -> Prediction:
-    """`hardware`: one device by itself. Where devices are parts of one machine, as many share it as work at the same time: with fewer sequences
-    than stages, or a single prompt, not all do."""
+    """Where devices are parts of one machine, what one stage leaves of it another takes: it has all micro-batches' work in all stages to do, whoever
+    waits for whom."""
     role = "decode" if case.kind == "decode" else "prefill"
     shape = shapes.layout(role, layout)
     num_batches = {"decode": min(case.size, layout.pp), "prefill": 1}.get(case.kind, case.size)
-    steps = _steps(shape, case, hardware.shared_by(layout.tp * min(num_batches, layout.pp)))
-    if role == "prefill":
-        line = timeline(steps.seconds, num_batches, move_seconds=steps.move_seconds)
-        return Prediction(line.seconds / num_batches, line.bubble_share, steps.bound)
+    steps = _steps(shape, case, hardware.shared_by(layout.tp))
     moves = {"move_seconds": steps.move_seconds, "return_seconds": steps.return_seconds}
-    return Prediction(
-        round_seconds(steps.seconds, num_batches, **moves), steady_bubble_share(steps.seconds, num_batches, **moves), steps.bound
-    )
+    line = timeline(steps.seconds, num_batches, move_seconds=steps.move_seconds)
+    if role == "decode":
+        bubbles, of_all = steady_bubble_share(steps.seconds, num_batches, **moves), round_seconds(steps.seconds, num_batches, **moves)
+    else:
+        bubbles, of_all = line.bubble_share, line.seconds
+    if hardware.shares_machine:
+        way = sum(steps.seconds) + steps.move_seconds * (layout.pp - 1) + steps.return_seconds
+        of_all = num_batches * way
+    return Prediction(of_all if role == "decode" else of_all / num_batches, bubbles, steps.bound)
 
 
 def _steps(shape: RoleShape, case: Case, hardware: Hardware) -> Steps:

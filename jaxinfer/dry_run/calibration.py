@@ -13,7 +13,7 @@ from scipy.optimize import nnls
 
 from jaxinfer.dry_run.bench import Bench, decode_bench, prefill_bench, timed
 from jaxinfer.dry_run.predict import stage_costs
-from jaxinfer.dry_run.products import measure_products
+from jaxinfer.dry_run.products import chains, rates
 from jaxinfer.dry_run.shapes import RoleShape, Shapes
 from jaxinfer.dry_run.target import CPU, Target
 from sharding.cost_model import Cost
@@ -21,7 +21,7 @@ from sharding.hardware import HARDWARE, Hardware
 from sharding.layout import Parallel
 
 _NARROW, _DEEP, _WIDE = (64, 256, 2, 1024), (64, 256, 16, 1024), (768, 2048, 4, 16384)  # hidden size, MLP's, layers, vocabulary
-_NUM_ROUNDS = 8
+NUM_ROUNDS = 8
 _LINK = 3  # where `_counts` has collectives
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 
@@ -49,26 +49,41 @@ class Timed:
     bench: Bench
 
 
+class Calibration:
+    """What there is to be timed, and what follows from it. Takes a minute or less to compile. With two virtual devices or more collectives are
+    measured too; else they stay what they are taken for."""
+
+    def __init__(self) -> None:
+        self._chains = chains(jax.devices("cpu")[0])
+        self._cases = list(_cases())
+
+    @property
+    def runs(self) -> list[Callable[[], None]]:
+        return [*(chain.run for chain in self._chains), *(case.bench.run for case in self._cases)]
+
+    def result(self, seconds: Sequence[float]) -> tuple[Hardware, list[Fitted]]:
+        """From how long each of `runs` took."""
+        of_chains, of_cases = seconds[: len(self._chains)], seconds[len(self._chains) :]
+        hardware = fit(with_products(rates(self._chains, of_chains)), self._cases, of_cases)
+        return hardware, [Fitted(case.name, taken, predicted(case, hardware)) for case, taken in zip(self._cases, of_cases, strict=True)]
+
+
 def calibrate(say: Callable[[str], None] = lambda line: None) -> tuple[Hardware, list[Fitted]]:
-    """Takes a minute or two. With two virtual devices or more collectives are measured too; else they stay what they are taken for."""
-    say("calibrating: products")
-    known = with_products(measure_products(jax.devices("cpu")[0]))
-    say("calibrating: compiling steps")
-    cases = list(_cases())
-    say(f"calibrating: {len(cases)} steps, {_NUM_ROUNDS} rounds")
-    seconds = timed([case.bench.run for case in cases], _NUM_ROUNDS)
-    hardware = fit(known, cases, seconds)
-    return hardware, [Fitted(case.name, measured, predicted(case, hardware)) for case, measured in zip(cases, seconds, strict=True)]
+    """Takes a minute or less."""
+    say("calibrating: compiling")
+    calibration = Calibration()
+    say(f"calibrating: {len(calibration.runs)} products and steps, {NUM_ROUNDS} rounds")
+    return calibration.result(timed(calibration.runs, NUM_ROUNDS))
 
 
-def with_products(rates: dict[str, dict[int, float]]) -> Hardware:
+def with_products(measured: dict[str, dict[int, float]]) -> Hardware:
     """A processor that multiplies so; how fast it reads is told by products of a single row."""
-    of_one = {name: of_type[1] / 2 * _ITEM_BYTES[name] for name, of_type in rates.items()}
+    of_one = {name: of_type[1] / 2 * _ITEM_BYTES[name] for name, of_type in measured.items()}
     return replace(
         HARDWARE[CPU],
         bandwidth=max(of_one.values()),
-        matmul_rates={**HARDWARE[CPU].matmul_rates, **{name: max(of_type.values()) for name, of_type in rates.items()}},
-        product_rates=rates,
+        matmul_rates={**HARDWARE[CPU].matmul_rates, **{name: max(of_type.values()) for name, of_type in measured.items()}},
+        product_rates=measured,
         num_cores=len(os.sched_getaffinity(0)),
         is_measured=True,
     )

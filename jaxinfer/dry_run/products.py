@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.dry_run.bench import timed
 from pallas_kernels.packed_matmul.layout import GROUP, LANES, packed_dtype
 from pallas_kernels.packed_matmul.op import packed_matmul, why_not
 
@@ -20,18 +19,8 @@ _STACK_BYTES = 3 * 2**26  # of all matrices of a type: more than caches hold, so
 _MOST_ROWS_READ = 16  # with more of them reading matrices matters little: fewer are multiplied with
 
 
-def measure_products(device: jax.Device, num_rounds: int = 5) -> dict[str, dict[int, float]]:
-    """Multiplications and additions a second, by type and rows: reading the matrices is part of it. Only types that can be multiplied here."""
-    chains = [chain for name in GROUP if why_not(jnp.dtype(name)) is None for chain in _chains(name, device)]
-    taken = timed([chain.run for chain in chains], num_rounds)
-    found: dict[str, dict[int, float]] = {}
-    for chain, seconds in zip(chains, taken, strict=True):
-        found.setdefault(chain.dtype, {})[chain.num_rows] = 2 * chain.num_rows * chain.num_matrices * _SIZE**2 / seconds
-    return found
-
-
 @dataclass(frozen=True)
-class _Chain:
+class Chain:
     """Products one after the other, each with a matrix of its own."""
 
     dtype: str
@@ -40,7 +29,20 @@ class _Chain:
     run: Callable[[], None]
 
 
-def _chains(name: str, device: jax.Device) -> Iterator[_Chain]:
+def chains(device: jax.Device) -> list[Chain]:
+    """Of all types that can be multiplied here, for each number of rows."""
+    return [chain for name in GROUP if why_not(jnp.dtype(name)) is None for chain in _of_type(name, device)]
+
+
+def rates(of: Sequence[Chain], seconds: Sequence[float]) -> dict[str, dict[int, float]]:
+    """Multiplications and additions a second, by type and rows, of chains that took so long: reading the matrices is part of it."""
+    found: dict[str, dict[int, float]] = {}
+    for chain, taken in zip(of, seconds, strict=True):
+        found.setdefault(chain.dtype, {})[chain.num_rows] = 2 * chain.num_rows * chain.num_matrices * _SIZE**2 / taken
+    return found
+
+
+def _of_type(name: str, device: jax.Device) -> Iterator[Chain]:
     """Of a type, for each number of rows."""
     dtype, group = jnp.dtype(name), GROUP[name]
     num_matrices = _STACK_BYTES // (_SIZE**2 * dtype.itemsize)
@@ -58,7 +60,7 @@ def _chains(name: str, device: jax.Device) -> Iterator[_Chain]:
         length = max(num_matrices * _MOST_ROWS_READ // max(num_rows, _MOST_ROWS_READ), 3)
         rows = jax.device_put(np.ones((num_rows, _SIZE), np.float32), device)
         program = jax.jit(chain, static_argnums=2).lower(rows, stack, length).compile()
-        yield _Chain(name, num_rows, length, partial(_call, program, rows, stack))
+        yield Chain(name, num_rows, length, partial(_call, program, rows, stack))
 
 
 def _call(program: Callable[..., jax.Array], rows: jax.Array, stack: jax.Array) -> None:

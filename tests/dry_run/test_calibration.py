@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -62,14 +62,10 @@ def test_without_a_second_device_links_stay_what_they_are_taken_for() -> None:
 def test_a_rate_is_of_all_values_of_all_matrices_and_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "ROWS", (1, 64))
     monkeypatch.setattr(products, "_STACK_BYTES", 16 * 960 * 960 * 4)
-
-    def timed(runs: Sequence[Callable[[], None]], num_rounds: int) -> list[float]:
-        for run in runs:
-            run()
-        return [0.5, 0.25] + [1.0] * (len(runs) - 2)
-
-    monkeypatch.setattr(products, "timed", timed)
-    found = products.measure_products(jax.devices()[0], num_rounds=1)
+    of = products.chains(jax.devices()[0])
+    for chain in of:
+        chain.run()
+    found = products.rates(of, [0.5, 0.25] + [1.0] * (len(of) - 2))
     # 16 matrices for a row; for 64 rows a quarter of them.
     assert found["float32"] == {1: 2 * 16 * 960**2 / 0.5, 64: 2 * 64 * 4 * 960**2 / 0.25}
     assert found["bfloat16"][1] == 2 * 32 * 960**2
