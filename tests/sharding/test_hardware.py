@@ -41,3 +41,19 @@ def test_virtual_devices_share_what_the_machine_can_do() -> None:
     assert quarter.kernel_seconds == cpu.kernel_seconds
     assert HARDWARE["h100"].shared_by(4) is HARDWARE["h100"]
     assert cpu.shared_by(1) is cpu
+
+
+def test_a_products_time_grows_evenly_between_the_rows_that_were_measured() -> None:
+    measured = replace(HARDWARE["cpu"], product_rates={"int8": {1: 2.0, 4: 4.0, 8: 8.0}})  # 0.5, 1 and 1 seconds
+    rates = {rows: measured.product_rate("int8", rows) for rows in (0.5, 1, 2, 4, 6, 8, 100)}
+    assert rates == pytest.approx({0.5: 2.0, 1: 2.0, 2: 2 / (0.5 + 0.5 / 3), 4: 4.0, 6: 6.0, 8: 8.0, 100: 8.0})
+    assert measured.product_rate("bfloat16", 4) == measured.rate("bfloat16")
+
+
+def test_what_takes_a_core_waits_for_one() -> None:
+    two_cores = replace(HARDWARE["cpu"], num_cores=2, product_rates={"float32": {1: 8.0}})
+    eight = two_cores.shared_by(8)
+    assert eight.kernel_seconds == 4 * two_cores.kernel_seconds
+    assert two_cores.shared_by(2).kernel_seconds == two_cores.kernel_seconds
+    assert eight.link_seconds == 7 * two_cores.link_seconds
+    assert eight.product_rates == {"float32": {1: 1.0}}
