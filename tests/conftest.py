@@ -1,7 +1,8 @@
 """What the tests share: eight CPU devices, and engines that are built once.
 
 An engine costs seconds, so tests take theirs from `llms`, which keeps one for each configuration while the tests of a folder run. Then they
-are let go: a compiled program takes some ten memory mappings, of which Linux gives a process 65,530, and past them compilers crash.
+are let go, or after a file that leaves many: a compiled program takes some ten memory mappings, of which Linux gives a process 65,530, and past
+them compilers crash.
 """
 
 from __future__ import annotations
@@ -27,18 +28,30 @@ use_persistent_cache()
 # Small, so that pages run out when a test wants them to; few programs, and shared by as many tests as can be.
 TINY = {"kv_memory": "512KiB", "max_batch_size": 32, "decode_buckets": (1, 8, 32), "prefill_buckets": (32, 128), "prefill_chunk_size": 128}
 
+_MOST_MAPPINGS = 20_000  # of this process's memory, when a file begins
+
 MakeLLM = Callable[..., LLM]
 _MADE = pytest.StashKey[dict[Any, LLM]]()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-    """Let go of a folder's engines, and of what JAX keeps of them, after its last test."""
+    """Let go of a folder's engines, and of what JAX keeps of them, after its last test or once they are too many."""
     yield
-    if nextitem is not None and nextitem.path.parent != item.path.parent:
+    if nextitem is None or nextitem.path == item.path:
+        return
+    if nextitem.path.parent != item.path.parent or num_mappings() > _MOST_MAPPINGS:
         item.config.stash.get(_MADE, {}).clear()
         gc.collect()
         jax.clear_caches()
+
+
+def num_mappings() -> int:
+    """Memory mappings of this process; 0 where nobody tells."""
+    try:
+        return Path("/proc/self/maps").read_bytes().count(b"\n")
+    except OSError:
+        return 0
 
 
 @pytest.fixture(scope="session")

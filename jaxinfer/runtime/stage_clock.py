@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -33,14 +34,15 @@ class _Step:
 class StageClock:
     """A stage runs what it is given in order. A step starts on it once it is given what it takes, by the stage before or, of decode's first, by the
     last one, which made the token, and once the step before it has ended; while only the former is lacking the stage waits. The threads end with
-    the process."""
+    the clock."""
 
     def __init__(self, num_stages: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._now = clock
         self.times = [StageTimes() for _ in range(num_stages)]
-        self._queues: list[SimpleQueue[_Step]] = [SimpleQueue() for _ in range(num_stages)]
-        for number in range(num_stages):
-            threading.Thread(target=self._follow, args=(number,), name=f"stage {number + 1}", daemon=True).start()
+        self._queues: list[SimpleQueue[_Step | None]] = [SimpleQueue() for _ in range(num_stages)]
+        for number, (queue, times) in enumerate(zip(self._queues, self.times, strict=True), 1):
+            threading.Thread(target=_follow, args=(queue, times, clock), name=f"stage {number}", daemon=True).start()
+            weakref.finalize(self, queue.put, None)
 
     def now(self) -> float:
         """Seconds, of the clock that launches are told by."""
@@ -58,17 +60,18 @@ class StageClock:
         for times in self.times:
             times.busy = times.waiting = 0.0
 
-    def _follow(self, number: int) -> None:
-        free_at, times = 0.0, self.times[number]
-        while True:
-            step = self._queues[number].get()
-            with suppress(Exception):  # whoever reads the result is told what went wrong
-                step.ready.block_until_ready()
-            ended_at = self._now()
-            step.ended_at.set_result(ended_at)
-            could_start = max(free_at, step.launched_at)
-            started_at = max(could_start, step.handed_at.result() if step.handed_at is not None else could_start)
-            started_at = min(started_at, ended_at)  # two threads' looks at the clock
-            times.busy += ended_at - started_at
-            times.waiting += started_at - could_start if started_at > could_start else 0.0
-            free_at = ended_at
+
+def _follow(queue: SimpleQueue[_Step | None], times: StageTimes, clock: Callable[[], float]) -> None:
+    """A stage's thread, until it is given None."""
+    free_at = 0.0
+    while (step := queue.get()) is not None:
+        with suppress(Exception):  # whoever reads the result is told what went wrong
+            step.ready.block_until_ready()
+        ended_at = clock()
+        step.ended_at.set_result(ended_at)
+        could_start = max(free_at, step.launched_at)
+        started_at = max(could_start, step.handed_at.result() if step.handed_at is not None else could_start)
+        started_at = min(started_at, ended_at)  # two threads' looks at the clock
+        times.busy += ended_at - started_at
+        times.waiting += max(started_at - could_start, 0.0)
+        free_at = ended_at

@@ -87,3 +87,14 @@ def test_a_step_that_fails_holds_up_nobody() -> None:
     launch(stages, after)
     fill(clock, stages, after[0], 102.0, 0, 2.0)
     fill(clock, stages, after[1], 103.0, 1, 1.0)
+
+
+def test_its_threads_end_with_it() -> None:
+    before = set(threading.enumerate())
+    stages = StageClock(3)
+    threads = set(threading.enumerate()) - before
+    assert len(threads) == 3
+    del stages
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
