@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from jaxinfer.stats import StageTimes
 
 Ended = Future[float]  # when
+_BEGIN = "begin"  # to a stage's thread: count anew
 
 
 class Awaited(Protocol):
@@ -39,7 +40,7 @@ class StageClock:
     def __init__(self, num_stages: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._now = clock
         self.times = [StageTimes() for _ in range(num_stages)]
-        self._queues: list[SimpleQueue[_Step | None]] = [SimpleQueue() for _ in range(num_stages)]
+        self._queues: list[SimpleQueue[_Step | str | None]] = [SimpleQueue() for _ in range(num_stages)]
         for number, (queue, times) in enumerate(zip(self._queues, self.times, strict=True), 1):
             threading.Thread(target=_follow, args=(queue, times, clock), name=f"stage {number}", daemon=True).start()
             weakref.finalize(self, queue.put, None)
@@ -56,15 +57,18 @@ class StageClock:
         return step.ended_at
 
     def begin(self) -> None:
-        """Forget what was until now, as of programs' first runs. All steps have ended."""
-        for times in self.times:
-            times.busy = times.waiting = 0.0
+        """Forget the steps until now, as programs' first runs, those under way too."""
+        for queue in self._queues:
+            queue.put(_BEGIN)
 
 
-def _follow(queue: SimpleQueue[_Step | None], times: StageTimes, clock: Callable[[], float]) -> None:
+def _follow(queue: SimpleQueue[_Step | str | None], times: StageTimes, clock: Callable[[], float]) -> None:
     """A stage's thread, until it is given None."""
     free_at = 0.0
     while (step := queue.get()) is not None:
+        if isinstance(step, str):
+            times.busy = times.waiting = 0.0  # here, where they are added to: so nothing of a step before comes after
+            continue
         with suppress(Exception):  # whoever reads the result is told what went wrong
             step.ready.block_until_ready()
         ended_at = clock()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -13,11 +13,8 @@ from jaxinfer.layers.matrices import MatrixFormat
 from jaxinfer.models.base import Part as StagePart
 from jaxinfer.models.config import ArchitectureConfig, Routing
 from jaxinfer.runtime.template import ModelTemplate, make_template
-from sharding.cost_model import Attention, Experts, Matrices, Part, Step, part_cost
-from sharding.hardware import Hardware
-from sharding.layout import Parallel
+from sharding.cost_model import Attention, Experts, Matrices, Part
 from sharding.rules import Rules
-from sharding.stage_balancer import balance
 
 # What XLA leaves of a step once it has fused it, counted in decode and prefill programs of Llama 3.1 8B, Llama 4 Scout and Kimi K2.5 compiled for
 # H100 and H200: 11 to 14 kernels a dense layer, 30 to 38 one with experts, some 15 before the layers and after them.
@@ -49,15 +46,6 @@ class ModelWork:
         first = [self.embedding] if layers.start == 0 else []
         last = [self.head] if layers.stop == len(self.layers) else []
         return [*first, *self.layers[layers.start : layers.stop], *last]
-
-    def stages(self, parallel: Parallel, steps: Sequence[Step], hardware: Hardware) -> list[range]:
-        """The layers of each stage, cut so that the slowest takes as little as it can for all of these steps together. Raises `ValueError` for
-        more stages than layers."""
-
-        def seconds(part: Part) -> float:
-            return sum(part_cost(part, step, parallel.tp, parallel.ep, hardware).seconds for step in steps)
-
-        return balance([seconds(layer) for layer in self.layers], parallel.pp, seconds(self.embedding), seconds(self.head))
 
 
 def model_work(template: ModelTemplate, rules: Rules) -> ModelWork:

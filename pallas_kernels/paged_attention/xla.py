@@ -97,7 +97,6 @@ def paged_attention_and_lse(
     out = out / jnp.maximum(total, 1e-30)[..., None]
     if kv_scales is not None:
         out *= kv_scales[layer, -1][:, None, None]
-    lse = (top + jnp.log(jnp.maximum(total, 1e-30))).reshape(
-        batch, num_heads
-    )  # without context top is still _MASKED, and all else nothing beside it
+    # Without context top is still _MASKED, and all else nothing beside it.
+    lse = (top + jnp.log(jnp.maximum(total, 1e-30))).reshape(batch, num_heads)
     return jnp.where(kv_len[:, None, None] > 0, out.reshape(batch, num_heads, -1), 0.0).astype(q.dtype), lse

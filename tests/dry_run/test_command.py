@@ -125,7 +125,6 @@ def test_bad_lines_of_traces_are_named(tmp_path: Path, line: str, capsys: pytest
 
 
 def test_it_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
     picture = tmp_path / "plan.png"
     flags = ["--prefill-parallel", "tp=2", "--decode-parallel", "pp=2"]
     assert run("--model", "llama-3.1-8b", "--target", "4xh100", *flags, "--plot", picture) == 0

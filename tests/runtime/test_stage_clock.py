@@ -60,7 +60,11 @@ def test_a_stage_works_from_when_it_could_start_and_waits_for_the_one_before() -
     fill(clock, stages, third[1], 125.0, 1, 9.0)
     assert [times.waiting for times in stages.times] == [0.0, 4.0]
     stages.begin()
-    assert [(times.busy, times.waiting) for times in stages.times] == [(0.0, 0.0)] * 2
+    again = (Output(), Output())
+    launch(stages, again)
+    fill(clock, stages, again[0], 127.0, 0, 2.0)
+    fill(clock, stages, again[1], 128.0, 1, 1.0)
+    assert [times.waiting for times in stages.times] == [0.0, 2.0]
 
 
 def test_the_first_stage_waits_for_the_token_that_the_last_one_makes() -> None:

@@ -13,12 +13,11 @@ from jax.sharding import AbstractMesh, AxisType
 from jaxinfer.layers.matrices import ExpertFormat, MatrixFormat
 from jaxinfer.models.registry import read_config
 from jaxinfer.models.shapes import known_shapes, model_shape
-from jaxinfer.runtime.cut import cut
+from jaxinfer.runtime.cut import cut, stage_layers
 from jaxinfer.runtime.template import ModelTemplate, make_template
 from jaxinfer.runtime.work import ModelWork, model_work
 from sharding.cost_model import Part, Step, stage_cost
 from sharding.hardware import HARDWARE
-from sharding.layout import Parallel
 from sharding.rules import TENSOR_PARALLEL
 
 BFLOAT16 = jnp.dtype("bfloat16")
@@ -99,7 +98,7 @@ def test_stages_have_what_is_before_and_after_the_layers() -> None:
 
 def test_a_large_head_takes_layers_off_the_last_stage() -> None:
     work, step = work_of("smollm2-135m"), Step("decode", 64, 1, 128)
-    stages = work.stages(Parallel(pp=2), [step], HARDWARE["cpu"])
+    stages = stage_layers(template("smollm2-135m"), 2)
     assert len(stages[1]) < len(stages[0])
     costs = [stage_cost(work.of_stage(layers), step, 1, 1, HARDWARE["cpu"]).seconds for layers in stages]
     even = [stage_cost(work.of_stage(layers), step, 1, 1, HARDWARE["cpu"]).seconds for layers in (range(15), range(15, 30))]
