@@ -153,7 +153,7 @@ class Engine:
         # This thread's own time: waiting for the device, or for a core that the device keeps, is not the host's work.
         began = time.thread_time()
         deltas = self._time_out()
-        changes = self._launch_prefill()
+        changes, started = self._launch_prefill()
         self._hand_over()
         handed_over = time.thread_time()
         # More than that are under way where a lane has just lost its last sequence.
@@ -161,7 +161,7 @@ class Engine:
         launched_at = time.thread_time()
         # One decode step of each lane stays under way; the last one of a batch is read as soon as nothing follows it.
         is_due = decode.num_in_flight > (decode.depth if launched else 0)
-        wait, until = int(not is_due and not launched), math.inf
+        wait, until = int(not (is_due or launched or started)), math.inf
         if self._parts.plan.shares_mesh and decode.num_in_flight:
             # On one mesh steps end in the order of their launches: reading them in that order costs no time and tells theirs.
             wait, until = prefill.num_in_flight if is_due else wait, decode.oldest_launch
@@ -200,13 +200,13 @@ class Engine:
                 deltas += [self._end(sequence, self._output.cut(sequence, FinishReason.TIMEOUT)) for sequence in list(sequences)]
         return deltas
 
-    def _launch_prefill(self) -> bool:
-        """False if no sequence waits or prefills."""
+    def _launch_prefill(self) -> tuple[bool, bool]:
+        """Whether any sequence waits or prefills, and whether a step was started."""
         parts, scheduler = self._parts, self._parts.prefill.scheduler
         if not scheduler.num_waiting and not scheduler.prefilling:
             if parts.tiers is not None:
                 parts.tiers.poll(0.0)
-            return False
+            return False, False
         # With nothing else to do the engine would turn idly until a fetch ends.
         is_idle = not (self._num_admitted or len(scheduler.queue) or parts.prefill.num_in_flight or parts.decode.num_in_flight)
         scheduler.poll_tiers(_IDLE_WAIT if is_idle else 0.0)
@@ -225,7 +225,7 @@ class Engine:
                     sequence.meter.queue_seconds = now - sequence.request.arrival_time
                     self.stats.num_cached_tokens += sequence.num_cached
         self.stats.num_prefill_steps += bool(chunks)
-        return True
+        return True, bool(chunks)
 
     @property
     def _num_admitted(self) -> int:

@@ -89,8 +89,9 @@ class KVManager:
             return True
         begins, ends = [first] * num_groups, [last] * num_groups
         for group, most in self._bounds:
+            held = spec.first_run(group, max(first * spec.page_size, filled))  # from here on, what of it the table has counts too
             begins[group] = min(max(first, spec.first_run(group, filled)), last)
-            ends[group] = min(begins[group] + most, last)
+            ends[group] = max(begins[group], min(held + most, last))
         missing = sum(ends) - sum(begins)
         if self.num_free - missing < keep_free * num_groups:
             return False

@@ -129,11 +129,17 @@ class PrefillScheduler:
             self._manager.keep(sequence.prefill_pages, sequence.token_ids, sequence.num_computed, sequence.context)
             self._manager.free(sequence.prefill_pages)
 
+    def launched(self, chunks: list[Chunk]) -> None:
+        """A step that computes these chunks was started: prompts that end with it may be found by the steps after it, which run after it."""
+        for chunk in chunks:
+            if chunk.is_last:
+                sequence = chunk.sequence
+                self._manager.keep(sequence.prefill_pages, sequence.token_ids, sequence.num_computed, sequence.context)
+
     def done(self, sequence: Sequence) -> None:
         """All of a sequence's tokens are in its pages."""
         self.prefilling.remove(sequence)
         sequence.state = SequenceState.PREFILLED
-        self._manager.keep(sequence.prefill_pages, sequence.token_ids, sequence.num_computed, sequence.context)
         self._manager.slide(sequence.prefill_pages, sequence.num_computed)
         for sibling in self._held.pop(sequence, []):
             self._enqueue(sibling)

@@ -66,6 +66,7 @@ class PrefillWorker:
         starts = [int(start) for start in batch.query_start[: len(chunks)]]
         launched_at = self._clock.now()
         self._in_flight.append(_InFlight(chunks, starts, bucket, self._runner.run(batch), launched_at))
+        self.scheduler.launched(chunks)
         return chunks
 
     def collect(self, *, wait: int, until: float = math.inf) -> list[Prefilled]:

@@ -16,7 +16,7 @@ from jaxinfer.kv_cache.spec import PageSpec
 from jaxinfer.kv_tiers.disk_file import ALIGNMENT, ENTRY_SIZE
 from jaxinfer.request import FinishReason, OutputDelta, RequestContext, RequestError, SamplingParams
 from pallas_kernels.span import EVERYTHING, Span
-from tests.engine.fake_device import TOKENIZER, VOCAB, expected_tokens, fake_engine
+from tests.engine.fake_device import TOKENIZER, VOCAB, LateArray, expected_tokens, fake_engine
 from tests.engine.page_audit import assert_all_free, audit
 from tests.engine.simulated import Clock
 from tests.kv_tiers.made_pages import disk_size
@@ -184,6 +184,38 @@ def test_a_pipeline_has_a_step_of_each_lane_under_way(clock, layouts, num_pages,
     assert most == config.devices.layout("decode").pp
     if num_pages == 12:
         assert engine.stats.num_preemptions > 10
+
+
+class SlowDevice:
+    """Nothing is there before it is waited for."""
+
+    def run(self, values: np.ndarray, num_tokens: int) -> LateArray:
+        return LateArray(values, 1_000_000)
+
+
+@pytest.mark.parametrize("layout", ["pp=1", "pp=3"])
+def test_prefill_keeps_all_stages_busy_though_nothing_decodes(clock, layout):
+    config = EngineConfig.of(
+        max_model_len=64,
+        page_size=8,
+        max_batch_size=16,
+        decode_buckets=(16,),
+        prefill_buckets=(64,),
+        prefill_chunk_size=64,
+        prefill_parallel=layout,
+    )
+    engine = fake_engine(config, 200, clock=clock, devices=[SlowDevice()])
+    num_prompts, wanted = 12, config.devices.layout("prefill").pp + 1
+    for number in range(num_prompts):
+        engine.add_request(str(number), [number] * 60, SamplingParams(max_tokens=1, seed=0))
+    under_way = []
+    while engine.has_work:
+        engine.step()
+        under_way.append(engine._parts.prefill.num_in_flight)
+    filling, draining = list(range(1, wanted)), list(range(wanted - 1, -1, -1))
+    assert under_way[: len(filling)] == filling
+    assert under_way[-len(draining) :] == draining
+    assert set(under_way[len(filling) : -len(draining)]) == {wanted - 1, wanted}
 
 
 MIXES = {

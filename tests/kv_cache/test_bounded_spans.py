@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from jaxinfer.kv_cache.manager import KVManager
 from jaxinfer.kv_cache.spec import NULL_PAGE, PageSpec
 from jaxinfer.request import ANYONE
@@ -54,6 +56,21 @@ def test_what_was_left_behind_is_found_by_whoever_ends_there():
     assert pages.take_cached(found, [*tokens[:21], 99, 99, 99], 24, ANYONE) == 20
     assert (held(found, 0), held(found)) == ([0, 1, 2, 3, 4], [3, 4]), "from the first token that the next one attends to"
     pages.free(found)
+
+
+def test_a_pool_for_one_context_holds_it_whatever_of_it_is_cached():
+    spec = replace(SPEC, spans=(Span(window=6),))
+    pages, tokens = manager(spec.most_pages(40, CHUNK), spec), list(range(40))
+    assert pages.num_pages == spec.most_pages(40, CHUNK) < spec.runs_for(40)
+    for num_known in (0, 4, 8, 12):
+        table = compute(pages, tokens[:num_known])
+        pages.keep(table, tokens, num_known, ANYONE)
+        pages.free(table)
+        found: list[int] = []
+        assert pages.take_cached(found, tokens, 39, ANYONE) == num_known
+        assert compute(pages, tokens, num_known, found) is found
+        pages.free(found)
+        pages.forget()
 
 
 def test_a_prefix_ends_where_its_window_is_still_known():

@@ -19,7 +19,9 @@ class Scheduler(PrefillScheduler):
     chunk_size = 128
 
     def next(self, num_free_slots: int = 9, keep_free: int = 0, make_room: MakeRoom = NO_ROOM) -> list[Chunk]:
-        return self.schedule(self.chunk_size, num_free_slots, keep_free, make_room)
+        chunks = self.schedule(self.chunk_size, num_free_slots, keep_free, make_room)
+        self.launched(chunks)
+        return chunks
 
 
 def scheduler(num_pages: int = 1000, chunk_size: int = 128, buckets: tuple[int, ...] = (32, 128), prefix_cache: bool = False) -> Scheduler:
@@ -104,6 +106,16 @@ def test_a_chunk_of_an_earlier_epoch_is_not_current():
     [again] = queue.next()
     assert again.is_current
     assert not chunk.is_current
+
+
+def test_a_prompt_under_way_is_found_by_the_next_step():
+    queue = scheduler(prefix_cache=True)
+    for _ in range(2):
+        queue.add(sequences.make(41))
+    chunks = queue.schedule(64, 9, 0, NO_ROOM)
+    assert shape(chunks) == [(0, 41, True)]
+    queue.launched(chunks)
+    assert shape(queue.next()) == [(32, 9, True)], "the first was started, and is not read yet"
 
 
 def test_siblings_wait_for_the_first_and_start_from_its_pages_and_nobody_waits_for_them():
