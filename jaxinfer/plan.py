@@ -20,15 +20,17 @@ from jaxinfer.layers import moe
 from jaxinfer.layers.matrices import ExpertFormat, MatrixFormat
 from jaxinfer.models.config import ArchitectureConfig
 from jaxinfer.runtime.buckets import query_tile
-from jaxinfer.runtime.cut import cut
+from jaxinfer.runtime.cut import cut, stage_layers
 from jaxinfer.runtime.expert_packing import choose_packing, dequantised
 from jaxinfer.runtime.template import ModelTemplate, Template, make_template
+from jaxinfer.runtime.work import model_work
 from pallas_kernels.dispatch import Backend
 from pallas_kernels.latent_prefill_attention import op as latent_prefill_attention
 from pallas_kernels.packed_matmul.op import why_not
 from pallas_kernels.paged_attention import op as paged_attention
 from pallas_kernels.ragged_prefill_attention import op as ragged_prefill_attention
 from pallas_kernels.span import EVERYTHING
+from sharding.hardware import hardware_of
 from sharding.layout import Parallel
 from sharding.mesh import make_mesh, own_device
 from sharding.rules import Rules, rules_for
@@ -277,7 +279,7 @@ def _plan_role(
         logger.info("%s: %s", role, own.heads.cost(has_latents=own.latent is not None))
         template = make_template(own, template.form, template.activation_dtype)
     try:
-        templates = cut(template, layout.pp)
+        templates = cut(template, _stage_layers(role, template, rules, meshes[0].devices.flat[0], config))
         on_meshes = [of_stage.abstract(mesh, rules) for of_stage, mesh in zip(templates, meshes, strict=True)]
     except ValueError as error:
         raise ConfigError(f"{role}_parallel is {layout}: {error}") from error
@@ -306,6 +308,17 @@ def _plan_role(
         architecture.soft_cap,
     )
     return RolePlan(role, layout, stages, rules, num_pages, attention)
+
+
+def _stage_layers(role: str, template: ModelTemplate, rules: Rules, device: jax.Device, config: EngineConfig) -> list[range]:
+    """Raises `ValueError` for more stages than layers."""
+    devices, layout = config.devices, config.devices.layout(role)
+    if layout.pp == 1:
+        return [range(len(template.layers))]  # an encoder too, whose work isn't known
+    is_shared = len({(devices.layout(each), tuple(devices.of_role(each))) for each in ("prefill", "decode")}) == 1
+    return stage_layers(
+        model_work(template, rules), layout, ("prefill", "decode") if is_shared else (role,), hardware_of(device.device_kind)
+    )
 
 
 def _kv_budget(kv_memory: str, mesh: jax.sharding.Mesh, weights: int) -> int:

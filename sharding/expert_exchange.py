@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from math import comb
 from typing import Literal
 
-from sharding.hardware import HARDWARE
+from sharding.hardware import hardware_of
 
 Exchange = Literal["replicate", "all_to_all"]
 
@@ -94,5 +94,5 @@ def choose(mixture: Mixture, link: Link) -> tuple[Exchange, str]:
 
 def link_for(device_kind: str) -> Link:
     """Between devices of this kind, as JAX calls it; a GPU that isn't known is taken for an H100. XLA has no ragged all-to-all for CPUs."""
-    name = next((name for name in HARDWARE if name in device_kind.lower()), "h100")
-    return Link(HARDWARE[name].link_bandwidth, HARDWARE[name].link_seconds, is_ragged=name != "cpu")
+    hardware = hardware_of(device_kind)
+    return Link(hardware.link_bandwidth, hardware.link_seconds, is_ragged=not hardware.shares_machine)

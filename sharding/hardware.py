@@ -129,3 +129,8 @@ _CPU = Hardware(
 )
 
 HARDWARE: Mapping[str, Hardware] = {"h100": _hopper("h100", 3.35e12), "h200": _hopper("h200", 4.8e12), "cpu": _CPU}
+
+
+def hardware_of(device_kind: str) -> Hardware:
+    """Of a device of this kind, as JAX calls it, whether it has been calibrated or not; a GPU that isn't known is taken for an H100."""
+    return HARDWARE[next((name for name in HARDWARE if name in device_kind.lower()), "h100")]

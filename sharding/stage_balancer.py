@@ -4,37 +4,61 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 _ROUNDING = 1e-9  # share of a sum that floats may differ by, added up in another order
 
 
-def balance(costs: Sequence[float], num_stages: int, first_extra: float = 0.0, last_extra: float = 0.0) -> list[range]:
-    """The layers of each stage, in turn and each at least one, so that no other cut's costliest stage costs less; of all such cuts the one
-    whose stages are most alike (least sum of squares). `costs`: of each layer, in any unit; `first_extra` and `last_extra`: what the first
-    and the last stage have besides, such as the embedding and the head.
+@dataclass(frozen=True)
+class Costs:
+    """In any unit, such as seconds or bytes. Raises `ValueError` for what is no number of at least 0."""
 
-    Raises `ValueError` for more stages than layers and for costs below zero.
+    layers: Sequence[float]
+    first: float = 0.0  # what the first stage has besides, such as the embedding
+    last: float = 0.0  # and the last, such as the head
+
+    def __post_init__(self) -> None:
+        if any(not 0 <= cost < math.inf for cost in (*self.layers, self.first, self.last)):
+            raise ValueError(
+                f"costs are {list(self.layers)}, and {self.first} and {self.last} besides: each must be a number of at least 0"
+            )
+
+    def of(self, start: int, stop: int) -> float:
+        """A stage with these layers."""
+        return self._before[stop] - self._before[start] + self.first * (start == 0) + self.last * (stop == len(self.layers))
+
+    @cached_property
+    def _before(self) -> list[float]:
+        return [0.0, *accumulate(self.layers)]
+
+
+def balance(costs: Costs, num_stages: int, sizes: Costs | None = None, slack: float = 0.0) -> list[range]:
+    """The layers of each stage, in turn and each at least one, so that no other cut's costliest stage costs less; of all cuts that come as near
+    as `slack`, a share, to that, those whose largest stage is smallest, where sizes are given; of those the one whose stages cost most alike
+    (least sum of squares).
+
+    Raises `ValueError` for more stages than layers.
     """
-    num_layers = len(costs)
+    num_layers = len(costs.layers)
     if not 1 <= num_stages <= num_layers:
         raise ValueError(f"{num_stages} stages of {num_layers} layers: each stage needs a layer; use a pp of 1 to {num_layers}")
-    if any(not 0 <= cost < math.inf for cost in (*costs, first_extra, last_extra)):
-        raise ValueError(f"costs are {list(costs)}, and {first_extra} and {last_extra} besides: each must be a number of at least 0")
-    before = [0.0, *accumulate(costs)]
+    bound, largest = _cut(num_layers, num_stages, costs.of, max)[0] * (1 + slack + _ROUNDING), math.inf
+    if sizes is not None:
+        largest = _cut(num_layers, num_stages, lambda *stage: _within(costs.of(*stage), bound, sizes.of(*stage)), max)[0] * (1 + _ROUNDING)
 
-    def cost(start: int, stop: int) -> float:
-        return before[stop] - before[start] + first_extra * (start == 0) + last_extra * (stop == num_layers)
+    def squared(start: int, stop: int) -> float:
+        cost = costs.of(start, stop)
+        return _within(cost, bound, cost * cost if sizes is None or sizes.of(start, stop) <= largest else math.inf)
 
-    slowest = _cut(num_layers, num_stages, cost, max)[0]
-    bound = slowest * (1 + _ROUNDING)
-    cuts = _cut(num_layers, num_stages, lambda start, stop: _squared(cost(start, stop), bound), lambda before, stage: before + stage)[1]
+    cuts = _cut(num_layers, num_stages, squared, lambda before, stage: before + stage)[1]
     return [range(start, stop) for start, stop in zip((0, *cuts), (*cuts, num_layers), strict=True)]
 
 
-def _squared(cost: float, bound: float) -> float:
+def _within(cost: float, bound: float, value: float) -> float:
     """Infinite over the bound."""
-    return cost * cost if cost <= bound else math.inf
+    return value if cost <= bound else math.inf
 
 
 def _cut(

@@ -31,7 +31,7 @@ def predict(shapes: Shapes, layout: Parallel, case: Case, hardware: Hardware) ->
     """Where devices are parts of one machine, what one stage leaves of it another takes: it has all micro-batches' work in all stages to do, whoever
     waits for whom."""
     role = "decode" if case.kind == "decode" else "prefill"
-    shape = shapes.layout(role, layout)
+    shape = shapes.layout(role, layout, is_shared=True)
     num_batches = {"decode": min(case.size, layout.pp), "prefill": 1}.get(case.kind, case.size)
     steps = _steps(shape, case, hardware.shared_by(layout.tp))
     moves = {"move_seconds": steps.move_seconds, "return_seconds": steps.return_seconds}
@@ -81,7 +81,7 @@ def _layouts(shapes: Shapes, target: Target, cases: Sequence[Case], hardware: Ha
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for layout in all_layouts():
         try:
-            shape = shapes.layout("decode", layout)
+            shape = shapes.layout("decode", layout, is_shared=True)
         except ConfigError:
             continue
         fitting = [case for case in cases if layout.num_devices <= target.num_devices and _fits(shapes, shape, target, case)]

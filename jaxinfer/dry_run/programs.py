@@ -61,7 +61,7 @@ def role_stages(role: str, shape: RoleShape, spec: PageSpec, target: Target, fir
         attention = choose_attention(role, "auto", mesh.devices.flat[0], dtype, group, of_device, (size,), config.soft_cap)
         return Stage(template, mesh, shape.rules, pool, attention)
 
-    return list(map(stage, cut(shape.template, shape.layout.pp), of_stages))
+    return list(map(stage, cut(shape.template, [of_stage.layers for of_stage in shape.stages]), of_stages))
 
 
 def activation_bytes(decode: Sequence[Compiled], prefill: Sequence[Compiled]) -> list[int]:

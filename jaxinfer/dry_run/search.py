@@ -80,7 +80,8 @@ class Candidate:
 def candidate(shapes: Shapes, layouts: Layouts, setting: Setting, num_engines: int = 1) -> Candidate:
     """Raises `ConfigError` for a layout that this model can't have."""
     shapes = shapes.in_layouts(layouts.prefill, layouts.decode)
-    prefill, decode = shapes.layout("prefill", layouts.prefill), shapes.layout("decode", layouts.decode)
+    prefill = shapes.layout("prefill", layouts.prefill, is_shared=layouts.is_shared)
+    decode = shapes.layout("decode", layouts.decode, is_shared=layouts.is_shared)
     batch = setting.batch
 
     def memory(shape: RoleShape, sequences: int) -> RoleMemory:

@@ -22,6 +22,7 @@ from jaxinfer.plan import choose_formats
 from jaxinfer.runtime.cut import stage_layers
 from jaxinfer.runtime.template import ModelTemplate, make_template
 from jaxinfer.runtime.work import ModelWork, model_work
+from sharding.hardware import hardware_of
 from sharding.layout import Parallel
 from sharding.mesh import TENSOR
 from sharding.rules import Rules, rules_for
@@ -96,13 +97,15 @@ class Shapes:
         """Of its mixtures of experts; None where it has none."""
         return getattr(self.architecture.family, "routing", None)
 
-    def layout(self, role: str, layout: Parallel) -> RoleShape:
-        """Raises `ConfigError` for axes that a layout doesn't divide, and more stages than layers; it names what would do."""
+    def layout(self, role: str, layout: Parallel, *, is_shared: bool = False) -> RoleShape:
+        """`is_shared`: the other role has the same devices. Raises `ConfigError` for axes that a layout doesn't divide, and more stages than layers;
+        it names what would do."""
         if layout.ep > 1 and self.routing is None:
             raise ConfigError(f"{role}_parallel is {layout}, but this model has no experts: leave out ep={layout.ep}")
         try:
             template, work, notes = self._on_stage(layout.tp, layout.ep)
-            ranges = stage_layers(template, layout.pp)
+            roles = ("prefill", "decode") if is_shared else (role,)
+            ranges = stage_layers(work, layout, roles, hardware_of(self.target.card))
         except ValueError as error:
             raise ConfigError(f"{role}_parallel is {layout}: {error}") from error
         groups = LayerGroups.of(self.architecture.layer_spans)

@@ -2,50 +2,52 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from jaxinfer.models.base import Part
 from jaxinfer.models.config import ArchitectureConfig
 from jaxinfer.runtime.template import ModelTemplate, make_template
-from sharding.stage_balancer import balance
+from jaxinfer.runtime.work import ModelWork
+from sharding.cost_model import Part as Work
+from sharding.cost_model import Step, part_cost
+from sharding.hardware import Hardware
+from sharding.layout import Parallel
+from sharding.stage_balancer import Costs, balance
+
+# What stages are to take as long as one another for: requests of 1,024 tokens in and 256 out, two at once in prefill and 32 in decode; so many steps
+# of each role for 32 of them. The same whatever an engine is set to, so that a cut changes with the model, the layout and the card alone.
+STEPS: Mapping[str, tuple[Step, int]] = {"prefill": (Step("prefill", 2, 1024, 1024), 16), "decode": (Step("decode", 32, 1, 1152), 256)}
+_SLACK = 0.02  # of the slowest stage's time: what the model of costs can't tell, memory may decide
 
 
-def cut(template: ModelTemplate, num_stages: int) -> tuple[ModelTemplate, ...]:
-    """A template for each stage. Raises `ValueError` for more stages than layers."""
-    if num_stages == 1:
+def cut(template: ModelTemplate, stages: Sequence[range]) -> tuple[ModelTemplate, ...]:
+    """A template for the layers of each stage."""
+    if len(stages) == 1:
         return (template,)
     assert isinstance(template.config, ArchitectureConfig)
-    parts = [Part(layers, layers.start == 0, layers.stop == template.config.num_layers) for layers in stage_layers(template, num_stages)]
+    parts = [Part(layers, layers.start == 0, layers.stop == template.config.num_layers) for layers in stages]
     return tuple(make_template(template.config, template.form, template.activation_dtype, part) for part in parts)
 
 
-def stage_layers(template: ModelTemplate, num_stages: int) -> list[range]:
-    """The layers of each stage. The cost of a layer is the bytes of its weights, which decode reads and prefill multiplies with; the head's comes
-    on top of the last stage, while of the embedding a step reads a few rows. So memory is shared out evenly too. Raises `ValueError` for more
-    stages than layers."""
-    return balance(layer_bytes(template), num_stages, last_extra=head_bytes(template))
+def stage_layers(work: ModelWork, layout: Parallel, roles: Sequence[str], hardware: Hardware) -> list[range]:
+    """The layers of each stage of devices that have these roles, so that the slowest takes as little as it can, as modelled, embedding and head
+    included; of cuts within 2% of that the one whose fullest device holds the fewest bytes of weights. Raises `ValueError` for more stages than
+    layers."""
+    num_layers = len(work.layers)
+    if layout.pp == 1:
+        return [range(num_layers)]
+
+    def seconds(part: Work) -> float:
+        return sum(times * part_cost(part, step, layout.tp, layout.ep, hardware).seconds for step, times in (STEPS[role] for role in roles))
+
+    known = {part: seconds(part) for part in {work.embedding, *work.layers, work.head}}
+    costs = Costs([known[layer] for layer in work.layers], known[work.embedding], known[work.head])
+    return balance(costs, layout.pp, _stage_bytes(work, layout.tp), _SLACK)
 
 
-def layer_bytes(template: ModelTemplate) -> Sequence[int]:
-    """Of each layer's weights."""
-    found = [0] * len(template.layers)
-    for path, num_bytes in _bytes_of(template).items():
-        if path.startswith("blocks."):
-            found[int(path.split(".")[1])] += num_bytes
-    return found
-
-
-def head_bytes(template: ModelTemplate) -> int:
-    """Of what gives the scores over the vocabulary, which may be the embedding's table."""
-    of_paths = _bytes_of(template)
-    return sum(num_bytes for path, num_bytes in of_paths.items() if path.startswith("head.")) or of_paths["embedding.table"]
-
-
-def _bytes_of(template: ModelTemplate) -> dict[str, int]:
-    """By parameter."""
-    return {
-        path: math.prod(leaf.shape) * leaf.dtype.itemsize // (len(leaf.paths) if leaf.is_stack else 1)
-        for leaf in template.leaves
-        for path in leaf.paths
-    }
+def _stage_bytes(work: ModelWork, num_devices: int) -> Costs:
+    """Of weights, on each of a stage's devices."""
+    last = len(work.layers) - 1
+    layers = [work.layer_bytes(layer, num_devices) for layer in range(last + 1)]
+    first, others = work.device_bytes(range(1), num_devices), work.device_bytes(range(last, last + 1), num_devices)
+    return Costs(layers, first - layers[0], others - layers[last])

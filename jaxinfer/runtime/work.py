@@ -39,7 +39,14 @@ class ModelWork:
         part = StagePart(layers, layers.start == 0, layers.stop == len(self.layers))
         is_tied = "head" not in self.split_bytes and "head" not in self.whole_bytes
         names = [name for name in {*self.split_bytes, *self.whole_bytes} if part.holds(name, is_tied=is_tied)]
-        return sum(self.split_bytes.get(name, 0) // num_devices + self.whole_bytes.get(name, 0) for name in names)
+        return sum(self._part_bytes(name, num_devices) for name in names)
+
+    def layer_bytes(self, layer: int, num_devices: int) -> int:
+        """Of the weights of a layer, on each of a stage's devices."""
+        return self._part_bytes(f"blocks.{layer}", num_devices)
+
+    def _part_bytes(self, name: str, num_devices: int) -> int:
+        return self.split_bytes.get(name, 0) // num_devices + self.whole_bytes.get(name, 0)
 
     def of_stage(self, layers: range) -> list[Part]:
         """What a stage with these layers does."""
