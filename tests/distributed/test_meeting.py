@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import jax
 import pytest
 
 from jaxinfer.config import ConfigError, EngineConfig
 from jaxinfer.distributed.channel import Doom, FollowerChannel, LeaderChannel, ProcessLostError
-from jaxinfer.distributed.processes import lead, meet_leader
+from jaxinfer.distributed.processes import lead, meet_leader, watched
 from tests.distributed.test_two_processes import free_port
 
 
@@ -120,6 +123,34 @@ def test_a_leader_that_closes_before_all_are_ready_is_an_error_for_the_others(en
         next(stream)
     assert follower.doom.is_lost.wait(10)
     follower.close()
+
+
+def test_a_collective_that_fails_of_anothers_end_says_so_though_that_is_noticed_after_it(ends):
+    doom = Doom()
+    noticing = threading.Timer(0.2, doom.lost, ["process 1 of 2 is gone"])
+    noticing.start()
+    with pytest.raises(ProcessLostError, match="process 1 of 2 is gone"), watched(doom):
+        raise jax.errors.JaxRuntimeError("Connection closed by peer")
+    noticing.join()
+
+
+def test_an_error_of_the_device_is_itself_where_nobody_is_gone(monkeypatch):
+    monkeypatch.setattr("jaxinfer.distributed.processes._NOTICED", 0.1)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"), watched(Doom()):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
+
+
+def test_a_process_that_waits_for_ever_is_ended_once_another_is_gone():
+    program = """
+import threading
+from jaxinfer.distributed import channel
+channel._GRACE = 0.2
+channel.Doom().lost("process 1 of 2 is gone")
+threading.Event().wait()
+"""
+    ended = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert "process 1 of 2 is gone; this process ends too" in ended.stderr
 
 
 @pytest.mark.parametrize(
