@@ -103,7 +103,7 @@ def _assemble(config: EngineConfig, stats: EngineStats, processes: Processes) ->
 
     roles = (plan.decode,) if plan.shares_mesh else (plan.prefill, plan.decode)
     pools = [_pools(plan, role) for role in roles]  # of each stage
-    prefill_stages, decode_stages = _stages(plan.prefill, pools[0]), _stages(plan.decode, pools[-1])
+    prefill_stages, decode_stages = _stages(plan.prefill, pools[0], config), _stages(plan.decode, pools[-1], config)
     cache, clocks = config.cache, clocks[: len(roles)]
     managers = [
         KVManager(
@@ -242,8 +242,11 @@ def _summary(plan: Plan) -> str:
     )
 
 
-def _stages(role: RolePlan, pools: list[PagePool]) -> list[Stage]:
-    return [Stage(stage.template, stage.mesh, role.rules, pool, role.attention) for stage, pool in zip(role.stages, pools, strict=True)]
+def _stages(role: RolePlan, pools: list[PagePool], config: EngineConfig) -> list[Stage]:
+    return [
+        Stage(stage.template, stage.mesh, role.rules, pool, role.attention, config.devices.sequence_parallel)
+        for stage, pool in zip(role.stages, pools, strict=True)
+    ]
 
 
 def _tiers(config: EngineConfig, plan: Plan, source: TensorSource) -> Tiers | None:

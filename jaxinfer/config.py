@@ -62,6 +62,12 @@ class DeviceConfig:
         "ep=N, devices that experts are dealt out to (tp of them); such as tp=2,pp=2; tp=all of them if not given",
     )
     decode_parallel: str | None = _flag(None, "the same of decode; as prefill's if not given, where it has as many devices")
+    sequence_parallel: str = _flag(
+        "auto",
+        "prefill over several devices of a stage: between a layer's sums each has its share of a step's tokens (on) or all of them (off); "
+        "auto: what is cheaper by arithmetic",
+        choices=("auto", "on", "off"),
+    )
     attention_backend: str = _flag(
         "auto",
         "attention over KV pages: mosaic_gpu (Hopper GPUs), llvm_cpu (CPU only: kernels made for its processor), xla (any device), "

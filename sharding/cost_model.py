@@ -15,7 +15,8 @@ from operator import add
 from typing import Literal
 
 from sharding.expert_exchange import Link, Mixture, choose, exchanged
-from sharding.hardware import Hardware
+from sharding.hardware import HARDWARE, Hardware
+from sharding.sequence_parallel import splits_tokens
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,11 @@ def part_cost(part: Part, step: Step, tp: int, ep: int, hardware: Hardware) -> C
     collectives = _collectives(part, step, tp, ep, hardware)
     collectives += exchange_seconds(part.attention, step, tp, hardware) if part.attention is not None else 0.0
     starts = part.num_kernels * hardware.kernel_seconds
-    activations = _rows(part, step) * (part.split_moved / tp + part.whole_moved) / hardware.activation_bandwidth
+    whole_moved = float(part.whole_moved)
+    if _splits_tokens(part, step, tp, hardware):
+        whole_moved /= tp
+        collectives += len(part.reduced_bytes) * hardware.link_seconds
+    activations = _rows(part, step) * (part.split_moved / tp + whole_moved) / hardware.activation_bandwidth
     both = max if hardware.overlaps else add
     of_weights = max if part.matrices.dtype in hardware.product_rates else both
     seconds = of_weights(weight_reads, products) + both(kv_reads, attention) + collectives + starts + activations
@@ -215,6 +220,14 @@ def _collectives(part: Part, step: Step, tp: int, ep: int, hardware: Hardware) -
         if choose(mixture, link)[0] == "all_to_all":
             seconds[-1] = exchanged(mixture, link).seconds(link)
     return sum(seconds)
+
+
+def _splits_tokens(part: Part, step: Step, tp: int, hardware: Hardware) -> bool:
+    """Whether between a layer's sums each device has its share of the tokens, as programs decide it: by data sheets, calibrated or not. Where that
+    time isn't counted, neither is what this saves of it."""
+    if step.role != "prefill" or part.attention is None or not part.reduced_bytes or math.isinf(hardware.activation_bandwidth):
+        return False
+    return splits_tokens("auto", step.num_tokens, part.reduced_bytes[0], tp, HARDWARE.get(hardware.name, hardware))
 
 
 def _rows(part: Part, step: Step) -> int:

@@ -34,6 +34,7 @@ class Hardware:
     product_rates: Mapping[str, Mapping[int, float]] = field(default_factory=dict, hash=False)
     activation_bandwidth: float = math.inf  # of what lies between products: norms, residuals, gates
     shares_machine: bool = False  # whether the rates are all devices' together, as those of a CPU cut into virtual devices
+    adds_in_link: bool = False  # whether what devices send is added up on its way, so that an all-reduce sends half of what a ring does
     num_cores: int | None = None  # of a machine that is shared, where it is known: what takes one core is done on as many devices at a time
     is_measured: bool = False
 
@@ -110,6 +111,7 @@ def _hopper(name: str, bandwidth: float) -> Hardware:
         kernel_seconds=2e-6,  # as part of a CUDA graph
         step_seconds=100e-6,
         attention_share=0.6,  # what this project's kernels aim at
+        adds_in_link=True,  # NVLink's switch (NVLS)
     )
 
 
@@ -119,7 +121,7 @@ _CPU = Hardware(
     bandwidth=25e9,
     matmul_rates={"bfloat16": 250e9, "float32": 150e9, "int8": 300e9},
     link_bandwidth=5e9,
-    link_seconds=30e-6,
+    link_seconds=60e-6,
     host_bandwidth=5e9,
     kernel_seconds=5e-6,
     step_seconds=500e-6,

@@ -59,7 +59,7 @@ def role_stages(role: str, shape: RoleShape, spec: PageSpec, target: Target, fir
         of_device = spec.on_device(mesh.size, config.num_kv_heads, template.layers_of_group)
         group = query_group(config, of_device, mesh.size)
         attention = choose_attention(role, "auto", mesh.devices.flat[0], dtype, group, of_device, (size,), config.soft_cap)
-        return Stage(template, mesh, shape.rules, pool, attention)
+        return Stage(template, mesh, shape.rules, pool, attention, "auto")
 
     return list(map(stage, cut(shape.template, [of_stage.layers for of_stage in shape.stages]), of_stages))
 

@@ -15,6 +15,7 @@ from jaxinfer.layers.heads import HeadLayout
 from jaxinfer.layers.linear import Linear
 from jaxinfer.layers.matrices import MatrixFormat
 from jaxinfer.layers.norm import HeadsRMSNorm, RMSNorm
+from jaxinfer.layers.parts import axis_of_tokens, gathered
 from jaxinfer.layers.rope import CosSin, rotate
 from pallas_kernels.span import EVERYTHING, Span
 
@@ -94,8 +95,8 @@ class Attention(nnx.Module):
         )
 
     def project(self, x: Float[Array, "T D"]) -> tuple[Float[Array, "T N H"], Float[Array, "T K H"], Float[Array, "T K H"]]:
-        """Queries, keys and values."""
-        qkv, g = self.qkv(x), self.heads_per_kv
+        """Queries, keys and values of all tokens."""
+        qkv, g = self.qkv(gathered(x)), self.heads_per_kv
         q, k, v = qkv[:, :, :g], qkv[:, :, g], qkv[:, :, g + 1]
         # Said outright: a reshape that takes away a single KV head takes its sharding away too.
         heads = PartitionSpec(None, jax.typeof(q).sharding.spec[1], None)
@@ -107,4 +108,4 @@ class Attention(nnx.Module):
     def __call__(self, x: Float[Array, "T D"], cos_sin: CosSin, pages: Pages, attend: Attend) -> tuple[Float[Array, "T D"], Pages]:
         q, k, v = self.project(x)
         attended, pages = attend(rotate(q, cos_sin), rotate(k, cos_sin), v, pages, self.how)
-        return self.out(attended), pages
+        return self.out(attended, axis_of_tokens(x)), pages

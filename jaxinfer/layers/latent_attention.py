@@ -14,6 +14,7 @@ from jaxinfer.layers.attention import Attend
 from jaxinfer.layers.linear import Linear
 from jaxinfer.layers.matrices import MatrixFormat, weight
 from jaxinfer.layers.norm import RMSNorm
+from jaxinfer.layers.parts import axis_of_tokens, gathered
 from jaxinfer.layers.rope import CosSin, rotate, score_factor
 from jaxinfer.models.config import AnyRopeScaling, LatentSizes
 
@@ -51,7 +52,8 @@ class LatentAttention(nnx.Module):
         self.out = Linear({"heads": num_heads, "value_size": sizes.value_size}, {"embed": size}, form, use_bias=use_bias)
 
     def project(self, x: Float[Array, "T D"], cos_sin: CosSin) -> tuple[Float[Array, "T N H"], Float[Array, "T C"]]:
-        """Queries and latents, both rotated."""
+        """Queries and latents of all tokens, both rotated."""
+        x = gathered(x)
         sizes, rank = self.sizes, self.sizes.query_rank
         if self.kv_down is not None and self.queries is not None:
             q = self.queries(x)
@@ -68,7 +70,7 @@ class LatentAttention(nnx.Module):
         """`cos_sin` is of the rope_size columns."""
         q, latents = self.project(x, cos_sin)
         attended, pages = attend.latents(q, latents, jnp.transpose(self.up[...], (2, 0, 1)), pages, self.scale)
-        return self.out(attended), pages
+        return self.out(attended, axis_of_tokens(x)), pages
 
 
 def expanded(

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from jaxinfer.layers import int8, packed
 from jaxinfer.layers.matrices import InStack, MatrixFormat, matrix, weight
-from jaxinfer.layers.parts import Parts, as_part
+from jaxinfer.layers.parts import Parts, as_part, summed
 
 
 def product(
@@ -45,8 +45,9 @@ class Linear(nnx.Module):
         self.kernel_scale = weight(self.out_shape, tuple(out_axes), form.vector_dtype) if form.is_int8 else None
         self.bias = weight(self.out_shape, tuple(out_axes), form.vector_dtype) if use_bias else None
 
-    def __call__(self, x: Float[Array, "T ..."]) -> Float[Array, "T ..."]:
-        y = self._product(x, is_summed=True)
+    def __call__(self, x: Float[Array, "T ..."], tokens: str | None = None) -> Float[Array, "T ..."]:
+        """`tokens`: the mesh axis that the result's tokens are to be split over; None: all on every device."""
+        y = self._product(x, is_summed=True) if tokens is None else summed(self._product(x, is_summed=False), tokens)
         return y if self.bias is None else y + self.bias[...].astype(y.dtype)
 
     def parts(self, x: Float[Array, "T ..."]) -> Parts:

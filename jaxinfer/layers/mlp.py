@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from jaxinfer.layers.linear import Linear, silu
 from jaxinfer.layers.matrices import MatrixFormat
-from jaxinfer.layers.parts import Parts
+from jaxinfer.layers.parts import Parts, axis_of_tokens, gathered
 
 Activation: TypeAlias = Callable[[Float[Array, "..."]], Float[Array, "..."]]
 
@@ -25,10 +25,10 @@ class GatedMLP(nnx.Module):
         self.down = Linear({"mlp": inner_size}, {"embed": size}, form, use_bias=use_bias)
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        return self.down(self._inner(x))
+        return self.down(self._inner(gathered(x)), axis_of_tokens(x))
 
     def parts(self, x: Float[Array, "T D"]) -> Parts:
-        """Each device's part of the result."""
+        """Each device's part of the result, of tokens that all have."""
         return self.down.parts(self._inner(x))
 
     def _inner(self, x: Float[Array, "T D"]) -> Float[Array, "T F"]:

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from jaxinfer.layers.expert_rows import sent_home, through_experts
 from jaxinfer.layers.matrices import MatrixFormat, weight
 from jaxinfer.layers.mlp import GatedMLP
-from jaxinfer.layers.parts import Parts, as_part, summed
+from jaxinfer.layers.parts import Parts, as_part, axis_of_tokens, gathered, split, summed
 from jaxinfer.layers.router import Router
 from jaxinfer.models.config import Routing
 from pallas_kernels.grouped_matmul import op
@@ -36,7 +36,8 @@ class MixtureOfExperts(nnx.Module):
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         # Shared and routed parts are added first: one sum over devices for both.
-        return self.experts(x, *self.router(x), None if self.shared is None else self.shared.parts(x))
+        tokens, x = axis_of_tokens(x), gathered(x)
+        return self.experts(x, *self.router(x), None if self.shared is None else self.shared.parts(x), tokens)
 
 
 class Experts(nnx.Module):
@@ -56,16 +57,23 @@ class Experts(nnx.Module):
             self.down_words, self.down_scales = _packed(self.packing, experts | outer | {"expert_mlp": inner_size})
 
     def __call__(
-        self, x: Float[Array, "T D"], experts: Int[Array, "T k"], weights: Float[Array, "T k"], also: Parts | None = None
+        self,
+        x: Float[Array, "T D"],
+        experts: Int[Array, "T k"],
+        weights: Float[Array, "T k"],
+        also: Parts | None = None,
+        tokens: str | None = None,
     ) -> Float[Array, "T D"]:
-        """Each token's sum over its experts, by their weights, on every device; with what these other parts come to added."""
+        """Each token's sum over its experts, by their weights, with what these other parts come to added: on every device, or with tokens
+        split over this mesh axis."""
         inputs, (axis, is_dealt_out) = (x, experts, weights, *self._arrays()), self._axis()
         part = partial(self._part, dealt_over=axis if is_dealt_out else None)
         if self._exchange(x, has_shared=also is not None) == "all_to_all":
             routed = self._over_shards(partial(_sent_home, part=part, axis=axis), PartitionSpec())(*inputs)
-            return routed if also is None else routed + summed(also)
+            routed = routed if tokens is None else split(routed, tokens)
+            return routed if also is None else routed + summed(also, tokens)
         parts = self._over_shards(as_part(part), PartitionSpec(axis))(*inputs)
-        return summed(parts if also is None else parts + also)
+        return summed(parts if also is None else parts + also, tokens)
 
     def _arrays(self) -> list[Array]:
         """Of gate and up, then of down."""

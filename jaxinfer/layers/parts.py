@@ -1,4 +1,7 @@
-"""Sums over devices that are put off: parts of several modules are added first, so that one all-reduce serves them all."""
+"""Sums over devices: put off, so that parts of several modules are added first and one collective serves them all; and where what comes of them lies.
+
+A residual is whole on every device, or its tokens are split over them (sequence parallelism, arXiv:2205.05198). What lies between sums, norms and
+additions, works either way. A module of a block gives its result as its input lies: it gathers tokens that are split, and scatters its sums."""
 
 from __future__ import annotations
 
@@ -17,16 +20,34 @@ def as_part(local: Callable[..., Array]) -> Callable[..., Array]:
     return lambda *args: local(*args)[None]
 
 
-def summed(parts: Parts) -> Float[Array, "..."]:
-    """On every device."""
+def summed(parts: Parts, tokens: str | None = None) -> Float[Array, "T ..."]:
+    """On every device; or of tokens that are split over this mesh axis, each device's."""
     sharding = jax.typeof(parts).sharding
     axis = sharding.spec[0]
     if axis is None:
-        return parts[0]
+        return parts[0] if tokens is None else split(parts[0], tokens)
 
-    def local(part: Parts) -> Float[Array, "..."]:
+    def local(part: Parts) -> Float[Array, "T ..."]:
+        if tokens is not None:
+            return jax.lax.psum_scatter(part[0], axis, scatter_dimension=0, tiled=True)
         return part[0] if sharding.mesh.shape[axis] == 1 else jax.lax.psum(part[0], axis)
 
-    over_shards = jax.shard_map(local, mesh=sharding.mesh, in_specs=sharding.spec, out_specs=PartitionSpec(), check_vma=False)
+    over_shards = jax.shard_map(local, mesh=sharding.mesh, in_specs=sharding.spec, out_specs=PartitionSpec(tokens), check_vma=False)
     total: Array = over_shards(parts)
     return total
+
+
+def axis_of_tokens(x: Float[Array, "T ..."]) -> str | None:
+    """The mesh axis that tokens are split over; None where every device has all of them."""
+    axis: str | None = jax.typeof(x).sharding.spec[0]
+    return axis
+
+
+def split(x: Float[Array, "T ..."], tokens: str) -> Float[Array, "T ..."]:
+    """Of tokens that all devices have, each device's share."""
+    return jax.sharding.reshard(x, PartitionSpec(tokens))
+
+
+def gathered(x: Float[Array, "T ..."]) -> Float[Array, "T ..."]:
+    """All tokens on every device."""
+    return x if axis_of_tokens(x) is None else jax.sharding.reshard(x, PartitionSpec())

@@ -16,7 +16,9 @@ from checkpoints.weight_map import WeightMap
 from jaxinfer.kv_cache.pages import Pages
 from jaxinfer.layers.attention import Attend, AttendInLayers
 from jaxinfer.layers.matrices import MatrixFormat
+from jaxinfer.layers.parts import gathered, split
 from jaxinfer.models.config import ArchitectureConfig
+from sharding.mesh import TENSOR
 
 
 class CausalLM(Protocol):
@@ -87,13 +89,16 @@ def run_part(
     positions: Int[Array, " T"],
     pages: Pages,
     attend: AttendInLayers,
+    *,
+    splits_tokens: bool = False,
 ) -> tuple[Float[Array, "T D"], Pages]:
     """A part of a model, or all of it, over packed tokens: from their ids where it is the first, else from the hidden states of the part
-    before it; to final hidden states where it is the last."""
+    before it; to final hidden states where it is the last. `splits_tokens`: between sums each device has its share of the tokens, which a
+    multiple of the devices must be."""
     part = part or Part.whole(model.config.num_layers)
     x = model.embed(token_ids) if hidden is None else hidden
-    x, pages = model.run(x, positions, pages, attend, part.layers)
-    return model.finish(x) if part.is_last else x, pages
+    x, pages = model.run(split(x, TENSOR) if splits_tokens else x, positions, pages, attend, part.layers)
+    return gathered(model.finish(x) if part.is_last else x), pages
 
 
 def run_blocks(

@@ -18,6 +18,7 @@ from jaxinfer.layers.matrices import MatrixFormat
 from jaxinfer.layers.mlp import GatedMLP
 from jaxinfer.layers.moe import MixtureOfExperts
 from jaxinfer.layers.norm import RMSNorm
+from jaxinfer.layers.parts import axis_of_tokens
 from jaxinfer.layers.rope import CosSin, angles, inverse_frequencies, rotate, rotated_amplitude
 from jaxinfer.models.base import run_blocks
 from jaxinfer.models.config import (
@@ -80,7 +81,7 @@ class Llama4Block(nnx.Module):
         if self.is_tempered:
             q = (q.astype(jnp.float32) * temper[:, None, None]).astype(q.dtype)
         attended, pages = attend(q, k, v, pages, self.attention.how)
-        x = x + self.attention.out(attended)
+        x = x + self.attention.out(attended, axis_of_tokens(x))
         return x + self.mlp(self.mlp_norm(x)), pages
 
 

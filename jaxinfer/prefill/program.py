@@ -43,9 +43,10 @@ Finished = tuple[Sampled, PromptScores]
 PrefillStep = Callable[..., tuple[Pages, Finished | Float[Array, "T D"], Int[Array, "L E"] | None]]
 
 
-def prefill_step(template: ModelTemplate, mesh: Mesh, attention: Backend) -> PrefillStep:
+def prefill_step(template: ModelTemplate, mesh: Mesh, attention: Backend, *, splits_tokens: bool = False) -> PrefillStep:
     """The program's function, of the whole model or of a stage of it, which passes hidden states on to the next. It takes the pages donated;
-    the first R slots of the counts, which only the last stage has, belong to the batch's rows. `loads` are `runtime.expert_loads`'s."""
+    the first R slots of the counts, which only the last stage has, belong to the batch's rows. `loads` are `runtime.expert_loads`'s;
+    `splits_tokens` is `models.base.run_part`'s."""
 
     def step(
         weights: Weights,
@@ -56,7 +57,7 @@ def prefill_step(template: ModelTemplate, mesh: Mesh, attention: Backend) -> Pre
         hidden: Float[Array, "T D"] | None = None,
     ) -> tuple[Pages, Finished | Float[Array, "T D"], Int[Array, "L E"] | None]:
         model = template.merge(weights)
-        hidden, pages = forward(model, mesh, pages, batch, attention, template.part, hidden)
+        hidden, pages = forward(model, mesh, pages, batch, attention, template.part, hidden, splits_tokens=splits_tokens)
         if loads is not None:
             loads = with_loads(loads, model, _rows_of_tokens(batch, len(batch.token_ids))[2])
         if counts is None:
@@ -76,6 +77,8 @@ def forward(
     attention: Backend = "xla",
     part: Part | None = None,
     hidden: Float[Array, "T D"] | None = None,
+    *,
+    splits_tokens: bool = False,
 ) -> tuple[Float[Array, "T D"], Pages]:
     """Hidden states of the packed tokens, and the pages with their keys and values written; of a part of the model that is not its first,
     from those of the part before."""
@@ -89,7 +92,7 @@ def forward(
     rows = (batch.query_start, batch.query_len, batch.kv_len)
     of_part = groups if part is None else groups.of_stage(part.layers)
     attend = AttendOverPages(mesh, _Kernels(attention), of_part, tables, page_ids, positions % page_size, rows)
-    return run_part(model, part, batch.token_ids, hidden, positions, pages, attend)
+    return run_part(model, part, batch.token_ids, hidden, positions, pages, attend, splits_tokens=splits_tokens)
 
 
 def _rows_of_tokens(batch: PrefillBatch, num_tokens: int) -> tuple[Int[Array, " T"], Int[Array, " T"], Bool[Array, " T"]]:

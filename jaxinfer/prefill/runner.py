@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,11 +14,13 @@ from jaxinfer.prefill.program import PromptScores, prefill_step
 from jaxinfer.runtime.buckets import prefill_rows
 from jaxinfer.runtime.compilation import Executable, ProgramSource, abstract_like
 from jaxinfer.runtime.expert_loads import ExpertLoads
-from jaxinfer.runtime.stage import Stage, StagedWeights, abstract_hidden, pass_on, program_name
+from jaxinfer.runtime.stage import Stage, StagedWeights, abstract_hidden, pass_on, program_name, splits_tokens_of
 from jaxinfer.runtime.stage_clock import Ended, StageClock
 from jaxinfer.sampling.counting import TokenCounts, abstract_counts, reset_arguments, reset_program
 from jaxinfer.sampling.sampler import Sampled
 from sharding.partition import place, replicated
+
+logger = logging.getLogger(__name__)
 
 
 class PrefillResult(NamedTuple):
@@ -49,13 +52,17 @@ class PrefillRunner:
         batches = {size: empty_batch(size, prefill_rows(size), self.table_width) for size in self.buckets}
         sources = []
         for number, stage in enumerate(self._stages):
-            weights, step = stage.template.abstract(stage.mesh, stage.rules), prefill_step(stage.template, stage.mesh, stage.attention)
+            weights = stage.template.abstract(stage.mesh, stage.rules)
             counts = self._abstract_counts if stage is self._last else None
             for size, batch in batches.items():
+                splits_tokens = splits_tokens_of(stage, size)
+                step = prefill_step(stage.template, stage.mesh, stage.attention, splits_tokens=splits_tokens)
                 loads = self.loads.abstract[number]
                 arguments = (weights, stage.pool.abstract, counts, abstract_like(batch, replicated(stage.mesh)), loads)
                 hidden = abstract_hidden(stage, size)
                 name = program_name(f"prefill/{size}", self._stages, number)
+                if splits_tokens:
+                    logger.info("%s: between a layer's sums each of %d devices has its share of the tokens", name, stage.mesh.size)
                 sources.append(ProgramSource(name, step, arguments if hidden is None else (*arguments, hidden), stage.mesh, donated=(1,)))
         return [*sources, reset_program("prefill/reset", self._abstract_counts, self.max_model_len, self._last.mesh)]
 

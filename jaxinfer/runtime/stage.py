@@ -12,8 +12,10 @@ from jaxtyping import Array
 from jaxinfer.kv_cache.pages import PagePool
 from jaxinfer.runtime.template import ModelTemplate, Weights
 from pallas_kernels.dispatch import Backend
+from sharding.hardware import hardware_of
 from sharding.partition import move, replicated
 from sharding.rules import Rules
+from sharding.sequence_parallel import splits_tokens
 
 StagedWeights = tuple[Weights, ...]  # of each stage
 
@@ -27,6 +29,7 @@ class Stage:
     rules: Rules
     pool: PagePool
     attention: Backend
+    sequence_parallel: str = "off"  # of prefill; see `sharding.sequence_parallel`
 
 
 def program_name(name: str, stages: Sequence[object], number: int) -> str:
@@ -40,6 +43,13 @@ def abstract_hidden(stage: Stage, num_tokens: int) -> jax.ShapeDtypeStruct | Non
     if template.is_first:
         return None
     return jax.ShapeDtypeStruct((num_tokens, template.config.hidden_size), template.activation_dtype, sharding=replicated(stage.mesh))
+
+
+def splits_tokens_of(stage: Stage, num_tokens: int) -> bool:
+    """Whether the stage's prefill program of so many tokens has them split over its devices between sums."""
+    template, device = stage.template, stage.mesh.devices.flat[0]
+    token_bytes = template.config.hidden_size * template.activation_dtype.itemsize
+    return splits_tokens(stage.sequence_parallel, num_tokens, token_bytes, stage.mesh.size, hardware_of(device.device_kind))
 
 
 def pass_on(array: Array, stage: Stage) -> Array:

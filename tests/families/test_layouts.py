@@ -23,8 +23,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "latents shared out by stages": {"prefill_parallel": "tp=1,pp=2", "decode_parallel": "tp=2,pp=2", "page_size": 16},
     "experts dealt out": {"prefill_parallel": "tp=2,ep=2", "decode_parallel": "tp=4,ep=4"},
     "experts dealt out in pipelines": {"prefill_parallel": "tp=2,pp=2,ep=2", "decode_parallel": "tp=1,pp=2"},
+    "tokens split": {"prefill_parallel": "tp=2", "sequence_parallel": "on"},
+    "tokens split in pipelines": {"prefill_parallel": "tp=2,pp=2", "sequence_parallel": "on"},
+    "tokens split, experts dealt out": {"prefill_parallel": "tp=2,ep=2", "sequence_parallel": "on"},
 }
-# Windows or chunks beside global layers, latents, experts, and norms over heads of both devices.
+# Windows or chunks beside global layers, latents, experts, norms after sums, over heads of both devices, and biases.
 CASES = (
     ("deepseek_v3", "two devices each"),
     ("deepseek_v3", "pipelines"),
@@ -45,6 +48,12 @@ CASES = (
     ("qwen3_moe", "experts dealt out"),
     ("qwen3_moe", "experts dealt out in pipelines"),
     ("qwen3_moe", "plain matrices"),
+    ("deepseek_v3", "tokens split"),
+    ("gemma_3", "tokens split in pipelines"),
+    ("llama_4", "tokens split"),
+    ("olmo2", "tokens split"),
+    ("qwen2", "tokens split"),
+    ("qwen3_moe", "tokens split, experts dealt out"),
 )
 # Experts are bfloat16 beside integers: what differs by float32's rounding is rounded otherwise there.
 INTEGERS = {"deepseek_v3": 3e-2, "gemma_3": MAX_LOGIT_DIFFERENCE, "llama_4": 1e-2, "qwen3_moe": 1e-2}

@@ -87,6 +87,18 @@ def test_two_layouts_hand_over_and_give_one_devices_tokens(folder: Path, prefill
         assert llm.engine.stats.num_preemptions > 0
 
 
+@pytest.mark.parametrize(("layout", "weights"), [("tp=2", "int8"), ("tp=4", "auto"), ("tp=2,pp=2", "auto"), ("tp=4,pp=2", "auto")])
+def test_tokens_that_are_split_between_sums_give_one_devices(folder: Path, layout: str, weights: str) -> None:
+    """Integers', which are rounded part by part, beside those of the same layout with whole tokens."""
+    settings = {**SETTINGS, "kv_memory": f"{NUM_PAGES * page_bytes(layout)}B", "prefill_parallel": layout, "weights": weights}
+    llm = LLM(str(folder), **settings, sequence_parallel="on")
+    if weights == "auto":
+        check(llm, folder)
+    else:
+        whole = LLM(str(folder), **settings, sequence_parallel="off")
+        assert tokens_of(llm.generate(prompts(), GREEDY)) == tokens_of(whole.generate(prompts(), GREEDY))
+
+
 @pytest.mark.parametrize("layout", LAYOUTS + ON_EIGHT)
 def test_one_layout_for_both_gives_one_devices_tokens(folder: Path, layout: str) -> None:
     llm = LLM(str(folder), **SETTINGS, kv_memory=f"{NUM_PAGES * page_bytes(layout)}B", prefill_parallel=layout)

@@ -37,7 +37,7 @@ FORMS = {
 
 
 def compiled(
-    config: ArchitectureConfig, form: str, role: str, num_devices: int, page_size: int = 16
+    config: ArchitectureConfig, form: str, role: str, num_devices: int, page_size: int = 16, sequence_parallel: str = "off"
 ) -> tuple[jax.stages.Compiled, PagePool]:
     """The role's program, of abstract weights."""
     runner, size = RUNNERS[role]
@@ -45,7 +45,7 @@ def compiled(
     spec = PageSpec.of(config.with_own_heads(), page_size, 4)
     pool = PagePool(spec, 4096, template.activation_dtype, mesh, TENSOR_PARALLEL, config.heads)
     attention = "llvm_cpu" if FORMS[form].is_packed else "xla"
-    program = runner([Stage(template, mesh, TENSOR_PARALLEL, pool, attention)], (size,), 256).programs()[0]
+    program = runner([Stage(template, mesh, TENSOR_PARALLEL, pool, attention, sequence_parallel)], (size,), 256).programs()[0]
     return compile_program(program), pool
 
 
@@ -93,6 +93,16 @@ def test_devices_add_up_once_an_attention_and_once_an_mlp_and_exchange_candidate
     )
 
 
+@pytest.mark.parametrize(("form", "num_devices"), [("packed", 2), ("plain", 4), ("int8", 2)])
+def test_tokens_that_are_split_are_gathered_before_products_and_sums_scattered(form, num_devices):
+    shorter, longer = two_lengths(TINY, 1, form, "prefill", num_devices, 16, "on")
+    whole, share = gathered("f32", 128, HIDDEN), Collective("reduce-scatter", (f"f32[{128 // num_devices},{HIDDEN}]",))
+    assert collectives_a_layer(shorter, longer) == {share: 2, whole: 2}
+    without = compiled(replace(TINY, num_layers=1, spans=TINY.spans[:1]), form, "prefill", num_devices)[0].as_text()
+    more = collectives(shorter) - collectives(without)
+    assert more == {share: 2, whole: 2 + 1}, "the last layer's tokens are gathered once more; sampling's exchanges are as they were"
+
+
 # One of a kind that has something to it between or beside the two sums: norms, latents, experts of which one is every token's. Latents are whole on
 # four devices, in pages of 16.
 KINDS = {"qwen3": 1, "gemma_3": 1, "deepseek_v3": 2, "llama_4": 1, "qwen3_moe": 1}
@@ -103,6 +113,14 @@ def test_every_kind_of_layer_costs_two_sums(role, family):
     config = read_config(checkpoint.config_of(family))
     shorter, longer = two_lengths(config, KINDS[family], "plain", role, 4 if family == "deepseek_v3" else 2)
     assert collectives_a_layer(shorter, longer) == {reduced(RUNNERS[role][1], config.hidden_size): 2}
+
+
+@pytest.mark.parametrize("family", ["gemma_3", "llama_4", "qwen3_moe"])
+def test_every_kind_of_layer_with_split_tokens_gathers_and_scatters_twice(family):
+    config = read_config(checkpoint.config_of(family))
+    shorter, longer = two_lengths(config, KINDS[family], "plain", "prefill", 2, 16, "on")
+    found = Counter(one.kind for one in collectives_a_layer(shorter, longer).elements())
+    assert found == {"reduce-scatter": 2, "all-gather": 2}
 
 
 @pytest.mark.parametrize("role", RUNNERS)

@@ -172,3 +172,16 @@ def test_an_h200_reads_faster_and_multiplies_no_faster() -> None:
     assert h200.matmul_rates == h100.matmul_rates
     assert h100.rate("bfloat16") < 989e12
     assert h100.rate("of no kind") == h100.rate("float32")
+
+
+def test_split_tokens_save_what_lies_between_sums_and_cost_a_launch_for_each_in_prefill() -> None:
+    hardware = replace(PLAIN, activation_bandwidth=1e9)
+    part = Part(attention=Attention(1, True, 1, 1), reduced_bytes=(100, 100), whole_moved=1000)  # five times a sum's bytes between two
+    many = Step("prefill", 1, 1000, 1000)  # 1 ms of what lies between sums, three quarters of which is saved; a launch is 10 us
+    split = part_cost(part, many, 4, 1, hardware)
+    assert split.activations == pytest.approx(1e-3 / 4)
+    assert split.collectives == pytest.approx(2 * (all_reduce_seconds(100_000, 4, hardware) + 1e-5))
+    for whole in (replace(hardware, adds_in_link=True), replace(hardware, link_seconds=1.0)):
+        assert part_cost(part, many, 4, 1, whole).activations == pytest.approx(1e-3)
+    decode = Step("decode", 1000, 1, 1000)
+    assert part_cost(part, decode, 4, 1, hardware).activations == pytest.approx(1e-3)

@@ -1,0 +1,33 @@
+"""Whether prefill's residuals lie split over a stage's devices by their tokens: a cost model. Imports no JAX.
+
+With all-reduces every device has all tokens between two sums, and adds and normalises them all. With sequence parallelism (arXiv:2205.05198) a sum is
+scattered, each device adds and normalises its share of the tokens, and what it made is gathered before the next product. By a ring both send the
+same bytes: 2 (n - 1) / n of T x D from each device. It saves (n - 1) / n of what lies between sums, and costs a launch more for each of them.
+
+Where the link between devices adds up what they send (NVLink's switch), an all-reduce sends about T x D, the other two together twice that:
+more than there is to save.
+"""
+
+from __future__ import annotations
+
+from sharding.hardware import Hardware
+
+MOVES = 5  # of a token's vector between two sums, each way counted: an addition reads two and writes one, a norm reads one and writes one
+# What is saved has to be this many times a launch: on virtual devices it is less than arithmetic says, and prefill of SmolLM2 was level on two of
+# them, and quicker on four and eight from some 400 tokens on (`benchmarks.residual_split`).
+_WORTH = 3.0
+
+
+def is_cheaper(moved_bytes: float, num_devices: int, hardware: Hardware) -> bool:
+    """Than an all-reduce, where each device reads and writes so many bytes between two of them."""
+    if num_devices == 1 or hardware.adds_in_link:
+        return False
+    saved = (num_devices - 1) / num_devices * moved_bytes / min(hardware.activation_bandwidth, hardware.bandwidth)
+    return saved > _WORTH * hardware.link_seconds
+
+
+def splits_tokens(mode: str, num_tokens: int, token_bytes: int, num_devices: int, hardware: Hardware) -> bool:
+    """Whether to, as mode says: 'auto', 'on' or 'off'; in a program of so many tokens, with vectors of so many bytes, on devices that all work. Tokens that the devices do not divide stay whole."""
+    if mode == "off" or num_devices == 1 or num_tokens % num_devices:
+        return False
+    return mode == "on" or is_cheaper(MOVES * num_tokens * token_bytes, num_devices, hardware.shared_by(num_devices))
