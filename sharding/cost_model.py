@@ -8,9 +8,7 @@ which layout is faster and why, to some tens of percent; what a card really reac
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from functools import reduce
 from operator import add
 from typing import Literal
 
@@ -174,12 +172,6 @@ def part_cost(part: Part, step: Step, tp: int, ep: int, hardware: Hardware) -> C
     of_weights = max if part.matrices.dtype in hardware.product_rates else both
     seconds = of_weights(weight_reads, products) + both(kv_reads, attention) + collectives + starts + activations
     return Cost(seconds, weight_reads, products, kv_reads, attention, collectives, starts, activations)
-
-
-def stage_cost(parts: Iterable[Part], step: Step, tp: int, ep: int, hardware: Hardware) -> Cost:
-    """Of all parts that a stage has, and of calling its program once."""
-    call = Cost(hardware.step_seconds, starts=hardware.step_seconds)
-    return reduce(add, (part_cost(part, step, tp, ep, hardware) for part in parts), call)
 
 
 def all_reduce_seconds(num_bytes: float, num_devices: int, hardware: Hardware) -> float:

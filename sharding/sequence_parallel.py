@@ -5,7 +5,7 @@ scattered, each device adds and normalises its share of the tokens, and what it 
 same bytes: 2 (n - 1) / n of T x D from each device. It saves (n - 1) / n of what lies between sums, and costs a launch more for each of them.
 
 Where the link between devices adds up what they send (NVLink's switch), an all-reduce sends about T x D, the other two together twice that:
-more than there is to save.
+more than there is to save. Virtual devices of one machine send nothing: an all-reduce adds up what lies in memory, the other two copy it once more.
 """
 
 from __future__ import annotations
@@ -13,21 +13,22 @@ from __future__ import annotations
 from sharding.hardware import Hardware
 
 MOVES = 5  # of a token's vector between two sums, each way counted: an addition reads two and writes one, a norm reads one and writes one
-# What is saved has to be this many times a launch: on virtual devices it is less than arithmetic says, and prefill of SmolLM2 was level on two of
-# them, and quicker on four and eight from some 400 tokens on (`benchmarks.residual_split`).
-_WORTH = 3.0
+# What is saved has to be this many launches, for a virtual device's collectives wait for whoever has a core: so the model agrees with prefill of
+# SmolLM2, which was never quicker on two of them, and on four and eight from some 400 tokens on.
+_LAUNCHES = 2
 
 
-def is_cheaper(moved_bytes: float, num_devices: int, hardware: Hardware) -> bool:
-    """Than an all-reduce, where each device reads and writes so many bytes between two of them."""
+def is_cheaper(num_bytes: float, num_devices: int, hardware: Hardware) -> bool:
+    """Than an all-reduce of so many bytes."""
     if num_devices == 1 or hardware.adds_in_link:
         return False
-    saved = (num_devices - 1) / num_devices * moved_bytes / min(hardware.activation_bandwidth, hardware.bandwidth)
-    return saved > _WORTH * hardware.link_seconds
+    saved = (num_devices - 1) / num_devices * MOVES * num_bytes / min(hardware.activation_bandwidth, hardware.bandwidth)
+    copied = num_bytes / num_devices / hardware.link_bandwidth if hardware.shares_machine else 0.0
+    return saved > copied + _LAUNCHES * hardware.link_seconds
 
 
 def splits_tokens(mode: str, num_tokens: int, token_bytes: int, num_devices: int, hardware: Hardware) -> bool:
     """Whether to, as mode says: 'auto', 'on' or 'off'; in a program of so many tokens, with vectors of so many bytes, on devices that all work. Tokens that the devices do not divide stay whole."""
     if mode == "off" or num_devices == 1 or num_tokens % num_devices:
         return False
-    return mode == "on" or is_cheaper(MOVES * num_tokens * token_bytes, num_devices, hardware.shared_by(num_devices))
+    return mode == "on" or is_cheaper(num_tokens * token_bytes, num_devices, hardware.shared_by(num_devices))

@@ -39,7 +39,15 @@ class EngineProgram:
 
 
 def compile_for(
-    target: str, num_devices: int, config: ArchitectureConfig, form: MatrixFormat, name: str, *, num_pages: int, context: int
+    target: str,
+    num_devices: int,
+    config: ArchitectureConfig,
+    form: MatrixFormat,
+    name: str,
+    *,
+    num_pages: int,
+    context: int,
+    sequence_parallel: str = "auto",
 ) -> EngineProgram:
     """A program such as 'decode/32' or 'prefill/512', of a model split over so many cards, whose pool has so many pages of 16 tokens, or of latents
     of 16 for each card."""
@@ -53,7 +61,7 @@ def compile_for(
     group = query_group(own, of_device, num_devices)
     attention = choose_attention(role, "auto", mesh.devices.flat[0], BFLOAT16, group, of_device, (int(size),), config.soft_cap)
     runner = {"decode": DecodeRunner, "prefill": PrefillRunner}[role]
-    stage = Stage(template, mesh, TENSOR_PARALLEL, pool, attention)
+    stage = Stage(template, mesh, TENSOR_PARALLEL, pool, attention, sequence_parallel)
     programs = {p.name: p for p in runner([stage], (int(size),), context).programs()}
     weights = [math.prod(w.sharding.shard_shape(w.shape)) * w.dtype.itemsize for w in template.abstract(mesh, TENSOR_PARALLEL)]
     return EngineProgram(compile_program(programs[name]), attention, spec, pool.device_bytes, sum(weights), max(weights))

@@ -52,3 +52,19 @@ def test_a_layer_costs_two_sums_and_what_latents_take_and_sampling_no_scores(cas
     print(f"{case.model}, {name}, beside two sums of {residual.num_bytes} bytes a layer: {', '.join(map(str, sorted(found)))}")
     rows = 32  # that are sampled, or whose prompts' log-probabilities are worked out at a time
     assert max(collective.num_bytes for collective in found) < rows * config.vocab_size * 4 / 100
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.model)
+def test_tokens_that_are_split_are_gathered_before_products_and_sums_scattered(case):
+    config = read_config(model_shape(case.model))
+    form = MatrixFormat(BFLOAT16, experts=ExpertFormat(packing=case.packing, backend="mosaic_gpu"))
+    shorter, longer = (
+        compile_for(
+            "h100", 8, first_layers(config, num), form, "prefill/2048", num_pages=2**12, context=8192, sequence_parallel="on"
+        ).compiled.as_text()
+        for num in (case.num_layers, case.num_layers + 1)
+    )
+    share, whole = (f"bf16[{num_tokens},{config.hidden_size}]" for num_tokens in (2048 // 8, 2048))
+    of_latents = MORE.get((case.model, "prefill/2048"), {})
+    expected = {Collective("reduce-scatter", (share,)): 2, Collective("all-gather", (whole,)): 2, **of_latents}
+    assert collectives_a_layer(shorter, longer) == expected

@@ -23,7 +23,6 @@ from sharding.cost_model import (
     most_of,
     move_seconds,
     part_cost,
-    stage_cost,
 )
 from sharding.hardware import HARDWARE, Hardware
 
@@ -152,12 +151,11 @@ def test_what_whole_experts_give_comes_together_the_quicker_way() -> None:
     assert part_cost(part, few, 8, 8, PLAIN).collectives == pytest.approx(2 * all_reduce_seconds(8192, 8, PLAIN)), "one launch, not two"
 
 
-def test_a_stage_is_its_parts_and_a_call() -> None:
-    parts = [Part(num_kernels=3), Part(Matrices(split_bytes=10**9))]
-    step = Step("decode", 1, 1, 1)
-    cost = stage_cost(parts, step, 1, 1, PLAIN)
-    assert cost.seconds == pytest.approx(1e-4 + 3e-6 + 1e-3)
-    assert cost.starts == pytest.approx(1e-4 + 3e-6)
+def test_costs_add_up_by_what_they_are_of() -> None:
+    parts, step = [Part(num_kernels=3), Part(Matrices(split_bytes=10**9))], Step("decode", 1, 1, 1)
+    starting, reading = (part_cost(part, step, 1, 1, PLAIN) for part in parts)
+    assert (starting.seconds, starting.starts) == (3e-6, 3e-6)
+    assert (starting + reading).seconds == pytest.approx(3e-6 + 1e-3)
     assert Cost(1, 2, 3, 4, 5, 6, 7) + Cost(1, 1, 1, 1, 1, 1, 1) == Cost(2, 3, 4, 5, 6, 7, 8)
     assert {Cost(kv_reads=1).bound, Cost(attention=1).bound, Cost(collectives=1).bound} == {
         "reading KV",
