@@ -12,7 +12,7 @@ from rich.table import Table
 
 from jaxinfer.assembly import split_cpu
 from jaxinfer.config import ConfigError, ScheduleConfig
-from jaxinfer.dry_run.calibration import calibrate
+from jaxinfer.dry_run.calibration import MOST_DEVICES, calibrate
 from jaxinfer.dry_run.report import as_json, describe, ranking
 from jaxinfer.dry_run.run import DryRun, dry_run, named_layouts
 from jaxinfer.dry_run.search import Setting
@@ -62,7 +62,7 @@ def calibrate_cpu(target_name: str | None, say: Callable[[str], None]) -> str:
         raise ConfigError(
             f"calibrate is given, but target is {target}: only this machine's processor can be measured; give {CPU}, or leave it out"
         )
-    split_cpu(max(target.num_devices, 2))  # two, to measure what devices say to each other
+    split_cpu(max(target.num_devices, MOST_DEVICES))
     use_persistent_cache()
     hardware, fitted = calibrate(say)
     path = calibration_path(CPU)

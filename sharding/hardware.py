@@ -66,7 +66,7 @@ class Hardware:
         shared = {name: getattr(self, name) / num_devices for name in _BANDWIDTHS}
         in_turn = max(1.0, num_devices / self.num_cores) if self.num_cores else 1.0
         shared |= {name: getattr(self, name) * in_turn for name in ("kernel_seconds", "step_seconds")}
-        shared["link_seconds"] = self.link_seconds * (num_devices - 1)  # the last of all has to come
+        shared["link_seconds"] = self.link_seconds * num_devices / 2  # of two as it is: each device more takes its turn with a core
         return Hardware(**{**self._fields(), **shared, "matmul_rates": rates, "product_rates": by_rows})
 
     def _fields(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from sharding.hardware import Hardware
 MOVES = 5  # of a token's vector between two sums, each way counted: an addition reads two and writes one, a norm reads one and writes one
 # What is saved has to be this many launches, for a virtual device's collectives wait for whoever has a core: so the model agrees with prefill of
 # SmolLM2, which was never quicker on two of them, and on four and eight from some 400 tokens on.
-_LAUNCHES = 2
+_LAUNCHES = 3
 
 
 def is_cheaper(num_bytes: float, num_devices: int, hardware: Hardware) -> bool:

@@ -22,6 +22,7 @@ from sharding.layout import Parallel
 
 _NARROW, _DEEP, _WIDE = (64, 256, 2, 1024), (64, 256, 16, 1024), (768, 2048, 4, 16384)  # hidden size, MLP's, layers, vocabulary
 NUM_ROUNDS = 8
+MOST_DEVICES = 4  # virtual ones, of which collectives are measured
 _LINK = 3  # where `_counts` has collectives
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 
@@ -50,8 +51,8 @@ class Timed:
 
 
 class Calibration:
-    """What there is to be timed, and what follows from it. Takes a minute or less to compile. With two virtual devices or more collectives are
-    measured too; else they stay what they are taken for."""
+    """What there is to be timed, and what follows from it. Takes a minute or two to compile. With two virtual devices, or better `MOST_DEVICES`,
+    collectives are measured too; else they stay what they are taken for."""
 
     def __init__(self) -> None:
         self._chains = chains(jax.devices("cpu")[0])
@@ -69,7 +70,7 @@ class Calibration:
 
 
 def calibrate(say: Callable[[str], None] = lambda line: None) -> tuple[Hardware, list[Fitted]]:
-    """Takes a minute or less."""
+    """Takes two minutes or less."""
     say("calibrating: compiling")
     calibration = Calibration()
     say(f"calibrating: {len(calibration.runs)} products and steps, {NUM_ROUNDS} rounds")
@@ -157,14 +158,16 @@ def _cases() -> Iterator[Timed]:
             yield Timed(f"{name} {dtype}, decode {batch} of {context}", shape, decode(batch, context))
         for num_tokens in (128, 512) if of_wide else (32,):
             yield Timed(f"{name} {dtype}, prefill {num_tokens}", shape, prefill(num_tokens))
-    if jax.device_count("cpu") > 1:
-        target = Target(CPU, 2)
+    for num_devices in (2, MOST_DEVICES):  # two numbers, which tell collectives' starts from their bytes
+        if jax.device_count("cpu") < num_devices:
+            return
+        target = Target(CPU, num_devices)
         for name, sizes in (("deep", _DEEP), ("wide", _WIDE)):
             shapes = Shapes(_config(*sizes), target)
-            shape = shapes.layout("decode", Parallel(2))
-            yield Timed(f"{name} on two, decode 4 of 64", shape, decode_bench(shape, shapes.spec, target, 4, 64))
+            shape = shapes.layout("decode", Parallel(num_devices))
+            yield Timed(f"{name} on {num_devices}, decode 4 of 64", shape, decode_bench(shape, shapes.spec, target, 4, 64))
             if name == "wide":
-                yield Timed(f"{name} on two, prefill 512", shape, prefill_bench(shape, shapes.spec, target, 512))
+                yield Timed(f"{name} on {num_devices}, prefill 512", shape, prefill_bench(shape, shapes.spec, target, 512))
 
 
 def _config(hidden_size: int, mlp_size: int, num_layers: int, vocab_size: int) -> dict[str, object]:

@@ -19,15 +19,15 @@ TRIES = 3  # a neighbour who came in between spoils one
 
 
 def steps() -> Iterator[Timed]:
-    """Of SmolLM2."""
-    target = Target(CPU, 1)
-    for dtype in ("bfloat16", "float32"):
+    """Of SmolLM2, on one device and on virtual ones."""
+    for dtype, tp in (("bfloat16", 1), ("float32", 1), ("bfloat16", 2), ("bfloat16", 4)):
+        target = Target(CPU, tp)
         shapes = Shapes(read_shape("smollm2-135m"), target, dtype=dtype)
-        shape = shapes.layout("decode", Parallel())
+        shape = shapes.layout("decode", Parallel(tp))
         for batch in (1, 8, 32):
-            yield Timed(f"{dtype}, decode {batch}", shape, decode_bench(shape, shapes.spec, target, batch, 64))
+            yield Timed(f"{dtype}, tp={tp}, decode {batch}", shape, decode_bench(shape, shapes.spec, target, batch, 64))
         for num_tokens in (128, 512):
-            yield Timed(f"{dtype}, prefill {num_tokens}", shape, prefill_bench(shape, shapes.spec, target, num_tokens))
+            yield Timed(f"{dtype}, tp={tp}, prefill {num_tokens}", shape, prefill_bench(shape, shapes.spec, target, num_tokens))
 
 
 @pytest.mark.measured

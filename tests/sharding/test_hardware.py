@@ -55,5 +55,5 @@ def test_what_takes_a_core_waits_for_one() -> None:
     eight = two_cores.shared_by(8)
     assert eight.kernel_seconds == 4 * two_cores.kernel_seconds
     assert two_cores.shared_by(2).kernel_seconds == two_cores.kernel_seconds
-    assert eight.link_seconds == 7 * two_cores.link_seconds
+    assert eight.link_seconds == 4 * two_cores.link_seconds
     assert eight.product_rates == {"float32": {1: 1.0}}
