@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxinfer.layers.vocabulary import Part, over_parts
 
@@ -43,7 +43,14 @@ def _largest_of_parts(part: Part, size: int, place: Int[Array, " B"], largest: C
     value = jax.lax.bitcast_convert_type(largest().astype(jnp.float32), jnp.int32)
     pairs = part.gathered(jnp.stack([value, part.first(size) + place]))
     values, places = jax.lax.bitcast_convert_type(pairs[:, 0], jnp.float32), pairs[:, 1]
-    return jnp.take_along_axis(places, _first_of_largest(values, axis=0)[None], axis=0)[0]
+    return jnp.take_along_axis(places, _first_of_largest(values, axis=0)[None], axis=0, mode="promise_in_bounds")[0]
+
+
+def first_place(holds: Bool[Array, "A C"], axis: int) -> Int[Array, " B"]:
+    """Along an axis the first place at which it holds; the last one where it does nowhere."""
+    size = holds.shape[axis]
+    place = jnp.expand_dims(jnp.arange(size, dtype=jnp.int32), 1 - axis)
+    return jnp.min(jnp.where(holds, place, size - 1), axis=axis)
 
 
 def _of_rows(x: Float[Array, "B X"]) -> Int[Array, " B"]:
@@ -51,8 +58,11 @@ def _of_rows(x: Float[Array, "B X"]) -> Int[Array, " B"]:
     if size % _LANES:
         return _first_of_largest(x, axis=1)
     runs = x.reshape(batch, size // _LANES, _LANES)
-    run = _first_of_largest(runs.max(axis=2), axis=1)
-    return run * _LANES + _first_of_largest(jnp.take_along_axis(runs, run[:, None, None], axis=1)[:, 0], axis=1)
+    best = runs.max(axis=2)
+    largest = best.max(axis=1, keepdims=True)
+    run = first_place(best == largest, axis=1)
+    lanes = jnp.take_along_axis(runs, run[:, None, None], axis=1, mode="promise_in_bounds")[:, 0]
+    return run * _LANES + first_place(lanes == largest, axis=1)
 
 
 def _of_columns(x: Float[Array, "X B"]) -> Int[Array, " B"]:
@@ -60,11 +70,12 @@ def _of_columns(x: Float[Array, "X B"]) -> Int[Array, " B"]:
     if size % _LANES:
         return _first_of_largest(x, axis=0)
     runs = x.reshape(size // _LANES, _LANES, batch)
-    run = _first_of_largest(runs.max(axis=1), axis=0)
-    return run * _LANES + _first_of_largest(jnp.take_along_axis(runs, run[None, None, :], axis=0)[0], axis=0)
+    best = runs.max(axis=1)
+    largest = best.max(axis=0, keepdims=True)
+    run = first_place(best == largest, axis=0)
+    lanes = jnp.take_along_axis(runs, run[None, None, :], axis=0, mode="promise_in_bounds")[0]
+    return run * _LANES + first_place(lanes == largest, axis=0)
 
 
 def _first_of_largest(x: Float[Array, "A C"], axis: int) -> Int[Array, " B"]:
-    size = x.shape[axis]
-    place = jnp.expand_dims(jnp.arange(size, dtype=jnp.int32), 1 - axis)
-    return jnp.min(jnp.where(x == jnp.max(x, axis=axis, keepdims=True), place, size - 1), axis=axis)
+    return first_place(x == jnp.max(x, axis=axis, keepdims=True), axis)

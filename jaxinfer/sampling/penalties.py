@@ -22,9 +22,9 @@ def penalize(logits: Float[Array, "B V"], counts: TokenCounts, slots: Int[Array,
     return logits - rows.frequency_penalty[:, None] * times - rows.presence_penalty[:, None] * once
 
 
-def any_penalty(rows: SamplingRows) -> Bool[Array, ""]:
-    """Whether any row uses penalties at all."""
-    return jnp.any((rows.repetition_penalty != 1.0) | (rows.presence_penalty != 0.0) | (rows.frequency_penalty != 0.0))
+def has_penalty(rows: SamplingRows) -> Bool[Array, " B"]:
+    """Which rows use penalties at all."""
+    return (rows.repetition_penalty != 1.0) | (rows.presence_penalty != 0.0) | (rows.frequency_penalty != 0.0)
 
 
 def add_sampled(counts: TokenCounts, slots: Int[Array, " B"], tokens: Int[Array, " B"]) -> TokenCounts:

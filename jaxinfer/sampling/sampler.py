@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from jaxinfer.layers.argmax import argmax_of_rows, argmax_over_parts
+from jaxinfer.layers.argmax import argmax_over_parts, first_place
 from jaxinfer.layers.vocabulary import WHOLE, Part, over_parts
 from jaxinfer.request import MAX_TOP_LOGPROBS
 from jaxinfer.sampling.counting import TokenCounts
 from jaxinfer.sampling.params import SamplingRows
-from jaxinfer.sampling.penalties import any_penalty, penalize
+from jaxinfer.sampling.penalties import has_penalty, penalize
 
 _LANES = 128  # the vocabulary is summed in runs of this many
 
@@ -80,13 +80,12 @@ def sample(
 ) -> Sampled:
     """One token a row from final hidden states. Rows that are all greedy and ask for nothing more take one pass over the scores, and
     no buffer of the vocabulary's size; otherwise see `sample_from_logits`."""
-    has_bias = jnp.any(rows.bias_until > num_generated[:, None])
-    is_plain = ~(jnp.any(rows.temperature > 0) | any_penalty(rows) | has_bias | jnp.any(rows.wants_logprobs > 0))
+    is_more = (rows.temperature > 0) | has_penalty(rows) | _has_bias(rows, num_generated) | (rows.wants_logprobs > 0)
 
     def plain() -> Sampled:
         return Sampled.of(head.best(hidden), *_no_logprobs(*jax.eval_shape(head.logits, hidden).shape))
 
-    return jax.lax.cond(is_plain, plain, lambda: sample_from_logits(head.logits(hidden), rows, num_generated, counts, slots))
+    return jax.lax.cond(is_more.any(), lambda: sample_from_logits(head.logits(hidden), rows, num_generated, counts, slots), plain)
 
 
 def sample_from_logits(
@@ -105,8 +104,8 @@ def _sample_on_part(
     counts: TokenCounts,
     slots: Int[Array, " B"],
 ) -> Sampled:
-    scores = jax.lax.cond(any_penalty(rows), lambda: penalize(logits, counts, slots, rows), lambda: logits)
-    has_bias = jnp.any(rows.bias_until > num_generated[:, None])
+    scores = jax.lax.cond(has_penalty(rows).any(), lambda: penalize(logits, counts, slots, rows), lambda: logits)
+    has_bias = _has_bias(rows, num_generated).any()
     scores = jax.lax.cond(has_bias, lambda: _add_biases(part, scores, rows, num_generated), lambda: scores)
     greedy = argmax_over_parts(part, scores)
     tokens = jax.lax.cond(
@@ -143,7 +142,7 @@ def _logprobs_on_part(
             chosen = jnp.take_along_axis(_floats(of_parts[..., 0]), (tokens // size)[None], axis=0, mode="clip")[0]
             top, top_tokens = (jnp.swapaxes(of_parts, 0, 1).reshape(batch, -1) for of_parts in (_floats(top), top_tokens))
             top, best = jax.lax.top_k(top, min(MAX_TOP_LOGPROBS, size * part.num_parts))
-            top_tokens = jnp.take_along_axis(top_tokens, best, axis=1)
+            top_tokens = jnp.take_along_axis(top_tokens, best, axis=1, mode="promise_in_bounds")
         return chosen - total, top_tokens, top - total[:, None]
 
     return jax.lax.cond(wanted, computed, lambda: _no_logprobs(batch, size * part.num_parts))
@@ -152,6 +151,10 @@ def _logprobs_on_part(
 def _no_logprobs(batch: int, vocab_size: int) -> tuple[Array, Array, Array]:
     num_top = min(MAX_TOP_LOGPROBS, vocab_size)
     return jnp.zeros(batch), jnp.zeros((batch, num_top), jnp.int32), jnp.zeros((batch, num_top))
+
+
+def _has_bias(rows: SamplingRows, num_generated: Int[Array, " B"]) -> Bool[Array, " B"]:
+    return jnp.any(rows.bias_until > num_generated[:, None], axis=1)
 
 
 def _add_biases(part: Part, scores: Float[Array, "B V"], rows: SamplingRows, num_generated: Int[Array, " B"]) -> Float[Array, "B V"]:
@@ -218,12 +221,12 @@ def _threshold_of_parts(
 
 
 def _uniform(seed: UInt[Array, "B 2"], num_generated: Int[Array, " B"]) -> Float[Array, " B"]:
-    """One number in [0, 1) a row."""
+    """One number in [0, 1) a row: Threefry's of the seed, as the key, and the count (Random123, SC'11)."""
 
-    def of_row(seed: UInt[Array, " 2"], count: Int[Array, ""]) -> Float[Array, ""]:
-        return jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), count))
+    def of_row(seed: UInt[Array, " 2"], count: Int[Array, ""]) -> UInt[Array, ""]:
+        return jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), count))[0]
 
-    return jax.vmap(of_row)(seed, num_generated)
+    return (jax.vmap(of_row)(seed, num_generated) >> 8).astype(jnp.float32) * 2**-24
 
 
 def pick(weights: Float[Array, "B V"], uniform: Float[Array, " B"], part: Part = WHOLE) -> Int[Array, " B"]:
@@ -241,14 +244,14 @@ def pick(weights: Float[Array, "B V"], uniform: Float[Array, " B"], part: Part =
     hit, before = _narrowed(parts, up_to_part, target)
     # All look for it, and the one it is in is believed.
     places = part.first(size) + _pick_in_runs(lanes, runs, up_to, target - before)
-    return jnp.take_along_axis(part.gathered(places), hit[None], axis=0)[0]
+    return jnp.take_along_axis(part.gathered(places), hit[None], axis=0, mode="promise_in_bounds")[0]
 
 
 def _pick_in_runs(
     lanes: Float[Array, "B R X"], runs: Float[Array, "B R"], up_to: Float[Array, "B R"], target: Float[Array, " B"]
 ) -> Int[Array, " B"]:
     run, before = _narrowed(runs, up_to, target)
-    lanes = jnp.take_along_axis(lanes, run[:, None, None], axis=1)[:, 0]
+    lanes = jnp.take_along_axis(lanes, run[:, None, None], axis=1, mode="promise_in_bounds")[:, 0]
     return run * _LANES + _first_above(lanes, jnp.cumsum(lanes, axis=1), target - before)
 
 
@@ -257,7 +260,8 @@ def _narrowed(
 ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
     """The part in which the sum passes the target, and the sum before it."""
     place = _first_above(parts, up_to, target)
-    return place, jnp.where(place > 0, jnp.take_along_axis(up_to, jnp.maximum(place - 1, 0)[:, None], axis=1)[:, 0], 0.0)
+    is_before = jnp.arange(up_to.shape[1]) == place[:, None] - 1
+    return place, jnp.where(is_before, up_to, 0.0).sum(axis=1)
 
 
 def _first_above(parts: Float[Array, "B X"], up_to: Float[Array, "B X"], target: Float[Array, " B"]) -> Int[Array, " B"]:
@@ -265,8 +269,8 @@ def _first_above(parts: Float[Array, "B X"], up_to: Float[Array, "B X"], target:
 
     A sum in parallel is not quite monotone, so a place that adds nothing could seem to bring it over the target."""
     reached = jnp.where(parts > 0, up_to, 0.0)
-    most = jnp.nextafter(jnp.max(reached, axis=1), 0.0)
-    return argmax_of_rows((reached > jnp.minimum(target, most)[:, None]).astype(jnp.float32))
+    almost_most = _floats(jnp.maximum(_bits(reached.max(axis=1)), 1) - 1)  # the next lower float
+    return first_place(reached > jnp.minimum(target, almost_most)[:, None], axis=1)
 
 
 def _bits(x: Float[Array, "..."]) -> Int[Array, "..."]:
