@@ -19,7 +19,7 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 from jaxtyping import Array, BFloat16
 
 from pallas_kernels.grouped_matmul.formats import INPUTS
-from pallas_kernels.mosaic.warpgroup import ROWS
+from pallas_kernels.mosaic.warpgroup import ROWS, load_as
 
 HALF = INPUTS // 2
 # Functions that give the weights of the first half of a tile's inputs and of the other: one is multiplied while the other is unpacked.
@@ -37,7 +37,7 @@ _MAGNITUDES, _SIGNS, _UNIT = 0x07F007F0, -0x7FFF8000, 2.0**120
 
 def int4_in_registers(words: Any, scale: Any) -> Halves:
     """Weights of 64 rows of a tile, of their words [64, 16] and scales [256]."""
-    loaded = plgpu.load(words, (), layout=_WORDS), plgpu.load(scale, (), layout=_SCALES)
+    loaded = load_as(_WORDS, words), load_as(_SCALES, scale)
 
     def half(places: range) -> BFloat16[Array, "64 64"]:
         @plgpu.inline_mgpu(arg_types=(_WORDS, _SCALES), return_type=_FIRST_FACTOR)
@@ -68,7 +68,7 @@ def fp8_in_registers(first: Any, second: Any) -> Halves:
 
         return _first_factor(words, range(4), pairs)
 
-    loaded = [plgpu.load(words, (), layout=_WORDS) for words in (first, second)]
+    loaded = [load_as(_WORDS, words) for words in (first, second)]
     return lambda: unpack(loaded[0]), lambda: unpack(loaded[1])
 
 

@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 
 ROWS = 64  # that one product of a warpgroup has, at least
 SHARED_MEMORY = 232_448  # bytes that a block can have on compute capability 9.0
+_IS_0_10 = jax.__version_info__ < (0, 11)
 _SWIZZLED_ROWS = 8  # of a tile of shared memory whose rows are interleaved
 
 
@@ -53,7 +54,7 @@ class Warpgroup:
     def load(self, ref: Any) -> Array:
         """[ROWS] or [ROWS, X] of shared memory."""
         layout = plgpu.Layout.WGMMA if len(ref.shape) == 2 else plgpu.Layout.WGMMA.reduce(1)
-        return ref[...] if self.interpreted else plgpu.load(ref, (), layout=layout, optimized=False)
+        return ref[...] if self.interpreted else load_as(layout, ref, optimized=False)
 
     def times_transposed(self, a: Any, b: Any, meanwhile: Callable[[], None] = lambda: None) -> Float[Array, "64 X"]:
         """a @ b.T in float32, of a[ROWS, H] and b[X, H] in shared memory; `meanwhile` runs while the product does."""
@@ -120,9 +121,15 @@ class Warpgroup:
         return value if self.interpreted else plgpu.layout_cast(value, layout)
 
 
+def load_as(layout: Any, ref: Any, optimized: bool = True) -> Array:
+    """All of shared memory, in registers."""
+    index = ((),) if _IS_0_10 else ()  # to 0.11 an index of its own is deprecated
+    return plgpu.load(ref, *index, layout=layout, optimized=optimized)
+
+
 def transposed(ref: Any) -> Any:
     """A view of shared memory with its two axes exchanged."""
-    return ref.T if jax.__version_info__ >= (0, 11) else plgpu.transpose_ref(ref, (1, 0))
+    return plgpu.transpose_ref(ref, (1, 0)) if _IS_0_10 else ref.T
 
 
 def interleaved(columns: int, dtype: jnp.dtype) -> tuple[Any, ...]:
