@@ -48,7 +48,8 @@ def collectives_a_layer(program: str, longer: str) -> Counter[Collective]:
 
 def _read(found: re.Match[str]) -> Collective:
     arrays = [array[0] for array in _ARRAY.finditer(found["type"])]
-    if found["start"] and found["kind"] != "all-reduce":  # operands, then results, then perhaps what the pair is known by
+    # The operands, then the results, then perhaps what the pair is known by; of a sum only the results, in the XLA of JAX 0.10.
+    if found["start"] and (found["kind"] != "all-reduce" or found["type"].startswith("((")):
         while arrays[-1] == "u32[]":
             arrays.pop()
         arrays = arrays[len(arrays) // 2 :]

@@ -161,6 +161,8 @@ def test_collectives_are_read_from_text():
   ROOT %both = (bf16[4]{0}, bf16[2,3]{1,0}) all-reduce(%a, %b), channel_id=2
   %start = bf16[32,8192]{1,0} all-reduce-start(%gemm_fusion_dot.3), channel_id=3
   %done = bf16[32,8192]{1,0} all-reduce-done(%start)
+  %sum-start = ((bf16[2048,8192]{1,0}), bf16[2048,8192]{1,0}) all-reduce-start(%gemm_fusion_dot.6), channel_id=4
+  %sum-done = bf16[2048,8192]{1,0} all-reduce-done(%sum-start)
   %gather-start = (s32[1,2]{1,0}, s32[8,2]{1,0}) all-gather-start(%bitcast), channel_id=4
   %gather-done = s32[8,2]{1,0} all-gather-done(%gather-start)
   %gathers = ((f32[1]{0}, pred[2]{0}), (f32[4]{0}, /*index=1*/pred[8]{0})) all-gather-start(%a, %b), dimensions={0}
@@ -173,6 +175,7 @@ def test_collectives_are_read_from_text():
         "all-reduce f32[8,64]": 2048,
         "all-reduce bf16[4], bf16[2,3]": 20,
         "all-reduce bf16[32,8192]": 2**19,
+        "all-reduce bf16[2048,8192]": 2**25,
         "all-gather s32[8,2]": 64,
         "all-gather f32[4], pred[8]": 24,
         "collective-permute f8e4m3fn[16]": 16,
