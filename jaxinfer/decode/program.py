@@ -24,7 +24,7 @@ from jaxinfer.sampling.params import SamplingRows
 from jaxinfer.sampling.penalties import add_sampled
 from jaxinfer.sampling.sampler import Sampled, sample
 from pallas_kernels.dispatch import Backend
-from pallas_kernels.paged_attention.op import paged_attention, paged_attention_and_lse
+from pallas_kernels.paged_attention.op import paged_attention, paged_attention_and_lse, write_and_attend
 
 
 class DecodeState(NamedTuple):
@@ -108,12 +108,26 @@ class _Kernels:
 
     backend: Backend
 
-    def attend(self, q: Float[Array, "B N H"], pages: Pages, place: Place, rows: Int[Array, " B"], how: How) -> Float[Array, "B N H"]:
-        return paged_attention(
+    def write_and_attend(
+        self,
+        q: Float[Array, "B N H"],
+        k: Float[Array, "B K H"],
+        v: Float[Array, "B K H"],
+        pages: Pages,
+        place: Place,
+        offsets: Int[Array, " B"],
+        rows: Int[Array, " B"],
+        how: How,
+    ) -> tuple[Float[Array, "B N H"], Pages]:
+        return write_and_attend(
             q,
+            k,
+            v,
             pages,
             place.layer,
             place.page_table,
+            place.page_ids,
+            offsets,
             rows,
             scale=how.scale,
             pool_is_finite=True,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -104,23 +103,3 @@ def own_length(kv_len: Int[Array, " B"], part_size: int, axis: str) -> Int[Array
     page_size = part_size * jax.lax.axis_size(axis)
     of_last = kv_len % page_size - jax.lax.axis_index(axis) * part_size
     return kv_len // page_size * part_size + jnp.clip(of_last, 0, part_size)
-
-
-def write(
-    pages: Pages,
-    layer: Int[Array, ""],
-    sides: Sequence[Float[Array, "T K H"]],
-    page_ids: Int[Array, " T"],
-    offsets: Int[Array, " T"],
-) -> Pages:
-    """Put each token's key and value of a layer, or its latent, at its place of its page.
-
-    What is not a finite number is stored as 0: a model that overflows spoils its own request, but its freed pages, whose old contents the
-    next owner's masked weights multiply, stay harmless. Kernels are promised so (`pool_is_finite`).
-    """
-    # The first index is an array too, so that XLA sees one scatter of S T rows. A single row would become a slice update, which is then
-    # fused into each of its readers, and each copies the whole pool to update its own: 1.3 s a step instead of 20 ms.
-    of_sides = jnp.arange(len(sides))[:, None]
-    kept = jnp.stack(sides).astype(pages.dtype)
-    kept = jnp.where(jnp.isfinite(kept), kept, 0)  # after the cast, which may overflow
-    return pages.at[layer, of_sides, page_ids, :, offsets].set(kept, mode="promise_in_bounds")

@@ -1,4 +1,4 @@
-"""Attention of a program's tokens over pages, in any layer of a model: what they keep is written, then the program's kernels read."""
+"""Attention of a program's tokens over pages, in any layer of a model: what they keep is written, and the program's kernels read."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jaxinfer.kv_cache.pages import Pages, own_places, token_axis, write
+from jaxinfer.kv_cache.pages import Pages, own_places, token_axis
 from jaxinfer.kv_cache.spec import LayerGroups
 from jaxinfer.layers.attention import Attend, How
+from pallas_kernels.page_write import write
 from sharding.mesh import TENSOR
 
 
@@ -27,7 +28,19 @@ class Place(NamedTuple):
 class Kernels(Protocol):
     """A program's, for the heads of one device. `rows` is whatever says which of the tokens are whose."""
 
-    def attend(self, q: Float[Array, "T N H"], pages: Pages, place: Place, rows: Any, how: How) -> Float[Array, "T N H"]: ...
+    def write_and_attend(
+        self,
+        q: Float[Array, "T N H"],
+        k: Float[Array, "T K H"],
+        v: Float[Array, "T K H"],
+        pages: Pages,
+        place: Place,
+        offsets: Int[Array, " T"],
+        rows: Any,
+        how: How,
+    ) -> tuple[Float[Array, "T N H"], Pages]:
+        """Keys and values go to their pages, each to its offset there, and queries attend to them as well."""
+        ...
 
     def attend_to_latents(
         self, q: Float[Array, "T N H"], up: Float[Array, "R N E"], pages: Pages, place: Place, rows: Any, scale: float, axis: str | None
@@ -67,8 +80,7 @@ class _InLayer:
         self, q: Float[Array, "T N H"], k: Float[Array, "T K H"], v: Float[Array, "T K H"], pages: Pages, how: How
     ) -> tuple[Float[Array, "T N H"], Pages]:
         def local(q: Array, k: Array, v: Array, pages: Pages, place: Place, offsets: Array, rows: Any) -> tuple[Array, Pages]:
-            pages = write(pages, place.layer, (k, v), place.page_ids, offsets)
-            return self.program.kernels.attend(q, pages, place, rows, how), pages
+            return self.program.kernels.write_and_attend(q, k, v, pages, place, offsets, rows, how)
 
         return self._over_heads(local, (_HEADS, _HEADS, _HEADS, _KV_HEADS), _KV_HEADS)(q, k, v, pages)
 

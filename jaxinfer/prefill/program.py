@@ -25,6 +25,7 @@ from jaxinfer.sampling.counting import TokenCounts
 from jaxinfer.sampling.sampler import Sampled, sample, token_logprobs
 from pallas_kernels.dispatch import Backend
 from pallas_kernels.latent_prefill_attention.op import latent_prefill_attention
+from pallas_kernels.page_write import write
 from pallas_kernels.ragged_prefill_attention.op import ragged_prefill_attention
 
 _SCORED_AT_ONCE = 32  # prompt tokens whose logits exist at a time when prompt log-probabilities are asked for
@@ -109,8 +110,19 @@ class _Kernels:
 
     backend: Backend
 
-    def attend(self, q: Float[Array, "T N H"], pages: Pages, place: Place, rows: Rows, how: How) -> Float[Array, "T N H"]:
-        return ragged_prefill_attention(
+    def write_and_attend(
+        self,
+        q: Float[Array, "T N H"],
+        k: Float[Array, "T K H"],
+        v: Float[Array, "T K H"],
+        pages: Pages,
+        place: Place,
+        offsets: Int[Array, " T"],
+        rows: Rows,
+        how: How,
+    ) -> tuple[Float[Array, "T N H"], Pages]:
+        pages = write(pages, place.layer, (k, v), place.page_ids, offsets)
+        out = ragged_prefill_attention(
             q,
             pages,
             place.layer,
@@ -123,6 +135,7 @@ class _Kernels:
             soft_cap=how.soft_cap,
             backend=self.backend,
         )
+        return out, pages
 
     def attend_to_latents(
         self, q: Float[Array, "T N H"], up: Float[Array, "R N E"], pages: Pages, place: Place, rows: Rows, scale: float, axis: str | None

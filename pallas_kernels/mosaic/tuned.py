@@ -16,7 +16,7 @@ _FOLDER = Path(__file__).parents[1] / "tuned"
 _SIZES = ("batch", "context", "tokens", "rows")  # what a tiling follows from by and by; all else has to be the same
 
 
-def tuned(kernel: str, shape: Mapping[str, Any]) -> dict[str, int] | None:
+def tuned(kernel: str, shape: Mapping[str, Any]) -> dict[str, Any] | None:
     """Fields of the kernel's `Tiling` that were the quickest for the nearest shape, on the card that is being compiled for; None where no
     such shape was measured on it."""
     device = jax.sharding.get_abstract_mesh().abstract_device

@@ -5,11 +5,16 @@ values from their pages, several ahead; others take them by turns, multiply and 
 put together what they have. All query heads of the KV head are rows of one tile, so every page is read once. Shares of a context are put
 together afterwards (Flash-Decoding). Of latents (MLA, arXiv:2405.04434) the values are columns of the keys' tile, and two
 warpgroups sum up half of them each.
+
+The new token's key and value may be written by the same launch. Their place's old contents are then on their way to shared memory, or not, while
+they are written over; no one looks at that place. The softmax of one block a KV head begins with the new token instead, from registers, and
+tiles count up to it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,13 +25,45 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.mosaic.attention import LOG2_E, NOTHING, drain, wait_if
+from pallas_kernels.mosaic.in_place import kernel_in_place, spread
 from pallas_kernels.mosaic.warpgroup import ROWS, Warpgroup, interleaved
+from pallas_kernels.page_write import write
+from pallas_kernels.paged_attention.mosaic_new_token import NewToken, NewTokens
 from pallas_kernels.paged_attention.mosaic_tiling import ROW_TILE, Tiling, num_row_tiles, tiling_for
 from pallas_kernels.seen import first_seen
 from pallas_kernels.span import EVERYTHING, Span
 
 _Sums = tuple[Array, Array, Array]  # of values, [ROWS, columns], and of the softmax its maximum and sum, [ROWS]
 _COLUMNS = 256  # of the result that a warpgroup has registers to sum up
+
+
+def write_and_attend(
+    q: Float[Array, "B N H"],
+    k: Float[Array, "B K H"],
+    v: Float[Array, "B K H"],
+    kv_pages: Float[Array, "L 2 P K G H"],
+    layer: Int[Array, ""],
+    page_table: Int[Array, "B W"],
+    page_ids: Int[Array, " B"],
+    offsets: Int[Array, " B"],
+    kv_len: Int[Array, " B"],
+    *,
+    tiling: Tiling | None = None,
+    interpreted: bool = False,
+    **options: Any,
+) -> tuple[Float[Array, "B N H"], Float[Array, "L 2 P K G H"]]:
+    """See op.py. One launch where the tiling says so, by which a row without context writes nothing; `options` are `paged_attention`'s."""
+    tiling = tiling or _tiling(q, kv_pages, page_table, is_written=False)
+    if not tiling.writes:
+        kv_pages = write(kv_pages, layer, (k, v), page_ids, offsets)
+        out = paged_attention(q, kv_pages, layer, page_table, kv_len, tiling=tiling, interpreted=interpreted, **options)
+        return out, kv_pages
+    if kv_pages.dtype.itemsize != 2:
+        raise ValueError(f"paged_attention: no launch writes {kv_pages.dtype.name} pages and attends to them")
+    new = NewTokens(k, v, page_ids, offsets)
+    pool = jax.new_ref(kv_pages, memory_space=plgpu.GMEM)
+    out = _attend(q, pool, layer, page_table, kv_len, tiling=tiling, interpreted=interpreted, new=new, **options)[0]
+    return out, jax.freeze(pool)
 
 
 def paged_attention(*arguments: Any, **options: Any) -> Float[Array, "B N V"]:
@@ -51,23 +88,60 @@ def paged_attention_and_lse(
     interpreted: bool = False,
 ) -> tuple[Float[Array, "B N V"], Float[Array, "B N"]]:
     """See op.py. `interpreted`: by JAX's interpreter on a CPU."""
+    return _attend(
+        q,
+        kv_pages,
+        layer,
+        page_table,
+        kv_len,
+        scale=scale,
+        pool_is_finite=pool_is_finite,
+        span=span,
+        soft_cap=soft_cap,
+        kv_scales=kv_scales,
+        value_size=value_size,
+        tiling=tiling or _tiling(q, kv_pages, page_table, is_latent=value_size is not None),
+        interpreted=interpreted,
+    )
+
+
+def _tiling(q: Array, kv_pages: Array, page_table: Array, **kind: bool) -> Tiling:
+    batch, num_heads, head_size = q.shape
+    num_kv_heads, page_size = kv_pages.shape[3:5]
+    max_context = page_table.shape[1] * page_size
+    return tiling_for(batch, num_kv_heads, num_heads // num_kv_heads, head_size, page_size, max_context, kv_pages.dtype, **kind)
+
+
+def _attend(
+    q: Array,
+    kv_pages: Any,  # an array, or a Ref of one that is written to
+    layer: Array,
+    page_table: Array,
+    kv_len: Array,
+    *,
+    scale: float,
+    pool_is_finite: bool,
+    tiling: Tiling,
+    interpreted: bool,
+    span: Span = EVERYTHING,
+    soft_cap: float | None = None,
+    kv_scales: Array | None = None,
+    value_size: int | None = None,
+    new: NewTokens | None = None,
+) -> tuple[Float[Array, "B N V"], Float[Array, "B N"]]:
     batch, num_heads, head_size = q.shape
     num_kv_heads, page_size = kv_pages.shape[3:5]
     group, dtype = num_heads // num_kv_heads, kv_pages.dtype
-    is_latent = value_size is not None
-    tiling = tiling or tiling_for(
-        batch, num_kv_heads, group, head_size, page_size, page_table.shape[1] * page_size, dtype, is_latent=is_latent
-    )
-    # Rows of the last tile past these are never written, so they hold anything; no row's result depends on another's.
-    num_rows = -(-group // ROW_TILE) * ROW_TILE
     factor = jnp.float16 if dtype.itemsize == 1 else dtype  # what is multiplied: Hopper converts float8 to no other type
-    grouped = q.astype(factor).reshape(batch, num_kv_heads, group, head_size)
-    rows = jnp.pad(grouped, ((0, 0), (0, 0), (0, num_rows - group), (0, 0)))
+    rows = q.astype(factor).reshape(batch, num_kv_heads, group, head_size)
+    if new is not None:
+        rows = new.after(rows)
+    rows = jnp.pad(rows, ((0, 0), (0, 0), (0, -rows.shape[2] % ROW_TILE), (0, 0)))
     scales = jnp.full(num_kv_heads, scale, jnp.float32)
     if kv_scales is not None:
         scales *= kv_scales[layer, 0]
-    body = _Body(Warpgroup(interpreted), tiling, page_size, page_table.shape[1], num_rows, value_size, pool_is_finite, span, soft_cap)
-    out, weight = body.call(rows, kv_pages, scales, layer, page_table, kv_len)
+    body = _Body(Warpgroup(interpreted), tiling, page_size, page_table.shape[1], group, value_size, pool_is_finite, span, soft_cap)
+    out, weight = body.call(rows, kv_pages, scales, layer, page_table, kv_len, new)
     weight = weight[..., :group]
     out = _together(out[:, :, :, :group], weight) if tiling.splits > 1 else out[:, :, 0, :group]
     # Of shares: where none has a token the largest is about NOTHING, and so is what they come to.
@@ -91,17 +165,23 @@ class _Body:
     tiling: Tiling
     page_size: int
     table_width: int
-    num_rows: int  # of a KV head's queries
+    group: int  # a KV head's queries
     value_size: int | None  # columns of latents that are values
     pool_is_finite: bool
     span: Span
     soft_cap: float | None
 
+    @property
+    def num_rows(self) -> int:
+        """Rows that are copied: the queries, and what follows them up to a whole tile of shared memory. Those past them are never written, so they
+        hold anything; no row's result depends on another's."""
+        return -(-self.group // ROW_TILE) * ROW_TILE
+
     def call(
-        self, rows: Array, kv_pages: Array, scales: Array, layer: Array, page_table: Array, kv_len: Array
+        self, rows: Array, kv_pages: Any, scales: Array, layer: Array, page_table: Array, kv_len: Array, new: NewTokens | None
     ) -> tuple[Float[Array, "B K S R V"], Float[Array, "B K S R"]]:
-        batch, num_kv_heads, num_rows, head_size = rows.shape
-        tiling, dtype = self.tiling, kv_pages.dtype
+        batch, num_kv_heads, _, head_size = rows.shape
+        tiling, num_rows, dtype = self.tiling, self.num_rows, kv_pages.dtype
         value_size = self.value_size or head_size
         out_dtype = jnp.float32 if tiling.splits > 1 else rows.dtype
         tiles = plgpu.SMEM((tiling.stages, tiling.tokens, head_size), dtype, transforms=interleaved(head_size, dtype))
@@ -128,7 +208,7 @@ class _Body:
             "done": plgpu.Barrier(num_arrivals=num_parts * turns),
             "handed_over": plgpu.Barrier(num_arrivals=max(turns - 1, 1)),
         }
-        kernel = self.warpgroup.kernel(
+        kernel = (self.warpgroup.kernel if new is None else partial(kernel_in_place, self.warpgroup))(
             self._kernel,
             out_type=[
                 jax.ShapeDtypeStruct((batch, num_kv_heads, tiling.splits, num_rows, value_size), out_dtype),
@@ -141,29 +221,34 @@ class _Body:
             scratch_types=scratch,
             compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         )
-        return kernel(rows, kv_pages, scales, layer.reshape(1), page_table, kv_len)
+        return kernel(rows, kv_pages, scales, layer.reshape(1), page_table, kv_len, None if new is None else new.places)
 
     def _kernel(
-        self, q: Any, kv: Any, scales: Any, layer: Any, page_table: Any, kv_len: Any, out: Any, weight: Any, **scratch: Any
+        self, q: Any, kv: Any, scales: Any, layer: Any, page_table: Any, kv_len: Any, new_at: Any, out: Any, weight: Any, **scratch: Any
     ) -> None:
         request, tile, share = (lax.axis_index(name) for name in ("request", "tile", "share"))
         head = lax.div(tile, num_row_tiles(self.num_rows))
         first_row = pl.multiple_of(lax.rem(tile, num_row_tiles(self.num_rows)) * ROWS, ROWS)
         rows = pl.ds(first_row, min(self.num_rows, ROWS))
-        part = _Part.of_share(self.span, kv_len[request], share, self.tiling)
+        pool, context = kv.at[layer[0]], kv_len[request]
+        part = _Part.of_share(self.span, context, share, self.tiling, num_new=0 if new_at is None else 1)
         num_parts, turns = self._num_parts(out.shape[-1]), self.tiling.warpgroups
+        token = None
+        if new_at is not None:
+            new_rows, place = q.at[request, head, pl.ds(self.group, 2)], (new_at[0][request], head, new_at[1][request])
+            is_here = (context > 0) & (share == 0)
+            token = NewToken(new_rows, pool.at[0, *place], pool.at[1, *place], is_here, is_here & (first_row == 0))
 
         for index in range(num_parts * turns):
 
             @pl.when(lax.axis_index("warpgroup") == index)
             def _multiply(index: int = index) -> None:
                 goes_to = out.at[request, head, share, rows], weight.at[request, head, share, pl.ds(first_row, ROWS)]
-                multiplier = _Multiplier(self, part, index // turns, num_parts, index % turns, scales[head])
+                multiplier = _Multiplier(self, part, index // turns, num_parts, index % turns, scales[head], token)
                 multiplier.run(q.at[request, head, rows], *goes_to, **scratch)
 
         @pl.when(lax.axis_index("warpgroup") == num_parts * turns)
         def _fetch() -> None:
-            pool = kv.at[layer[0]]
             self._fetch(part, lambda side, page: pool.at[side, page, head], lambda place: page_table[request, place], **scratch)
 
     def _fetch(
@@ -199,14 +284,15 @@ class _Part:
     """A block's share of a context."""
 
     first: Array | int  # position that the query attends to
-    context: Array  # positions before which it does
+    context: Array  # positions before which it does, of those that lie in pages
     start: Array  # tile
     num_tiles: Array
 
     @classmethod
-    def of_share(cls, span: Span, context: Array, share: Array, tiling: Tiling) -> _Part:
+    def of_share(cls, span: Span, context: Array, share: Array, tiling: Tiling, num_new: int) -> _Part:
         first = first_seen(span, jnp.maximum(context - 1, 0))
         first_tile = 0 if span == EVERYTHING else lax.div(first, tiling.tokens)
+        context = jnp.maximum(context - num_new, 0)
         num_tiles = _ceil_div(context, tiling.tokens) - first_tile
         of_share = _ceil_div(num_tiles, tiling.splits)
         start = share * of_share
@@ -223,6 +309,7 @@ class _Multiplier:
     num_parts: int
     turn: int
     scale: Array
+    new: NewToken | None
 
     def run(
         self,
@@ -248,8 +335,12 @@ class _Multiplier:
         columns, rows = pl.ds(self.index * size, size), pl.ds(0, q.shape[0])
         if self.index == self.turn == 0:
             plgpu.copy_gmem_to_smem(q, q_tile.at[rows], q_arrival)
+        # While the queries are on their way.
+        new = None if self.new is None or self.turn > 0 else self.new.write(self.body.warpgroup)
         plgpu.barrier_wait(q_arrival)
-        sums = self._attend(columns, size, q_tile, keys, values, [w.at[self.turn] for w in wide], arrivals, consumed)
+        sums = self._attend(
+            self._start(size, q_tile, new), columns, q_tile, keys, values, [w.at[self.turn] for w in wide], arrivals, consumed
+        )
         if self.num_parts * turns > 1:  # the others may still read the keys that totals are written over
             plgpu.barrier_arrive(done)
             plgpu.barrier_wait(done)
@@ -275,7 +366,19 @@ class _Multiplier:
             plgpu.copy_smem_to_gmem(weight_tile, weight)
         plgpu.wait_smem_to_gmem(0)
 
-    def _attend(self, columns: Any, size: int, q_tile: Any, keys: Any, values: Any, wide: Any, arrivals: Any, consumed: Any) -> _Sums:
+    def _start(self, size: int, q_tile: Any, new: tuple[Array, Array] | None) -> _Sums:
+        """What there is before the first tile: nothing, or the new token where the block attends to it."""
+        warpgroup = self.body.warpgroup
+        nothing = warpgroup.full((ROWS, size), 0.0), warpgroup.full((ROWS,), NOTHING), warpgroup.full((ROWS,), 0.0)
+        if new is None or self.new is None:
+            return nothing
+        key, value = (spread(warpgroup, row, ROWS) for row in new)
+        score = self._capped((warpgroup.load(q_tile).astype(jnp.float32) * key).sum(axis=1))
+        token = value, score, warpgroup.full((ROWS,), 1.0)
+        total, top, sum_ = (jnp.where(self.new.is_here, a, b) for a, b in zip(token, nothing, strict=True))
+        return total, top, sum_
+
+    def _attend(self, start: _Sums, columns: Any, q_tile: Any, keys: Any, values: Any, wide: Any, arrivals: Any, consumed: Any) -> _Sums:
         """Over the tiles of its turns."""
         warpgroup, tiling = self.body.warpgroup, self.body.tiling
         tokens, turns = tiling.tokens, tiling.warpgroups
@@ -306,8 +409,7 @@ class _Multiplier:
             plgpu.barrier_arrive(consumed[-1].at[stage])
             return total, new_top, sum_
 
-        nothing = warpgroup.full((ROWS, size), 0.0), warpgroup.full((ROWS,), NOTHING), warpgroup.full((ROWS,), 0.0)
-        return lax.fori_loop(0, lax.div(self.part.num_tiles + (turns - 1 - self.turn), turns), one, nothing)
+        return lax.fori_loop(0, lax.div(self.part.num_tiles + (turns - 1 - self.turn), turns), one, start)
 
     def _both(self, sums: _Sums, others: tuple[Any, Any, Any]) -> _Sums:
         """Its own and another warpgroup's, as if one had had all tiles."""

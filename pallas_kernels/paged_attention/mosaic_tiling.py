@@ -26,6 +26,7 @@ class Tiling:
     stages: int  # tiles of keys, and of values, on their way or in use
     splits: int  # shares of each context
     warpgroups: int = 2  # that take a share's tiles by turns; each has stages / warpgroups of the stages. Of latents 1
+    writes: bool = False  # whether a launch that has new keys and values writes them too, or finds them written
 
     def __post_init__(self) -> None:
         if self.stages % self.warpgroups:
@@ -42,12 +43,15 @@ def tiling_for(
     dtype: jnp.dtype,
     *,
     is_latent: bool = False,
+    is_written: bool = True,
 ) -> Tiling:
-    """What was the quickest on this card; where nothing like it was measured, a tiling that fills the GPU
-    and its multiprocessors' shared memory."""
+    """What was the quickest on this card, of writing and attending together where the new keys and values are not written yet; where nothing
+    like it was measured, a tiling that fills the GPU and its multiprocessors' shared memory."""
     heads = {"num_heads": num_kv_heads * group, "num_kv_heads": num_kv_heads, "head_size": head_size, "page_size": page_size}
-    if not is_latent and (best := tuned("paged_attention", {"dtype": dtype.name, **heads, "batch": batch, "context": max_context})):
-        return Tiling(**best)
+    shape = {"dtype": dtype.name, **heads, "batch": batch, "context": max_context}
+    for op in () if is_latent else ("paged_attention",) if is_written else ("write_and_attend", "paged_attention"):
+        if best := tuned(op, shape):
+            return Tiling(**best)
     blocks = batch * num_kv_heads * num_row_tiles(group)
     splits = max(1, min(_BLOCKS // blocks, -(-max_context // _SHORTEST_SHARE)))
     # Of latents no stage holds more, and pages of many devices together are large: they are read tile by tile.

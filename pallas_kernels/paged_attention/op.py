@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import Backend
+from pallas_kernels.page_write import write
 from pallas_kernels.paged_attention import llvm_cpu, mosaic_gpu, mosaic_tiling, reference, xla
 from pallas_kernels.paged_attention.llvm_tiles import LANES
 from pallas_kernels.span import EVERYTHING, Span
@@ -67,6 +69,48 @@ def paged_attention(
         return llvm_cpu.paged_attention(*arguments, scale=scale, pool_is_finite=pool_is_finite)
     options = {} if is_plain else {"span": span, "soft_cap": soft_cap, "kv_scales": kv_scales, "value_size": value_size}
     return _IMPLEMENTATIONS[backend](*arguments, scale=scale, pool_is_finite=pool_is_finite, **options)[0]
+
+
+def write_and_attend(
+    q: Float[Array, "B N H"],
+    k: Float[Array, "B K H"],
+    v: Float[Array, "B K H"],
+    kv_pages: Float[Array, "L 2 P K G H"],
+    layer: Int[Array, ""],
+    page_table: Int[Array, "B W"],
+    page_ids: Int[Array, " B"],
+    offsets: Int[Array, " B"],
+    kv_len: Int[Array, " B"],
+    *,
+    scale: float,
+    pool_is_finite: bool = False,
+    span: Span = EVERYTHING,
+    soft_cap: float | None = None,
+    backend: Backend = "xla",
+) -> tuple[Float[Array, "B N H"], Float[Array, "L 2 P K G H"]]:
+    """Puts each request's new key and value at their place, as `page_write.write` does, and attends to the context that ends with them. On
+    'mosaic_gpu' one launch does both where that was the quicker on the card (`mosaic_tiling.Tiling.writes`); the pool is updated in place
+    where it is donated.
+
+    Args:
+      k, v: the new token's, of each request.
+      page_ids, offsets: where they go: the place of position kv_len - 1. A padded row's may be written to, or not: the page is then no one's.
+      The others are `paged_attention`'s. The new places may hold what they like, as all that lies outside of contexts.
+
+    Returns the attention output in q's type, and the pool. Raises `ValueError` as `paged_attention` does.
+    """
+    _check_shapes(q, kv_pages, page_table, kv_len, None)
+    rows = (q.shape[0], kv_pages.shape[3], q.shape[2])
+    if k.shape != rows or v.shape != rows or page_ids.shape != kv_len.shape or offsets.shape != kv_len.shape:
+        raise ValueError(
+            f"paged_attention: k {k.shape} and v {v.shape} must be {rows}, page_ids {page_ids.shape} and offsets {offsets.shape} {kv_len.shape}"
+        )
+    options: dict[str, Any] = {"scale": scale, "pool_is_finite": pool_is_finite, "span": span, "soft_cap": soft_cap}
+    if backend == "mosaic_gpu":
+        _check_backend(backend, q, kv_pages, is_plain=False, is_latent=False)
+        return mosaic_gpu.write_and_attend(q, k, v, kv_pages, layer, page_table, page_ids, offsets, kv_len, **options)
+    kv_pages = write(kv_pages, layer, (k, v), page_ids, offsets)
+    return paged_attention(q, kv_pages, layer, page_table, kv_len, backend=backend, **options), kv_pages
 
 
 def paged_attention_and_lse(

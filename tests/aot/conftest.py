@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -40,3 +41,10 @@ def compile_for(target) -> Compile:
 def num_kernels(compiled: jax.stages.Compiled) -> int:
     """Mosaic GPU kernels in a program, as often as they are called."""
     return compiled.as_text().count('custom_call_target="mosaic_gpu')
+
+
+def makers(compiled: jax.stages.Compiled, shape: tuple[int, ...]) -> set[str]:
+    """Which operations of a program give an array of this shape, or a tuple with one: those that pass it on alone are left out."""
+    sizes = f"[{','.join(map(str, shape))}]"
+    found = re.findall(r"^ *(?:ROOT )?%\S+ = (.*?) ([a-z][a-z0-9-]*)\(", compiled.as_text(), re.MULTILINE)
+    return {name for given, name in found if sizes in given} - {"parameter", "tuple", "get-tuple-element", "bitcast"}

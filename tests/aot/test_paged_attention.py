@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import math
+from dataclasses import replace
+
 import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.paged_attention import xla
-from pallas_kernels.paged_attention.mosaic_gpu import paged_attention, paged_attention_and_lse
+from pallas_kernels.paged_attention.mosaic_gpu import paged_attention, paged_attention_and_lse, write_and_attend
+from pallas_kernels.paged_attention.mosaic_tiling import tiling_for
 from pallas_kernels.span import Span
-from tests.aot.conftest import num_kernels
+from tests.aot.conftest import makers, num_kernels
 
 pytestmark = pytest.mark.aot
 NUM_PAGES = 4096
@@ -51,6 +56,33 @@ def test_paged_attention_over_latents(compile_for, batch, num_heads, page_size):
     """DeepSeek-V3's and Kimi K2's, whole or an eighth of the heads; a device's part of a page, or pages of many devices on one."""
     attend = paged_attention if num_heads == 16 else paged_attention_and_lse
     assert num_kernels(compile_paged(compile_for, batch, num_heads, 1, 576, attend=attend, page_size=page_size, value_size=512)) == 1
+
+
+@pytest.mark.parametrize(
+    ("batch", "num_heads", "num_kv_heads", "head_size", "options"),
+    [
+        (1, 32, 8, 128, {}),
+        (128, 32, 8, 128, {"pool_is_finite": False}),
+        (32, 9, 3, 64, {"span": Span(window=1024)}),
+        (32, 32, 32, 80, {"soft_cap": 50.0}),
+        (32, 16, 8, 256, {"dtype": jnp.float16}),
+        (8, 128, 1, 128, {}),
+    ],
+)
+def test_one_launch_writes_and_attends(compile_for, batch, num_heads, num_kv_heads, head_size, options):
+    dtype = jnp.dtype(options.pop("dtype", jnp.bfloat16))
+    tiling = replace(tiling_for(batch, num_kv_heads, num_heads // num_kv_heads, head_size, 16, 4096, dtype), writes=True)
+    row, pool = (batch, num_kv_heads, head_size), (2, 2, NUM_PAGES, num_kv_heads, 16, head_size)
+    compiled = compile_for(
+        functools.partial(write_and_attend, scale=0.1, tiling=tiling, **{"pool_is_finite": True, **options}),
+        ((batch, num_heads, head_size), dtype),
+        *((shape, dtype) for shape in (row, row, pool)),
+        *((shape, jnp.int32) for shape in ((), (batch, 256), (batch,), (batch,), (batch,))),
+        donate=(3,),
+    )
+    assert num_kernels(compiled) == 1
+    assert makers(compiled, pool) == {"custom-call"}, "nothing else writes to the pool, or copies it"
+    assert compiled.memory_analysis().alias_size_in_bytes >= math.prod(pool) * 2
 
 
 def compile_paged(

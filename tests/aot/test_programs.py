@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from jaxinfer.layers.matrices import MatrixFormat
+from jaxinfer.models.config import ArchitectureConfig
 from jaxinfer.models.registry import read_config
 from jaxinfer.models.shapes import model_shape
-from tests.aot.conftest import num_kernels
-from tests.aot.engine_programs import BFLOAT16, compile_for, large_copies
+from pallas_kernels.paged_attention import mosaic_tiling
+from tests.aot.conftest import makers, num_kernels
+from tests.aot.engine_programs import BFLOAT16, EngineProgram, compile_for, first_layers, large_copies
 
 pytestmark = pytest.mark.aot
 
@@ -28,6 +32,39 @@ def test_llama_3_1_8b(target, name):
     activations = 4 * (6 * sampled * config.vocab_size + 3 * int(size) * (2 * config.mlp_size + config.hidden_size))
     assert memory.temp_size_in_bytes < activations + 2**25
     assert not large_copies(program.compiled.as_text(), max(activations, 2**25)), "of a cache or of a layer's weights"
+
+
+@pytest.mark.parametrize("name", ["decode/1", "decode/128"])
+def test_one_launch_a_layer_writes_and_attends_where_the_cards_record_says_so(target, name, monkeypatch):
+    """The pool goes through 32 launches, each of which writes to it where it is, and nothing else does."""
+    config = read_config(model_shape("llama-3.1-8b"))
+    program = _compiled_by_record(monkeypatch, target, config, name, writes=True)
+    assert num_kernels(program.compiled) == config.num_layers
+    assert makers(program.compiled, _pool_shape(program)) == {"custom-call"}
+    assert program.compiled.memory_analysis().alias_size_in_bytes >= program.pool_bytes
+    assert program.compiled.memory_analysis().temp_size_in_bytes < program.pool_bytes / 8
+
+
+def test_that_is_a_launch_less_a_layer(target, monkeypatch):
+    """Else XLA writes, in the launch that also rotates the keys; what is then left of that goes along with the queries."""
+    config, launches = first_layers(read_config(model_shape("llama-3.1-8b")), 2), {}
+    for writes in (False, True):
+        program = _compiled_by_record(monkeypatch, target, config, "decode/1", writes=writes)
+        assert ("fusion" in makers(program.compiled, _pool_shape(program))) is not writes
+        text = program.compiled.as_text()
+        launches[writes] = len(re.findall(r" (?:fusion|custom-call)\(", text[text.index("\nENTRY ") :]))
+    assert launches[False] - launches[True] >= config.num_layers - 1, "one of all layers finds where the pages are"
+
+
+def _compiled_by_record(monkeypatch, target: str, config: ArchitectureConfig, name: str, *, writes: bool) -> EngineProgram:
+    record = {"tokens": 64, "stages": 6, "splits": 1, "writes": writes}
+    monkeypatch.setattr(mosaic_tiling, "tuned", lambda op, _: record if op == "write_and_attend" else None)
+    return compile_for(target, 1, config, MatrixFormat(BFLOAT16), name, num_pages=NUM_PAGES, context=CONTEXT)
+
+
+def _pool_shape(program: EngineProgram) -> tuple[int, ...]:
+    spec = program.spec
+    return spec.num_layers, 2, NUM_PAGES, spec.num_kv_heads, spec.page_size, spec.head_size
 
 
 def test_large_copies_are_seen():

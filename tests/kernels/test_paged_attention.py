@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels.llvm import machine
+from pallas_kernels.page_write import write
 from pallas_kernels.paged_attention import llvm_cpu
 from pallas_kernels.paged_attention.cases import CASES, Case
-from pallas_kernels.paged_attention.op import paged_attention, paged_attention_and_lse, why_not
+from pallas_kernels.paged_attention.op import paged_attention, paged_attention_and_lse, why_not, write_and_attend
 from pallas_kernels.span import Span
 from tests.kernels.poisoned_pool import LAYER, poisoned_pool
 
@@ -327,3 +328,25 @@ def test_what_a_backend_has_no_kernel_for_is_refused():
     for options in ({"span": Span(window=4)}, {"soft_cap": 3.0}, {"kv_scales": jnp.ones((kv.shape[0], 2, 2))}):
         with pytest.raises(ValueError, match="windows, chunks, soft caps, scales, latents"):
             paged_attention(q, kv, LAYER, table, kv_len, scale=1.0, backend="llvm_cpu", **options)
+
+
+@pytest.mark.parametrize("backend", ["reference", "xla", "llvm_cpu"])
+def test_new_tokens_are_written_and_attended_to(backend):
+    case = Case("small", 4, 2, 16, 8, (1, 8, 9, 0))
+    q, kv, table, kv_len = arguments(case, case.context, 0)
+    k, v = jnp.asarray(np.random.default_rng(1).standard_normal((2, 4, 2, 16)), jnp.float32)
+    page_ids, offsets = jnp.where(kv_len > 0, table[jnp.arange(4), (kv_len - 1) // 8], 0), (kv_len - 1) % 8
+    attend = jax.jit(functools.partial(write_and_attend, scale=0.3, backend=backend))
+    out, pool = attend(q, k, v, kv, jnp.int32(LAYER), table, page_ids, offsets, kv_len)
+    np.testing.assert_array_equal(pool, write(kv, LAYER, (k, v), page_ids, offsets))
+    np.testing.assert_array_equal(pool[LAYER, 1, page_ids[2], :, 0], v[2])
+    np.testing.assert_allclose(out, run(q, pool, table, kv_len, scale=0.3, backend="reference"), atol=1e-5)
+    np.testing.assert_allclose(out[0], jnp.repeat(v[0], 2, axis=0), atol=1e-6)  # all that there is to attend to
+
+
+def test_new_tokens_that_do_not_fit_are_refused():
+    q, kv, table, kv_len = arguments(Case("small", 4, 2, 16, 8, (1,)), (1,), 0)
+    k = jnp.zeros((1, 2, 16))
+    for wrong in ((k[:, :1], k, kv_len, kv_len), (k, k[..., :8], kv_len, kv_len), (k, k, kv_len[:0], kv_len)):
+        with pytest.raises(ValueError, match="page_ids"):
+            write_and_attend(q, *wrong[:2], kv, LAYER, table, *wrong[2:], kv_len, scale=1.0)

@@ -17,6 +17,11 @@ HEADS = {"dtype": "bfloat16", "num_heads": 32, "num_kv_heads": 8, "head_size": 1
 ENTRIES = [
     {"kernel": "paged_attention", "shape": HEADS | {"batch": 1, "context": 512}, "tiling": {"tokens": 64, "stages": 4, "splits": 4}},
     {"kernel": "paged_attention", "shape": HEADS | {"batch": 32, "context": 4096}, "tiling": {"tokens": 128, "stages": 2, "splits": 1}},
+    {
+        "kernel": "write_and_attend",
+        "shape": HEADS | {"batch": 32, "context": 4096},
+        "tiling": {"tokens": 64, "stages": 6, "splits": 1, "warpgroups": 2, "writes": True},
+    },
     {"kernel": "another", "shape": HEADS | {"batch": 4, "context": 4096}, "tiling": {"tokens": 1}},
 ]
 
@@ -64,3 +69,13 @@ def test_paged_attention_takes_what_was_tuned(on):
     assert mosaic_tiling.tiling_for(32, *sizes) == mosaic_tiling.Tiling(128, 2, 1)
     on("NVIDIA H100")
     assert mosaic_tiling.tiling_for(32, *sizes).tokens == 64
+
+
+def test_a_launch_writes_too_where_that_was_tuned_and_nowhere_else(on, monkeypatch):
+    sizes = (8, 4, 128, 16, 4096, jax.numpy.dtype("bfloat16"))
+    on("NVIDIA H200")
+    assert mosaic_tiling.tiling_for(32, *sizes, is_written=False) == mosaic_tiling.Tiling(64, 6, 1, writes=True)
+    on("NVIDIA H100")
+    assert not mosaic_tiling.tiling_for(32, *sizes, is_written=False).writes
+    monkeypatch.setattr(mosaic_tiling, "tuned", lambda op, _: ENTRIES[1]["tiling"] if op == "paged_attention" else None)
+    assert mosaic_tiling.tiling_for(32, *sizes, is_written=False) == mosaic_tiling.Tiling(128, 2, 1), "as attention alone"

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jaxinfer.kv_cache.pages import PagePool, own_length, own_places, token_axis, write
+from jaxinfer.kv_cache.pages import PagePool, own_length, own_places, token_axis
 from jaxinfer.kv_cache.spec import NULL_PAGE, PageSpec
+from pallas_kernels.page_write import write
 from sharding.mesh import TENSOR, make_mesh
 from sharding.rules import TENSOR_PARALLEL, rules_for
 

@@ -1,0 +1,52 @@
+"""Kernels for Mosaic GPU that change an operand where it lies, and a single row of it at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams  # public from JAX 0.11 on
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from pallas_kernels.mosaic.warpgroup import Warpgroup, load_as
+
+
+def kernel_in_place(
+    warpgroup: Warpgroup,
+    body: Callable[..., None],
+    *,
+    out_type: Any,
+    scratch_types: Mapping[str, Any],
+    compiler_params: plgpu.CompilerParams,
+    thread_name: str,
+    **mesh: Any,
+) -> Callable[..., Any]:
+    """`Warpgroup.kernel`, whose operands may be `jax.Ref`s too: what the body writes to them is there afterwards, and XLA gives such an operand
+    and the result that takes its place one memory. `plgpu.kernel` itself takes no `Ref`: it goes through `jax.custom_batching.custom_vmap`,
+    which has no rule for them (JAX 0.10 and 0.11); this is what it does less that."""
+
+    def with_scratch(*refs: Any) -> None:
+        pl.run_scoped(partial(body, *refs), collective_axes=thread_name, **scratch_types)
+
+    return pl.kernel(
+        with_scratch,
+        out_type=out_type,
+        mesh=plgpu.Mesh(thread_name=thread_name, **mesh),
+        compiler_params=compiler_params,
+        interpret=InterpretGPUParams() if warpgroup.interpreted else False,
+    )
+
+
+def load_row(warpgroup: Warpgroup, ref: Any) -> Array:
+    """[X] of global memory as `spread` takes it."""
+    return ref[...] if warpgroup.interpreted else load_as(plgpu.Layout.WGMMA.reduce(0), ref, optimized=False)
+
+
+def spread(warpgroup: Warpgroup, row: Float[Array, " X"], num_rows: int) -> Float[Array, "R X"]:
+    """The row so many times, as accumulators lie."""
+    wide = jnp.broadcast_to(row, (num_rows, len(row)))
+    return wide if warpgroup.interpreted else plgpu.layout_cast(wide, plgpu.Layout.WGMMA)

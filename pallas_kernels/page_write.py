@@ -1,0 +1,28 @@
+"""Writing to a page pool: what every program does that keeps keys and values, or latents, for kernels to read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+def write(
+    pages: Float[Array, "L S P K G H"],
+    layer: Int[Array, ""],
+    sides: Sequence[Float[Array, "T K H"]],
+    page_ids: Int[Array, " T"],
+    offsets: Int[Array, " T"],
+) -> Float[Array, "L S P K G H"]:
+    """Put each token's key and value of a layer, or its latent, at its place of its page.
+
+    What is not a finite number is stored as 0: a model that overflows spoils its own request, but its freed pages, whose old contents the
+    next owner's masked weights multiply, stay harmless. Kernels are promised so (`pool_is_finite`).
+    """
+    # The first index is an array too, so that XLA sees one scatter of S T rows. A single row would become a slice update, which is then
+    # fused into each of its readers, and each copies the whole pool to update its own: 1.3 s a step instead of 20 ms.
+    of_sides = jnp.arange(len(sides))[:, None]
+    kept = jnp.stack(sides).astype(pages.dtype)
+    kept = jnp.where(jnp.isfinite(kept), kept, 0)  # after the cast, which may overflow
+    return pages.at[layer, of_sides, page_ids, :, offsets].set(kept, mode="promise_in_bounds")
