@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache, partial
 from typing import Any
 
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.gpu import grouped, paged, prefill
+from benchmarks.gpu import grouped, paged, prefill, written
 from benchmarks.gpu.absent import stand_in
 from benchmarks.gpu.floors import DATASHEET
 from benchmarks.gpu.measure import Found, Measure
@@ -33,25 +33,36 @@ Tiling = dict[str, int]
 class Kernel:
     """An op, as something to measure. `cases` are its sizes, each with the name that the report has."""
 
-    name: str  # of the folder in pallas_kernels and of the function
+    name: str  # of the function
     cases: Callable[[Sizes], dict[str, Any]]
     problem: Callable[[Sizes, Any, int], Problem]  # of a case, with a seed
     tilings: Callable[[Sizes, Any], list[Tiling]]  # that are worth a try
+    folder: str = ""  # in pallas_kernels, if it hasn't the function's name
+    more_cases: Callable[[Sizes], dict[str, Any]] = lambda _: {}  # that tilings are tried in besides
+    # Of the GPU's kernel, which are measured beside one another, with the tiling of each; if there are none it chooses its own.
+    versions: Mapping[str, Callable[[Sizes, Any], Tiling]] = field(default_factory=dict)
+
+    def tuned_cases(self, sizes: Sizes) -> dict[str, Any]:
+        return self.cases(sizes) | self.more_cases(sizes)
 
 
 KERNELS = (
     Kernel("paged_attention", paged.cases, paged.problem, paged.tilings),
     Kernel("ragged_prefill_attention", prefill.cases, prefill.problem, prefill.tilings),
     Kernel("grouped_matmul", grouped.cases, grouped.problem, grouped.tilings),
+    Kernel("write_and_attend", written.cases, written.problem, written.tilings, "paged_attention", written.all_cases, written.VERSIONS),
 )
 
 
 def measures(sizes: Sizes, way: str, seed: int) -> list[Measure]:
     """Every kernel in every size in one way of running it."""
     return [
-        Measure(kernel.name, way, case, partial(_measure, kernel, sizes, way, case, seed), _LIMIT_S)
+        Measure(
+            kernel.name, ", ".join(filter(None, (way, version))), case, partial(_measure, kernel, sizes, way, case, seed, version), _LIMIT_S
+        )
         for kernel in KERNELS
         for case in kernel.cases(sizes)
+        for version in ((way == GPU_WAY and kernel.versions) or ("",))
     ]
 
 
@@ -66,25 +77,27 @@ def tunings(sizes: Sizes, seed: int) -> list[Measure]:
             _LIMIT_S,
         )
         for kernel in KERNELS
-        for case, about in kernel.cases(sizes).items()
+        for case, about in kernel.tuned_cases(sizes).items()
         for tiling in kernel.tilings(sizes, about)
     ]
 
 
 def implementation(name: str, way: str, tiling: Tiling | None) -> Callable[..., Any]:
     """The op in this way. The GPU kernel is taken from its own module, which takes a tiling. Raises `ImportError` where there is none."""
+    folder = next((kernel.folder for kernel in KERNELS if kernel.name == name), "") or name
     if way == GPU_WAY:
-        module = importlib.import_module(f"pallas_kernels.{name}.mosaic_gpu")
+        module = importlib.import_module(f"pallas_kernels.{folder}.mosaic_gpu")
         options = {} if tiling is None else {"tiling": module.Tiling(**tiling)}
         return partial(getattr(module, name), **options)
     stand_in()
-    op = getattr(importlib.import_module(f"pallas_kernels.{name}.op"), name)
+    op = getattr(importlib.import_module(f"pallas_kernels.{folder}.op"), name)
     return partial(op, backend=way)
 
 
-def _measure(kernel: Kernel, sizes: Sizes, way: str, case: str, seed: int) -> Iterator[Found]:
-    function = implementation(kernel.name, way, None)
-    yield measured(function, kernel.problem(sizes, kernel.cases(sizes)[case], seed), sizes, case, {})
+def _measure(kernel: Kernel, sizes: Sizes, way: str, case: str, seed: int, version: str) -> Iterator[Found]:
+    about = kernel.cases(sizes)[case]
+    function = implementation(kernel.name, way, kernel.versions[version](sizes, about) if version else None)
+    yield measured(function, kernel.problem(sizes, about, seed), sizes, case, {})
 
 
 def _tune(kernel: Kernel, sizes: Sizes, case: str, seed: int, tiling: Tiling) -> Iterator[Found]:
@@ -95,7 +108,7 @@ def _tune(kernel: Kernel, sizes: Sizes, case: str, seed: int, tiling: Tiling) ->
 @lru_cache(maxsize=1)
 def _problem_for_tilings(kernel: Kernel, sizes: Sizes, case: str, seed: int) -> Problem:
     """The same for all tilings of a size, with the check that is nearest to what is timed."""
-    problem = kernel.problem(sizes, kernel.cases(sizes)[case], seed)
+    problem = kernel.problem(sizes, kernel.tuned_cases(sizes)[case], seed)
     name, check = list(problem.checks.items())[-1]
     return replace(problem, checks={name: replace(check, expected=cache(check.expected))})
 

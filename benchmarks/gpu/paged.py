@@ -92,16 +92,20 @@ def problem(sizes: Sizes, case: Case, seed: int) -> Problem:
     checks = {name: _check(sizes, case, int(random.integers(2**31)), fill, name == "finite pool") for name, fill in fills.items()}
     layers = [jnp.int32(layer) for layer in range(num_inputs)]
     columns = None if case.value_size is None else q[..., case.value_size :]
+    return Problem(case.work, q, (kv, table, lengths, scales, columns), layers, step, checks, shape_of(case))
+
+
+def shape_of(case: Case) -> dict[str, Any]:
+    """By which `mosaic_tiling.tiling_for` finds a tiling; of latents, for which it looks for none, more."""
     about = asdict(case)
-    return Problem(case.work, q, (kv, table, lengths, scales, columns), layers, step, checks, about | about.pop("shape"))
+    about |= about.pop("shape")
+    of_latents = {"num_sides": about.pop("num_sides"), "value_size": about.pop("value_size")}
+    return about if case.value_size is None else about | of_latents
 
 
 def _check(sizes: Sizes, case: Case, seed: int, fill: float, pool_is_finite: bool) -> Check:
-    """Contexts of any length up to the case's, which one has; of several requests one has none."""
     random = np.random.default_rng(seed)
-    contexts = random.permutation([case.context, *random.integers(1, case.context + 1, case.batch - 1)])
-    if case.batch > 2:
-        contexts[np.argmin(contexts)] = 0
+    contexts = some_contexts(random, case)
     kv, table = random_pages(random, contexts, 2, case.shape, fill=fill)
     arguments = (_queries(random, case, sizes), kv, jnp.int32(1), table, jnp.asarray(contexts, jnp.int32), _scales(random, 2, case))
 
@@ -115,6 +119,14 @@ def _check(sizes: Sizes, case: Case, seed: int, fill: float, pool_is_finite: boo
         return np.asarray(jax.jit(partial(run, reference.paged_attention))(q.astype(jnp.float32), *rest))
 
     return Check(run, arguments, expected)
+
+
+def some_contexts(random: np.random.Generator, case: Case) -> np.ndarray:
+    """Contexts of any length up to the case's, which one has; of several requests one has none."""
+    contexts = random.permutation([case.context, *random.integers(1, case.context + 1, case.batch - 1)])
+    if case.batch > 2:
+        contexts[np.argmin(contexts)] = 0
+    return contexts
 
 
 def _options(case: Case, scales: jax.Array | None) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from benchmarks.gpu import floors, grouped, paged, prefill
+from benchmarks.gpu import floors, grouped, paged, prefill, written
 from benchmarks.gpu.floors import DATASHEET, Work
 from benchmarks.gpu.report import seconds
 from benchmarks.gpu.sizes import DECODE, PREFILL, Sizes
@@ -17,6 +17,8 @@ def works(sizes: Sizes) -> Iterator[tuple[str, str, Work]]:
     yield "matmul", f"{size} x {size} x {size}", floors.product(size, size, size, sizes.itemsize)
     for case, step in paged.cases(sizes).items():
         yield "paged_attention", case, step.work
+    for case, step in written.cases(sizes).items():
+        yield "write_and_attend", case, written.work(step)
     for case, num_tokens in prefill.cases(sizes).items():
         yield "ragged_prefill_attention", case, sizes.prefill_attention(num_tokens)
     for case, (model, num_tokens) in grouped.cases(sizes).items():

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from benchmarks.gpu.measure import Times
 
@@ -24,10 +25,10 @@ def per_call(step: Step, carry: Any, shared: Any, inputs: Sequence[Any], expecte
     Raises `ValueError` where that is not above zero. XLA runs a loop of a known length without asking the device each round, so it is static.
     """
     rounds = max(2, min(200, int(_LOOP_S / (expected_s * len(inputs)))))
-    loop = jax.jit(chain(step, rounds))
+    loop = jax.jit(chain(step, rounds), donate_argnums=0)  # so that what calls update in place isn't copied
 
     def launch(times: int) -> None:
-        out = carry
+        out = jax.tree.map(jnp.copy, carry)
         for _ in range(times):
             out = loop(out, shared, inputs)
         jax.block_until_ready(out)

@@ -10,12 +10,16 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from benchmarks.gpu import kernels, timing
 from benchmarks.gpu.sizes import FULL
 from sharding.targets import target_devices
+from tests.aot.conftest import makers
 
 pytestmark = pytest.mark.aot
 
 CASES = (
     ("paged_attention", "batch 1, context 512"),
     ("paged_attention", "batch 128, context 4096"),
+    ("write_and_attend", "batch 1, context 512", "separate"),
+    ("write_and_attend", "batch 1, context 512", "one launch"),
+    ("write_and_attend", "batch 32, context 4096", "one launch"),
     ("paged_attention", "float8, batch 128, context 4096"),
     ("paged_attention", "latents, batch 32, context 4096"),
     ("ragged_prefill_attention", "512 tokens"),
@@ -26,8 +30,9 @@ CASES = (
 )
 
 
-@pytest.mark.parametrize(("name", "case"), CASES, ids=str)
-def test_a_timed_loop(name, case):
+@pytest.mark.parametrize("what", CASES, ids="/".join)
+def test_a_timed_loop(what):
+    name, case, *versions = what
     kernel = next(kernel for kernel in kernels.KERNELS if kernel.name == name)
     made = []
 
@@ -39,14 +44,16 @@ def test_a_timed_loop(name, case):
     mesh = Mesh(np.array(target_devices("h200", 1)), ("x",), axis_types=(AxisType.Explicit,))
     whole = NamedSharding(mesh, PartitionSpec())
     *timed, checked = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole), arrays)
-    function = kernels.implementation(name, "mosaic_gpu", None)
+    tiling = kernel.versions[versions[0]](FULL, kernel.cases(FULL)[case]) if versions else None
+    function = kernels.implementation(name, "mosaic_gpu", tiling)
     with jax.set_mesh(mesh):
         for check, arguments in zip(made[0].checks.values(), checked, strict=True):
             jax.jit(functools.partial(check.run, function)).lower(*arguments).compile()
-        compiled = jax.jit(timing.chain(functools.partial(made[0].step, function), rounds=50)).lower(*timed).compile()
+        compiled = jax.jit(timing.chain(functools.partial(made[0].step, function), rounds=50), donate_argnums=0).lower(*timed).compile()
     text = compiled.as_text()
     calls = 2 if name == "grouped_matmul" else 1
     assert text.count('custom_call_target="mosaic_gpu') == calls * len(arrays[2])
     assert 'known_trip_count":{"n":"50"}' in text
     largest = max(a.size * a.dtype.itemsize for a in jax.tree.leaves(arrays))
+    assert all("copy" not in makers(compiled, a.shape) for a in jax.tree.leaves(arrays[0])[1:]), "of a pool that calls write to"
     assert compiled.memory_analysis().temp_size_in_bytes < max(largest / 2, 2**28), "no copy of what is read"

@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.gpu import grouped, kernels, paged, peers, prefill, timing
+from benchmarks.gpu import grouped, kernels, paged, peers, prefill, timing, written
 from benchmarks.gpu.kernels import implementation, measured, relative_error
 from benchmarks.gpu.measure import Times
 from benchmarks.gpu.sizes import SMALL
 from pallas_kernels.grouped_matmul.cases import TINY
+from pallas_kernels.paged_attention import mosaic_tiling
 
 SIZES = dataclasses.replace(SMALL, cache_bytes=1)  # one set of inputs
 
@@ -119,6 +120,41 @@ def test_other_pages(case):
     wrong = (slightly_off, another_layer, one_scale_for_all if "float8" in case else values_from_the_end)
     for change in wrong:
         assert found("paged_attention", change, make).times is None, change.__name__
+
+
+WRITTEN = once(lambda: written.problem(SIZES, written.cases(SIZES)["batch 4, context 24"], seed=1))
+
+
+def test_a_write_is_checked_too():
+    assert found("write_and_attend", right, WRITTEN).times is not None
+
+    def writes_nothing(function, q, k, v, kv, *where, **options):
+        return function(q, k, v, kv, *where, **options)[0], kv
+
+    def attends_before_it_writes(function, q, k, v, kv, layer, table, page_ids, offsets, kv_len, **options):
+        return function(q, k, v, kv, layer, table, page_ids, offsets, jnp.maximum(kv_len - 1, 0), **options)
+
+    def exchanges_keys_and_values(function, q, k, v, kv, *where, **options):
+        return function(q, v, k, kv, *where, **options)
+
+    def touches_another_place(function, q, k, v, kv, *where, **options):
+        out, after = function(q, k, v, kv, *where, **options)
+        return out, after.at[0, 0, 2, 0, 0, 0].set(7.0)
+
+    for wrong in (writes_nothing, attends_before_it_writes, exchanges_keys_and_values, touches_another_place):
+        assert found("write_and_attend", wrong, WRITTEN).times is None, wrong.__name__
+
+
+@pytest.mark.parametrize("kernel", [k for k in kernels.KERNELS if k.folder or k.name == "paged_attention"], ids=lambda kernel: kernel.name)
+def test_what_the_tuner_keeps_a_tiling_by_is_what_the_kernel_looks_for(kernel, monkeypatch):
+    asked = []
+    monkeypatch.setattr(mosaic_tiling, "tuned", lambda op, shape: asked.append((op, shape)))
+    for case in list(kernel.cases(SIZES).values())[:2]:
+        problem = kernel.problem(SIZES, case, seed=0)
+        function = implementation(kernel.name, "mosaic_gpu", None)
+        asked.clear()
+        jax.eval_shape(functools.partial(problem.step, function), problem.carry, problem.shared, problem.inputs[0])
+        assert (kernel.name, problem.shape) in asked
 
 
 def test_page_tables_are_told_apart():

@@ -15,12 +15,19 @@ from benchmarks.gpu.sizes import FULL
 
 def test_a_small_run_writes_rows_with_shares_and_prints_a_table(tmp_path, capsys):
     path = tmp_path / "small.json"
-    wanted = ["copy/*", "matmul/*", "paged_attention/xla/batch*", "paged_attention/torch sdpa/*", "decode step/xla"]
+    wanted = [
+        "copy/*",
+        "matmul/*",
+        "paged_attention/xla/batch*",
+        "paged_attention/torch sdpa/*",
+        "write_and_attend/xla/*",
+        "decode step/xla",
+    ]
     main(["--small", "--output", str(path), "--seed", "3", "--only", *wanted])
     written = json.loads(path.read_text())
     assert written["about"]["card"] == "cpu" and written["settings"]["seed"] == 3
     ours = [row for row in written["rows"] if row["way"] == "xla" and row["name"] != "matmul"]
-    assert len(ours) == 4, "two sizes of attention and two of a step"
+    assert len(ours) == 6, "two sizes of attention, with a write and without, and two of a step"
     # A busy machine may leave too little of the shortest to measure.
     assert all(row["failure"] is None or "too short" in row["failure"] for row in ours)
     steps = [row for row in ours if row["name"] == "decode step"]
@@ -47,6 +54,14 @@ def test_keys_are_one_of_a_kind_and_the_card_comes_first():
         assert keys[3].startswith("paged_attention/mosaic_gpu/")
 
 
+def test_a_write_is_measured_both_ways():
+    measured, tuned = (catalog(is_small=False, seed=0, is_tuning=is_tuning) for is_tuning in (False, True))
+    ways = [m.way for m in measured if m.name == "write_and_attend" and m.case == "batch 1, context 512"]
+    assert ways == ["mosaic_gpu, separate", "mosaic_gpu, one launch", "xla"]
+    tried = [m.run.args[-1]["writes"] for m in tuned if m.key.startswith("write_and_attend/mosaic_gpu/batch 128, ")]
+    assert 2 * sum(tried) == len(tried) > 4
+
+
 def test_to_list_what_there_is_takes_no_device():
     """The process that starts the others, and torch's, would take the card's memory from them."""
     listed = """
@@ -60,7 +75,7 @@ print(xla_bridge.backends_are_initialized())
     assert done.stdout.strip() == "False", done.stderr
 
 
-@pytest.mark.parametrize("name", ["paged_attention", "ragged_prefill_attention", "grouped_matmul"])
+@pytest.mark.parametrize("name", ["paged_attention", "ragged_prefill_attention", "grouped_matmul", "write_and_attend"])
 def test_tilings_to_try_are_tilings_of_the_kernels(name):
     of_kernel = [m for m in catalog(is_small=False, seed=0, is_tuning=True) if m.name == name]
     assert len(of_kernel) > 20
