@@ -28,11 +28,35 @@ use_persistent_cache()
 # Small, so that pages run out when a test wants them to; few programs, and shared by as many tests as can be.
 TINY = {"kv_memory": "512KiB", "max_batch_size": 32, "decode_buckets": (1, 8, 32), "prefill_buckets": (32, 128), "prefill_chunk_size": 128}
 
+# The default model's. One set of programs for all tests that need no others: each costs seconds to compile.
+DEFAULT = {
+    "dtype": "float32",
+    "kv_memory": "256MiB",
+    "max_model_len": 2048,
+    "max_batch_size": 8,
+    "decode_buckets": (8,),
+    "prefill_buckets": (128, 512),
+}
+
 _MOST_MAPPINGS = 20_000  # of this process's memory, when a file begins
 
-# Folders that build engine after engine of tiny models, and hold one layout's tokens against another's: LLVM's optimisations take more there
-# than they give. What real models and kernels compute is tested as it is compiled for users.
-_COMPILED_QUICKLY = ("families", "parallel", "sharding")
+# Folders that build engine after engine of tiny models, and hold what one does against another or against a plain model of it: LLVM's optimisations
+# take more there than they give. What real models, layers and kernels compute is tested as it is compiled for users.
+_COMPILED_QUICKLY = {
+    "decode",
+    "dry_run",
+    "engine",
+    "families",
+    "kernels",
+    "kv_transfer",
+    "layers",
+    "parallel",
+    "prefill",
+    "runtime",
+    "sampling",
+    "server",
+    "sharding",
+}
 
 MakeLLM = Callable[..., LLM]
 _MADE = pytest.StashKey[dict[Any, LLM]]()
@@ -40,7 +64,8 @@ _MADE = pytest.StashKey[dict[Any, LLM]]()
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """As its folder is to be compiled."""
-    jax.config.update("jax_disable_most_optimizations", item.path.parent.name in _COMPILED_QUICKLY)
+    is_timed = item.get_closest_marker("measured") is not None
+    jax.config.update("jax_disable_most_optimizations", item.path.parent.name in _COMPILED_QUICKLY and not is_timed)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -94,12 +119,5 @@ def default_llm(pytestconfig: pytest.Config) -> LLM:
     """The embedded default model, SmolLM2-135M-Instruct, on one device."""
     made = pytestconfig.stash.setdefault(_MADE, {})
     if "default" not in made:
-        made["default"] = LLM(
-            kv_memory="256MiB",
-            max_model_len=1024,
-            max_batch_size=8,
-            decode_buckets=(1, 8),
-            prefill_buckets=(32, 128),
-            prefill_chunk_size=128,
-        )
+        made["default"] = LLM(**DEFAULT)
     return made["default"]

@@ -10,6 +10,7 @@ import pytest
 
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.request import RequestOutput
+from tests.conftest import DEFAULT
 from tests.golden import read
 
 GOLDEN = read.load()
@@ -19,7 +20,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    yield LLM(dtype="float32", kv_memory="256MiB", max_model_len=2048, max_batch_size=8, decode_buckets=(8,), prefill_buckets=(128, 512))
+    yield LLM(**DEFAULT)
 
 
 @pytest.fixture(scope="module")

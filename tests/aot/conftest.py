@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,15 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from sharding.targets import target_devices
 
 Compile = Callable[..., jax.stages.Compiled]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """XLA compiles a kernel once that several programs have in common: most of two lengths of a model, or for two cards of one kind. JAX keeps
+    none of these programs, for it could not read it again."""
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("kernels")))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", math.inf)
+    jax.config.update("jax_persistent_cache_enable_xla_caches", "xla_gpu_kernel_cache_file")
 
 
 @pytest.fixture(scope="session", params=["h100", "h200"])

@@ -51,6 +51,7 @@ def test_every_stage_of_both_roles_is_compiled():
     assert dict(describe(run))["decode"].startswith("4 device(s)")
 
 
+@pytest.mark.whole
 def test_kimi_on_eight_h100_leaves_more_than_30_gib_for_kv():
     run = plan("kimi-k2.5", "8xh100", "tp=8", context=65536)
     assert run.is_compiled
@@ -61,6 +62,7 @@ def test_kimi_on_eight_h100_leaves_more_than_30_gib_for_kv():
     assert run.kv_tokens > 600_000, "eight cards hold eight times what one does"
 
 
+@pytest.mark.whole
 def test_scout_on_two_h200_holds_more_than_1_2_million_tokens():
     run = plan("llama-4-scout", "2xh200", "tp=2", context=1_200_000)
     assert run.is_compiled

@@ -17,14 +17,15 @@ NUM_TOKENS = 40
 
 
 def workload() -> tuple[list[list[int]], list[SamplingParams]]:
-    """32 prompts as token ids: half greedy, half sampled in some way with a seed."""
+    """32 prompts as token ids: half greedy, half sampled in some way with a seed. Of no draw may the number lie within float32's rounding of a border between
+    two tokens, where sums of parts, made in another order, decide otherwise: another seed helps."""
     random = np.random.default_rng(11)
     lengths = (PROMPT_LENGTHS * 3)[:32]
     prompts = [random.integers(0, VOCAB - 3, length).tolist() for length in lengths]
     greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
     kinds = [
         greedy,
-        replace(greedy, temperature=0.9, seed=5),
+        replace(greedy, temperature=0.9, seed=4),
         greedy,
         replace(greedy, temperature=1.2, top_p=0.9, seed=-6),
         replace(greedy, repetition_penalty=1.3, frequency_penalty=0.5, presence_penalty=0.2),

@@ -76,10 +76,8 @@ def numpy_registers(monkeypatch):
             FragmentedArray=lambda _registers, _layout, _is_signed: _registers,
             c=lambda value, kind: np.dtype(kind).type(value & 0xFFFFFFFF if kind is np.uint32 else value),
         ),
-        "plgpu": SimpleNamespace(
-            load=lambda values, _, layout: in_registers(values, layout.to_mgpu()),
-            inline_mgpu=lambda **_: lambda function: lambda *arguments: function(None, *arguments),
-        ),
+        "plgpu": SimpleNamespace(inline_mgpu=lambda **_: lambda function: lambda *arguments: function(None, *arguments)),
+        "load_as": lambda layout, values: in_registers(values, layout.to_mgpu()),
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(mosaic_unpack, name, fake)

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from checkpoints import hub
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.tokenizer import Tokenizer
+from tests.conftest import DEFAULT
 from tests.golden.read import MAX_LOGIT_DIFFERENCE, first_difference
 from tests.parity import reference
 
@@ -45,7 +46,7 @@ def model() -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM(dtype="float32", kv_memory="256MiB", max_model_len=2048, max_batch_size=4, decode_buckets=(4,), prefill_buckets=(128, 512))
+    return LLM(**DEFAULT)
 
 
 @pytest.mark.parametrize("name", PROMPTS)
