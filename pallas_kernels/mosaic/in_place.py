@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
-from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams  # public from JAX 0.11 on
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
@@ -37,7 +36,7 @@ def kernel_in_place(
         out_type=out_type,
         mesh=plgpu.Mesh(thread_name=thread_name, **mesh),
         compiler_params=compiler_params,
-        interpret=InterpretGPUParams() if warpgroup.interpreted else False,
+        interpret=warpgroup.interpreter,
     )
 
 

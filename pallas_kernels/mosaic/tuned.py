@@ -19,9 +19,8 @@ _SIZES = ("batch", "context", "tokens", "rows")  # what a tiling follows from by
 def tuned(kernel: str, shape: Mapping[str, Any]) -> dict[str, Any] | None:
     """Fields of the kernel's `Tiling` that were the quickest for the nearest shape, on the card that is being compiled for; None where no
     such shape was measured on it."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    entries = [] if device is None else _entries(device.device_kind)
-    alike = [e for e in entries if e["kernel"] == kernel and _distance(e["shape"], shape) < math.inf]
+    device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]  # the latter where a kernel is used without a mesh
+    alike = [e for e in _entries(device.device_kind) if e["kernel"] == kernel and _distance(e["shape"], shape) < math.inf]
     return min(alike, key=lambda e: _distance(e["shape"], shape))["tiling"] if alike else None
 
 

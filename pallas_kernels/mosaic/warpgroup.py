@@ -32,9 +32,12 @@ class Warpgroup:
 
     def kernel(self, body: Callable[..., None], **options: Any) -> Callable[..., Any]:
         """`plgpu.kernel`, on the GPU or interpreted."""
-        if self.interpreted:
-            options["interpret"] = InterpretGPUParams()
-        return plgpu.kernel(body, **options)
+        return plgpu.kernel(body, interpret=self.interpreter, **options)
+
+    @property
+    def interpreter(self) -> Any:
+        """What kernels are given as `interpret`."""
+        return InterpretGPUParams() if self.interpreted else False
 
     def union(self, *refs: Any) -> Any:
         """Shared memory that is used for one of these at a time."""

@@ -34,9 +34,10 @@ def on(monkeypatch, tmp_path):
     monkeypatch.setattr(module, "_FOLDER", tmp_path)
     module._entries.cache_clear()
 
-    def on(kind):
+    def on(kind, without_mesh="cpu"):
         device = None if kind is None else SimpleNamespace(device_kind=kind)
         monkeypatch.setattr(jax.sharding, "get_abstract_mesh", lambda: SimpleNamespace(abstract_device=device))
+        monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(device_kind=without_mesh)])
 
     yield on
     module._entries.cache_clear()
@@ -56,6 +57,13 @@ def test_other_cards_and_none(on):
     for kind in ("NVIDIA H20", "NVIDIA H100 80GB HBM3", None):
         on(kind)
         assert tuned("paged_attention", HEADS | {"batch": 1, "context": 512}) is None
+
+
+def test_without_a_mesh_it_is_the_process_own_card(on):
+    on(None, without_mesh="NVIDIA H200")
+    assert tuned("paged_attention", HEADS | {"batch": 1, "context": 512}) == ENTRIES[0]["tiling"]
+    on("NVIDIA H100 80GB HBM3", without_mesh="NVIDIA H200")
+    assert tuned("paged_attention", HEADS | {"batch": 1, "context": 512}) is None, "compiled for another"
 
 
 def test_jax_tells_the_card_while_it_traces():
