@@ -65,6 +65,7 @@ class RolePlan:
     stages: tuple[StagePlan, ...]
     rules: Rules
     num_pages: int  # of each stage's pool, the null page included
+    page_bytes: int  # of the part of a page that a device has, of the stage with the largest
     attention: Backend
 
     @property
@@ -123,9 +124,10 @@ def make_plan(config: EngineConfig, architecture: ArchitectureConfig, source: Te
         if wanted > architecture.max_position_embeddings:
             raise ConfigError(f"max_model_len is {wanted}: this model's context is {architecture.max_position_embeddings} tokens")
         if wanted > capacity:
+            of_device = (spec.most_pages(wanted, chunk_size) + 1) * max(role.page_bytes for role in roles.values())
             raise ConfigError(
-                f"max_model_len is {wanted} tokens, but kv_memory holds {capacity}: give kv_memory at least "
-                f"{format_bytes((spec.most_pages(wanted, chunk_size) + 1) * spec.page_bytes)} or lower max_model_len"
+                f"max_model_len is {wanted} tokens, but kv_memory holds {capacity}: give kv_memory at least {format_bytes(of_device)} or lower "
+                "max_model_len"
             )
     unpacked = {} if config.model.random_weights else dequantised(template, source)
     return Plan(template, spec, roles["prefill"], roles["decode"], min(wanted, capacity), unpacked)
@@ -307,7 +309,7 @@ def _plan_role(
         config.schedule.prefill_buckets,
         architecture.soft_cap,
     )
-    return RolePlan(role, layout, stages, rules, num_pages, attention)
+    return RolePlan(role, layout, stages, rules, num_pages, max(part.page_bytes for part in of_device), attention)
 
 
 def _stage_layers(role: str, template: ModelTemplate, rules: Rules, device: jax.Device, config: EngineConfig) -> list[range]:

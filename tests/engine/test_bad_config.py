@@ -87,6 +87,10 @@ def test_what_can_never_work_is_refused_at_once(settings, words):
             {"max_model_len": 500, "kv_memory": "64KiB"},
             "max_model_len is 500 tokens, but kv_memory holds 112: give kv_memory at least 264.0 KiB or lower",
         ),
+        (  # on two devices each has half of every page
+            {"max_model_len": 500, "kv_memory": "64KiB", "prefill_parallel": "tp=2"},
+            "max_model_len is 500 tokens, but kv_memory holds 240: give kv_memory at least 132.0 KiB or lower",
+        ),
     ],
     ids=lambda x: str(x)[:40],
 )
