@@ -236,14 +236,15 @@ def pick(weights: Float[Array, "B V"], uniform: Float[Array, " B"], part: Part =
     lanes = jnp.pad(weights, ((0, 0), (0, -size % _LANES))).reshape(batch, -1, _LANES)
     runs = lanes.sum(axis=2)
     up_to = jnp.cumsum(runs, axis=1)
+    last = size - 1  # where no number is one any more, for a model that overflowed: a token all the same, and none of the padding
     if part.is_whole:
-        return _pick_in_runs(lanes, runs, up_to, uniform * up_to[:, -1])
+        return jnp.minimum(_pick_in_runs(lanes, runs, up_to, uniform * up_to[:, -1]), last)
     parts = part.gathered(up_to[:, -1]).T
     up_to_part = jnp.cumsum(parts, axis=1)
     target = uniform * up_to_part[:, -1]
     hit, before = _narrowed(parts, up_to_part, target)
     # All look for it, and the one it is in is believed.
-    places = part.first(size) + _pick_in_runs(lanes, runs, up_to, target - before)
+    places = part.first(size) + jnp.minimum(_pick_in_runs(lanes, runs, up_to, target - before), last)
     return jnp.take_along_axis(part.gathered(places), hit[None], axis=0, mode="promise_in_bounds")[0]
 
 

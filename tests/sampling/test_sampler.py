@@ -280,6 +280,14 @@ def test_pick_finds_a_place_with_weight_at_every_edge():
             assert (up_to[rows, places] - weights[rows, places] / weights.sum(1) <= near + 1e-5).all()
 
 
+def test_scores_that_are_no_numbers_give_a_token_of_the_vocabulary():
+    for spoiled in (np.full(VOCAB, np.nan), np.where(np.arange(VOCAB) == 7, np.nan, 0.0), np.full(VOCAB, np.inf), np.full(VOCAB, -np.inf)):
+        logits = np.tile(spoiled.astype(np.float32), (4, 1))
+        params = [SamplingParams(), SamplingParams(top_k=3), SamplingParams(top_p=0.5, min_p=0.1), SamplingParams(temperature=0.0)]
+        tokens = np.asarray(sampled(logits, params).tokens)
+        assert ((tokens >= 0) & (tokens < VOCAB)).all(), (spoiled, tokens)
+
+
 def test_parts_draw_what_the_whole_draws(num_parts):
     """Wherever rounding of sums does not decide."""
     logits = np.stack([random_logits(i) for i in range(2048)])
