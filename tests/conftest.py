@@ -41,19 +41,16 @@ DEFAULT = {
 _MOST_MAPPINGS = 20_000  # of this process's memory, when a file begins
 
 # Folders that build engine after engine of tiny models, and hold what one does against another or against a plain model of it: LLVM's optimisations
-# take more there than they give. What real models, layers and kernels compute is tested as it is compiled for users.
+# take more there than they give. What real models, layers, kernels and the sampler compute is tested as it is compiled for users.
 _COMPILED_QUICKLY = {
     "decode",
     "dry_run",
     "engine",
     "families",
-    "kernels",
     "kv_transfer",
-    "layers",
     "parallel",
     "prefill",
     "runtime",
-    "sampling",
     "server",
     "sharding",
 }
