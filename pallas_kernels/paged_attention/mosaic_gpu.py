@@ -24,16 +24,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.mosaic.attention import LOG2_E, NOTHING, drain, wait_if
-from pallas_kernels.mosaic.in_place import kernel_in_place, spread
+from pallas_kernels.mosaic.attention import LOG2_E, drain, wait_if
+from pallas_kernels.mosaic.in_place import kernel_in_place
 from pallas_kernels.mosaic.warpgroup import ROWS, Warpgroup, interleaved
 from pallas_kernels.page_write import write
+from pallas_kernels.paged_attention.mosaic_multiplier import Multiplier, Options, Part
 from pallas_kernels.paged_attention.mosaic_new_token import NewToken, NewTokens
 from pallas_kernels.paged_attention.mosaic_tiling import ROW_TILE, Tiling, num_row_tiles, tiling_for
-from pallas_kernels.seen import first_seen
 from pallas_kernels.span import EVERYTHING, Span
 
-_Sums = tuple[Array, Array, Array]  # of values, [ROWS, columns], and of the softmax its maximum and sum, [ROWS]
 _COLUMNS = 256  # of the result that a warpgroup has registers to sum up
 
 
@@ -140,7 +139,8 @@ def _attend(
     scales = jnp.full(num_kv_heads, scale, jnp.float32)
     if kv_scales is not None:
         scales *= kv_scales[layer, 0]
-    body = _Body(Warpgroup(interpreted), tiling, page_size, page_table.shape[1], group, value_size, pool_is_finite, span, soft_cap)
+    options = Options(group, value_size, pool_is_finite, span, soft_cap)
+    body = _Body(Warpgroup(interpreted), tiling, page_size, page_table.shape[1], options)
     out, weight = body.call(rows, kv_pages, scales, layer, page_table, kv_len, new)
     weight = weight[..., :group]
     out = _together(out[:, :, :, :group], weight) if tiling.splits > 1 else out[:, :, 0, :group]
@@ -165,24 +165,20 @@ class _Body:
     tiling: Tiling
     page_size: int
     table_width: int
-    group: int  # a KV head's queries
-    value_size: int | None  # columns of latents that are values
-    pool_is_finite: bool
-    span: Span
-    soft_cap: float | None
+    options: Options
 
     @property
     def num_rows(self) -> int:
         """Rows that are copied: the queries, and what follows them up to a whole tile of shared memory. Those past them are never written, so they
         hold anything; no row's result depends on another's."""
-        return -(-self.group // ROW_TILE) * ROW_TILE
+        return -(-self.options.group // ROW_TILE) * ROW_TILE
 
     def call(
         self, rows: Array, kv_pages: Any, scales: Array, layer: Array, page_table: Array, kv_len: Array, new: NewTokens | None
     ) -> tuple[Float[Array, "B K S R V"], Float[Array, "B K S R"]]:
         batch, num_kv_heads, _, head_size = rows.shape
         tiling, num_rows, dtype = self.tiling, self.num_rows, kv_pages.dtype
-        value_size = self.value_size or head_size
+        value_size = self.options.value_size or head_size
         out_dtype = jnp.float32 if tiling.splits > 1 else rows.dtype
         tiles = plgpu.SMEM((tiling.stages, tiling.tokens, head_size), dtype, transforms=interleaved(head_size, dtype))
         num_parts = self._num_parts(value_size)
@@ -193,7 +189,7 @@ class _Body:
         wide = plgpu.SMEM((turns, tiling.tokens, head_size), rows.dtype, transforms=interleaved(head_size, rows.dtype))
         arrivals = plgpu.Barrier(num_barriers=tiling.stages, num_arrivals=max(tiling.tokens // self.page_size, 1))
         consumed = plgpu.Barrier(num_barriers=tiling.stages, num_arrivals=num_parts)
-        num_sides = 1 if self.value_size else 2
+        num_sides = 1 if self.options.value_size else 2
         scratch = {
             "q_tile": plgpu.SMEM((ROWS, head_size), rows.dtype, transforms=interleaved(head_size, rows.dtype)),
             "weight_tile": plgpu.SMEM((ROWS,), jnp.float32),
@@ -231,11 +227,11 @@ class _Body:
         first_row = pl.multiple_of(lax.rem(tile, num_row_tiles(self.num_rows)) * ROWS, ROWS)
         rows = pl.ds(first_row, min(self.num_rows, ROWS))
         pool, context = kv.at[layer[0]], kv_len[request]
-        part = _Part.of_share(self.span, context, share, self.tiling, num_new=0 if new_at is None else 1)
+        part = Part.of_share(self.options.span, context, share, self.tiling, num_new=0 if new_at is None else 1)
         num_parts, turns = self._num_parts(out.shape[-1]), self.tiling.warpgroups
         token = None
         if new_at is not None:
-            new_rows, place = q.at[request, head, pl.ds(self.group, 2)], (new_at[0][request], head, new_at[1][request])
+            new_rows, place = q.at[request, head, pl.ds(self.options.group, 2)], (new_at[0][request], head, new_at[1][request])
             is_here = (context > 0) & (share == 0)
             token = NewToken(new_rows, pool.at[0, *place], pool.at[1, *place], is_here, is_here & (first_row == 0))
 
@@ -244,7 +240,9 @@ class _Body:
             @pl.when(lax.axis_index("warpgroup") == index)
             def _multiply(index: int = index) -> None:
                 goes_to = out.at[request, head, share, rows], weight.at[request, head, share, pl.ds(first_row, ROWS)]
-                multiplier = _Multiplier(self, part, index // turns, num_parts, index % turns, scales[head], token)
+                multiplier = Multiplier(
+                    self.warpgroup, self.tiling, self.options, part, index // turns, num_parts, index % turns, scales[head], token
+                )
                 multiplier.run(q.at[request, head, rows], *goes_to, **scratch)
 
         @pl.when(lax.axis_index("warpgroup") == num_parts * turns)
@@ -252,7 +250,7 @@ class _Body:
             self._fetch(part, lambda side, page: pool.at[side, page, head], lambda place: page_table[request, place], **scratch)
 
     def _fetch(
-        self, part: _Part, page_at: Any, page_id: Any, keys_or_totals_or_out: Any, values: Any, arrivals: Any, consumed: Any, **_: Any
+        self, part: Part, page_at: Any, page_id: Any, keys_or_totals_or_out: Any, values: Any, arrivals: Any, consumed: Any, **_: Any
     ) -> None:
         """Bring the tiles, as many ahead as there are stages."""
         plgpu.set_max_registers(40, action="decrease")
@@ -277,177 +275,3 @@ class _Body:
     def _num_parts(self, value_size: int) -> int:
         """Warpgroups that share the columns of a result."""
         return -(-value_size // _COLUMNS)
-
-
-@dataclass(frozen=True)
-class _Part:
-    """A block's share of a context."""
-
-    first: Array | int  # position that the query attends to
-    context: Array  # positions before which it does, of those that lie in pages
-    start: Array  # tile
-    num_tiles: Array
-
-    @classmethod
-    def of_share(cls, span: Span, context: Array, share: Array, tiling: Tiling, num_new: int) -> _Part:
-        first = first_seen(span, jnp.maximum(context - 1, 0))
-        first_tile = 0 if span == EVERYTHING else lax.div(first, tiling.tokens)
-        context = jnp.maximum(context - num_new, 0)
-        num_tiles = _ceil_div(context, tiling.tokens) - first_tile
-        of_share = _ceil_div(num_tiles, tiling.splits)
-        start = share * of_share
-        return cls(first, context, start + first_tile, jnp.maximum(jnp.minimum(start + of_share, num_tiles) - start, 0))
-
-
-@dataclass(frozen=True)
-class _Multiplier:
-    """A warpgroup that attends over tiles as they come: over those of its turns, for its part of the result's columns."""
-
-    body: _Body
-    part: _Part
-    index: int
-    num_parts: int
-    turn: int
-    scale: Array
-    new: NewToken | None
-
-    def run(
-        self,
-        q: Any,
-        out: Any,
-        weight: Any,
-        *,
-        q_tile: Any,
-        weight_tile: Any,
-        softmaxes: Any,
-        keys_or_totals_or_out: Any,
-        values: Any,
-        wide: Any,
-        q_arrival: Any,
-        arrivals: Any,
-        consumed: Any,
-        done: Any,
-        handed_over: Any,
-    ) -> None:
-        plgpu.set_max_registers(232, action="increase")
-        keys, totals, out_tile = keys_or_totals_or_out
-        size, turns = out.shape[-1] // self.num_parts, self.body.tiling.warpgroups
-        columns, rows = pl.ds(self.index * size, size), pl.ds(0, q.shape[0])
-        if self.index == self.turn == 0:
-            plgpu.copy_gmem_to_smem(q, q_tile.at[rows], q_arrival)
-        # While the queries are on their way.
-        new = None if self.new is None or self.turn > 0 else self.new.write(self.body.warpgroup)
-        plgpu.barrier_wait(q_arrival)
-        sums = self._attend(
-            self._start(size, q_tile, new), columns, q_tile, keys, values, [w.at[self.turn] for w in wide], arrivals, consumed
-        )
-        if self.num_parts * turns > 1:  # the others may still read the keys that totals are written over
-            plgpu.barrier_arrive(done)
-            plgpu.barrier_wait(done)
-        if self.turn > 0:
-            totals[self.turn - 1], softmaxes[0, self.turn], softmaxes[1, self.turn] = sums
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(handed_over)
-            return
-        if turns > 1:
-            plgpu.barrier_wait(handed_over)
-            for other in range(1, turns):
-                sums = self._both(sums, (totals.at[other - 1], softmaxes.at[0, other], softmaxes.at[1, other]))
-            plgpu.commit_smem()  # all of the warpgroup has read what the result is written over
-        total, top, sum_ = sums
-        sum_ = jnp.maximum(sum_, 1e-30)
-        total /= lax.broadcast_in_dim(sum_, total.shape, [0])
-        out_tile[self.index] = total.astype(out_tile.dtype)
-        if self.index == 0:
-            weight_tile[...] = top + jnp.log2(sum_)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(out_tile.at[self.index, rows], out.at[:, columns])
-        if self.index == 0:
-            plgpu.copy_smem_to_gmem(weight_tile, weight)
-        plgpu.wait_smem_to_gmem(0)
-
-    def _start(self, size: int, q_tile: Any, new: tuple[Array, Array] | None) -> _Sums:
-        """What there is before the first tile: nothing, or the new token where the block attends to it."""
-        warpgroup = self.body.warpgroup
-        nothing = warpgroup.full((ROWS, size), 0.0), warpgroup.full((ROWS,), NOTHING), warpgroup.full((ROWS,), 0.0)
-        if new is None or self.new is None:
-            return nothing
-        key, value = (spread(warpgroup, row, ROWS) for row in new)
-        score = self._capped((warpgroup.load(q_tile).astype(jnp.float32) * key).sum(axis=1))
-        token = value, score, warpgroup.full((ROWS,), 1.0)
-        total, top, sum_ = (jnp.where(self.new.is_here, a, b) for a, b in zip(token, nothing, strict=True))
-        return total, top, sum_
-
-    def _attend(self, start: _Sums, columns: Any, q_tile: Any, keys: Any, values: Any, wide: Any, arrivals: Any, consumed: Any) -> _Sums:
-        """Over the tiles of its turns."""
-        warpgroup, tiling = self.body.warpgroup, self.body.tiling
-        tokens, turns = tiling.tokens, tiling.warpgroups
-
-        def one(i: Array, carry: _Sums) -> _Sums:
-            total, top, sum_ = carry
-            tile = i * turns + self.turn
-            stage, position = lax.rem(tile, tiling.stages), (self.part.start + tile) * tokens
-            plgpu.barrier_wait(arrivals[0].at[stage])
-            key_tile = self._widened(keys.at[stage], wide[0]) if wide else keys.at[stage]
-            scores = self._capped(warpgroup.times_transposed(q_tile, key_tile))
-            if values:
-                plgpu.barrier_arrive(consumed[0].at[stage])
-            scores = jnp.where(self._is_seen(warpgroup.iota((ROWS, tokens), 1) + position), scores, NOTHING)
-            new_top = jnp.maximum(top, scores.max(axis=1))
-            shrink = jnp.exp2(top - new_top)
-            weights = jnp.exp2(scores - lax.broadcast_in_dim(new_top, scores.shape, [0]))
-            sum_ = sum_ * shrink + weights.sum(axis=1)
-            total = total * lax.broadcast_in_dim(shrink, total.shape, [0])
-            if values:
-                plgpu.barrier_wait(arrivals[1].at[stage])
-            value_tile = values[0].at[stage] if values else keys.at[stage, :, columns]
-            if wide:
-                value_tile = self._widened(value_tile, wide[1])
-            if not self.body.pool_is_finite:
-                self._clear(value_tile, position)
-            total = warpgroup.add_product(total, weights.astype(q_tile.dtype), value_tile)
-            plgpu.barrier_arrive(consumed[-1].at[stage])
-            return total, new_top, sum_
-
-        return lax.fori_loop(0, lax.div(self.part.num_tiles + (turns - 1 - self.turn), turns), one, start)
-
-    def _both(self, sums: _Sums, others: tuple[Any, Any, Any]) -> _Sums:
-        """Its own and another warpgroup's, as if one had had all tiles."""
-        total, top, sum_ = sums
-        other_total, other_top, other_sum = (self.body.warpgroup.load(ref) for ref in others)
-        new_top = jnp.maximum(top, other_top)
-        shrink, other_shrink = jnp.exp2(top - new_top), jnp.exp2(other_top - new_top)
-        total = total * lax.broadcast_in_dim(shrink, total.shape, [0])
-        total += other_total * lax.broadcast_in_dim(other_shrink, total.shape, [0])
-        return total, new_top, sum_ * shrink + other_sum * other_shrink
-
-    def _capped(self, scores: Array) -> Array:
-        """Products as exponents of 2."""
-        if self.body.soft_cap is None:
-            return scores * (self.scale * LOG2_E)
-        return jnp.tanh(scores * (self.scale / self.body.soft_cap)) * (self.body.soft_cap * LOG2_E)
-
-    def _is_seen(self, position: Array) -> Array:
-        """Where the query attends to."""
-        is_before_end = position < self.part.context
-        return is_before_end if self.body.span == EVERYTHING else (position >= self.part.first) & is_before_end
-
-    def _clear(self, values: Any, position: Array) -> None:
-        """Zeros for values that no weight but 0 goes to: 0 times NaN is NaN."""
-        is_cut = position + values.shape[0] > self.part.context
-
-        @pl.when(is_cut if self.body.span == EVERYTHING else is_cut | (position < self.part.first))
-        def _clear_values() -> None:
-            place = self.body.warpgroup.iota(values.shape, 0) + position
-            values[...] = jnp.where(self._is_seen(place), self.body.warpgroup.load(values), 0)
-            plgpu.commit_smem()
-
-    def _widened(self, tile: Any, wide: Any) -> Any:
-        """A tile of float8 as the products take it."""
-        wide[...] = self.body.warpgroup.load(tile).astype(wide.dtype)
-        plgpu.commit_smem()
-        return wide
-
-
-def _ceil_div(a: Array, b: int) -> Array:
-    return lax.div(a + (b - 1), b)
