@@ -202,27 +202,20 @@ def _with_experts(
     return make_template(architecture, replace(form, experts=replace(form.experts, backend=backend)), template.activation_dtype)
 
 
-def query_group(config: ArchitectureConfig, of_device: PageSpec, num_devices: int) -> int:
-    """Query heads that read one head of pages on a device, of a model with the heads of these devices' mesh. One head of latents is all heads' that a
-    device has, or of those of all where they share its tokens out."""
-    return config.num_heads // (config.num_kv_heads if of_device.num_sides == 2 else num_devices // of_device.num_parts)
-
-
 def choose_attention(
     role: str,
     name: str,
     device: jax.Device,
     dtype: jnp.dtype,
-    group: int,
     spec: PageSpec,
     prefill_buckets: Sequence[int],
     soft_cap: float | None = None,
 ) -> Backend:
-    """How a role's attention runs on such a device, over its part of pages of this type, a KV head for `group` query heads: in all layers alike.
+    """How a role's attention runs on such a device, over its part of pages of this type: in all layers alike.
 
     Raises `ConfigError` for a named backend that can't run here."""
     wanted = cast(Backend, _ATTENTION_KERNELS.get(device.platform, "xla") if name == "auto" else name)
-    pages = wanted, dtype, group, spec.head_size, spec.part_size
+    pages = wanted, dtype, spec.head_size, spec.part_size
     is_latent, tile = spec.num_sides == 1, math.gcd(*map(query_tile, prefill_buckets))
     against = _wrong_device(wanted, device)
     for span in spec.spans:
@@ -304,7 +297,6 @@ def _plan_role(
         config.devices.attention_backend,
         mesh.devices.flat[0],
         template.activation_dtype,
-        query_group(own, of_device[0], layout.tp),
         of_device[0],
         config.schedule.prefill_buckets,
         architecture.soft_cap,

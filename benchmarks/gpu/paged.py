@@ -1,4 +1,4 @@
-"""paged_attention: one token a request over its pages, in Llama-3.1-8B's shape, with float8 pages too, and over DeepSeek-V3's latents."""
+"""paged_attention: one token a request over its pages, in Llama-3.1-8B's shape, or several, with float8 pages too, and over DeepSeek-V3's latents."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from benchmarks.gpu.sizes import Sizes
 from pallas_kernels.paged_attention import reference
 
 _BLOCKS = 132  # that run at a time
+_SEVERAL = 4  # tokens, as a draft of three and the one before them
 _LATENTS = {"num_heads": 128, "head_size": 576, "value_size": 512}  # DeepSeek-V3's and Kimi K2.5's: one for all heads
 _SMALL_LATENTS = {"num_heads": 8, "head_size": 96, "value_size": 64}
 
@@ -30,6 +31,7 @@ class Case:
     num_heads: int
     shape: PageShape
     value_size: int | None = None  # of latents: the columns that are values, too
+    tokens: int = 1  # of a request that have queries
 
     @property
     def has_scales(self) -> bool:
@@ -42,8 +44,8 @@ class Case:
         itemsize = jnp.dtype(shape.dtype).itemsize
         values = self.value_size or shape.head_size
         cached = shape.num_sides * tokens * shape.num_kv_heads * shape.head_size * itemsize
-        rows = self.batch * self.num_heads * (shape.head_size + values) * max(itemsize, 2)
-        return Work(cached + rows, 2 * tokens * self.num_heads * (shape.head_size + values))
+        rows = self.batch * self.tokens * self.num_heads * (shape.head_size + values) * max(itemsize, 2)
+        return Work(cached + rows, 2 * tokens * self.tokens * self.num_heads * (shape.head_size + values))
 
 
 def plain_cases(sizes: Sizes) -> dict[str, tuple[int, int]]:
@@ -61,12 +63,14 @@ def cases(sizes: Sizes) -> dict[str, Case]:
     for name, (batch, context) in list(plain_cases(sizes).items())[-2:]:
         found[f"float8, {name}"] = Case(batch, context, model.num_heads, float8)
         found[f"latents, {name}"] = Case(batch, context, latents["num_heads"], latent, latents["value_size"])
+    name, size = list(plain_cases(sizes).items())[-2]
+    found[f"{_SEVERAL} tokens, {name}"] = Case(*size, model.num_heads, plain, tokens=_SEVERAL)
     return found
 
 
 def tilings(sizes: Sizes, case: Case) -> list[dict[str, int]]:
     """Shares of a context of 128 tokens and more, as long as there are not four times the blocks that run at a time."""
-    blocks = case.batch * case.shape.num_kv_heads * max(1, case.num_heads // case.shape.num_kv_heads // 64)
+    blocks = case.batch * case.shape.num_kv_heads * max(1, case.tokens * case.num_heads // case.shape.num_kv_heads // 64)
     splits = [s for s in (1, 2, 4, 8, 16, 32) if s == 1 or (case.context // s >= 128 and blocks * s <= 4 * _BLOCKS)]
     # Tokens, stages and warpgroups.
     tiles = ((64, 2, 1),) if case.value_size else ((64, 4, 1), (64, 6, 1), (64, 2, 2), (64, 4, 2), (64, 6, 2), (128, 2, 2))
@@ -99,6 +103,7 @@ def shape_of(case: Case) -> dict[str, Any]:
     """By which `mosaic_tiling.tiling_for` finds a tiling; of latents, for which it looks for none, more."""
     about = asdict(case)
     about |= about.pop("shape")
+    about["num_heads"] *= about.pop("tokens")  # to the kernel they are one token's heads
     of_latents = {"num_sides": about.pop("num_sides"), "value_size": about.pop("value_size")}
     return about if case.value_size is None else about | of_latents
 
@@ -141,5 +146,6 @@ def _scales(random: np.random.Generator, num_layers: int, case: Case) -> jax.Arr
 
 
 def _queries(random: np.random.Generator, case: Case, sizes: Sizes) -> jax.Array:
-    shape = (case.batch, case.num_heads, case.shape.head_size)
+    tokens = [case.tokens] if case.tokens > 1 else []
+    shape = (case.batch, *tokens, case.num_heads, case.shape.head_size)
     return jnp.asarray(random.standard_normal(shape, np.float32), sizes.dtype)

@@ -13,7 +13,7 @@ from jaxinfer.dry_run.shapes import RoleShape
 from jaxinfer.dry_run.target import Target
 from jaxinfer.kv_cache.pages import PagePool
 from jaxinfer.kv_cache.spec import PageSpec
-from jaxinfer.plan import choose_attention, query_group
+from jaxinfer.plan import choose_attention
 from jaxinfer.prefill.runner import PrefillRunner
 from jaxinfer.runtime.compilation import ProgramSource, compile_program
 from jaxinfer.runtime.cut import cut
@@ -57,8 +57,7 @@ def role_stages(role: str, shape: RoleShape, spec: PageSpec, target: Target, fir
         mesh = make_mesh(device_ids, devices)
         pool = PagePool(spec, num_pages, dtype, mesh, shape.rules, template.heads, template.layers_of_group)
         of_device = spec.on_device(mesh.size, config.num_kv_heads, template.layers_of_group)
-        group = query_group(config, of_device, mesh.size)
-        attention = choose_attention(role, "auto", mesh.devices.flat[0], dtype, group, of_device, (size,), config.soft_cap)
+        attention = choose_attention(role, "auto", mesh.devices.flat[0], dtype, of_device, (size,), config.soft_cap)
         return Stage(template, mesh, shape.rules, pool, attention, "auto")
 
     return list(map(stage, cut(shape.template, [of_stage.layers for of_stage in shape.stages]), of_stages))

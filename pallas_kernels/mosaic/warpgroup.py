@@ -54,6 +54,12 @@ class Warpgroup:
             return jax.lax.broadcasted_iota(jnp.int32, shape, axis)
         return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
 
+    def places(self) -> Int[Array, " 64"]:
+        """Each row's place."""
+        if self.interpreted:
+            return jnp.arange(ROWS)
+        return plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=plgpu.Layout.WGMMA.reduce(1))
+
     def load(self, ref: Any) -> Array:
         """[ROWS] or [ROWS, X] of shared memory."""
         layout = plgpu.Layout.WGMMA if len(ref.shape) == 2 else plgpu.Layout.WGMMA.reduce(1)

@@ -30,7 +30,8 @@ from pallas_kernels.mosaic.warpgroup import ROWS, Warpgroup, interleaved
 from pallas_kernels.page_write import write
 from pallas_kernels.paged_attention.mosaic_multiplier import Multiplier, Options, Part
 from pallas_kernels.paged_attention.mosaic_new_token import NewToken, NewTokens
-from pallas_kernels.paged_attention.mosaic_tiling import ROW_TILE, Tiling, num_row_tiles, tiling_for
+from pallas_kernels.paged_attention.mosaic_tiling import Tiling, num_row_tiles, padded, tiling_for
+from pallas_kernels.paged_attention.tokens import by_kv_head, by_token, ends_of_rows, num_tokens
 from pallas_kernels.span import EVERYTHING, Span
 
 _COLUMNS = 256  # of the result that a warpgroup has registers to sum up
@@ -65,13 +66,13 @@ def write_and_attend(
     return out, jax.freeze(pool)
 
 
-def paged_attention(*arguments: Any, **options: Any) -> Float[Array, "B N V"]:
+def paged_attention(*arguments: Any, **options: Any) -> Float[Array, "B *T N V"]:
     """`paged_attention_and_lse`'s first result."""
     return paged_attention_and_lse(*arguments, **options)[0]
 
 
 def paged_attention_and_lse(
-    q: Float[Array, "B N H"],
+    q: Float[Array, "B *T N H"],
     kv_pages: Float[Array, "L S P K G H"],
     layer: Int[Array, ""],
     page_table: Int[Array, "B W"],
@@ -85,7 +86,7 @@ def paged_attention_and_lse(
     value_size: int | None = None,
     tiling: Tiling | None = None,
     interpreted: bool = False,
-) -> tuple[Float[Array, "B N V"], Float[Array, "B N"]]:
+) -> tuple[Float[Array, "B *T N V"], Float[Array, "B *T N"]]:
     """See op.py. `interpreted`: by JAX's interpreter on a CPU."""
     return _attend(
         q,
@@ -105,10 +106,10 @@ def paged_attention_and_lse(
 
 
 def _tiling(q: Array, kv_pages: Array, page_table: Array, **kind: bool) -> Tiling:
-    batch, num_heads, head_size = q.shape
+    batch, num_queries, head_size = q.shape[0], num_tokens(q) * q.shape[-2], q.shape[-1]
     num_kv_heads, page_size = kv_pages.shape[3:5]
     max_context = page_table.shape[1] * page_size
-    return tiling_for(batch, num_kv_heads, num_heads // num_kv_heads, head_size, page_size, max_context, kv_pages.dtype, **kind)
+    return tiling_for(batch, num_kv_heads, num_queries // num_kv_heads, head_size, page_size, max_context, kv_pages.dtype, **kind)
 
 
 def _attend(
@@ -127,28 +128,30 @@ def _attend(
     kv_scales: Array | None = None,
     value_size: int | None = None,
     new: NewTokens | None = None,
-) -> tuple[Float[Array, "B N V"], Float[Array, "B N"]]:
-    batch, num_heads, head_size = q.shape
+) -> tuple[Float[Array, "B *T N V"], Float[Array, "B *T N"]]:
     num_kv_heads, page_size = kv_pages.shape[3:5]
-    group, dtype = num_heads // num_kv_heads, kv_pages.dtype
+    dtype, tokens = kv_pages.dtype, num_tokens(q)
     factor = jnp.float16 if dtype.itemsize == 1 else dtype  # what is multiplied: Hopper converts float8 to no other type
-    rows = q.astype(factor).reshape(batch, num_kv_heads, group, head_size)
+    rows = by_kv_head(q.astype(factor), num_kv_heads)
+    num_queries = rows.shape[2]
     if new is not None:
         rows = new.after(rows)
-    rows = jnp.pad(rows, ((0, 0), (0, 0), (0, -rows.shape[2] % ROW_TILE), (0, 0)))
+    rows = jnp.pad(rows, ((0, 0), (0, 0), (0, padded(rows.shape[2]) - rows.shape[2]), (0, 0)))
     scales = jnp.full(num_kv_heads, scale, jnp.float32)
     if kv_scales is not None:
         scales *= kv_scales[layer, 0]
-    options = Options(group, value_size, pool_is_finite, span, soft_cap)
+    options = Options(num_queries, tokens, value_size, pool_is_finite, span, soft_cap)
     body = _Body(Warpgroup(interpreted), tiling, page_size, page_table.shape[1], options)
     out, weight = body.call(rows, kv_pages, scales, layer, page_table, kv_len, new)
-    weight = weight[..., :group]
-    out = _together(out[:, :, :, :group], weight) if tiling.splits > 1 else out[:, :, 0, :group]
+    weight = weight[..., :num_queries]
+    out = _together(out[:, :, :, :num_queries], weight) if tiling.splits > 1 else out[:, :, 0, :num_queries]
     # Of shares: where none has a token the largest is about NOTHING, and so is what they come to.
     lse = (weight.max(2) + jnp.log2(jnp.exp2(weight - weight.max(2, keepdims=True)).sum(2))) / LOG2_E
     if kv_scales is not None:
         out = out.astype(jnp.float32) * kv_scales[layer, -1][:, None, None]
-    return out.reshape(batch, num_heads, -1).astype(q.dtype), lse.reshape(batch, num_heads)
+    if tokens > 1:  # a token before the context's first has seen nothing, which the softmax shares out to all
+        out = jnp.where(ends_of_rows(kv_len, num_queries, tokens)[:, None, :, None] > 0, out, 0)
+    return by_token(out, q).astype(q.dtype), by_token(lse, q)
 
 
 def _together(out: Float[Array, "B K S R V"], weight: Float[Array, "B K S R"]) -> Float[Array, "B K R V"]:
@@ -171,7 +174,7 @@ class _Body:
     def num_rows(self) -> int:
         """Rows that are copied: the queries, and what follows them up to a whole tile of shared memory. Those past them are never written, so they
         hold anything; no row's result depends on another's."""
-        return -(-self.options.group // ROW_TILE) * ROW_TILE
+        return padded(self.options.num_queries)
 
     def call(
         self, rows: Array, kv_pages: Any, scales: Array, layer: Array, page_table: Array, kv_len: Array, new: NewTokens | None
@@ -227,11 +230,11 @@ class _Body:
         first_row = pl.multiple_of(lax.rem(tile, num_row_tiles(self.num_rows)) * ROWS, ROWS)
         rows = pl.ds(first_row, min(self.num_rows, ROWS))
         pool, context = kv.at[layer[0]], kv_len[request]
-        part = Part.of_share(self.options.span, context, share, self.tiling, num_new=0 if new_at is None else 1)
+        part = Part.of_share(self.options, context, share, self.tiling, num_new=0 if new_at is None else 1)
         num_parts, turns = self._num_parts(out.shape[-1]), self.tiling.warpgroups
         token = None
         if new_at is not None:
-            new_rows, place = q.at[request, head, pl.ds(self.options.group, 2)], (new_at[0][request], head, new_at[1][request])
+            new_rows, place = q.at[request, head, pl.ds(self.options.num_queries, 2)], (new_at[0][request], head, new_at[1][request])
             is_here = (context > 0) & (share == 0)
             token = NewToken(new_rows, pool.at[0, *place], pool.at[1, *place], is_here, is_here & (first_row == 0))
 
@@ -240,9 +243,8 @@ class _Body:
             @pl.when(lax.axis_index("warpgroup") == index)
             def _multiply(index: int = index) -> None:
                 goes_to = out.at[request, head, share, rows], weight.at[request, head, share, pl.ds(first_row, ROWS)]
-                multiplier = Multiplier(
-                    self.warpgroup, self.tiling, self.options, part, index // turns, num_parts, index % turns, scales[head], token
-                )
+                about_call, about_block = (self.warpgroup, self.tiling, self.options), (part, first_row)
+                multiplier = Multiplier(*about_call, *about_block, index // turns, num_parts, index % turns, scales[head], token)
                 multiplier.run(q.at[request, head, rows], *goes_to, **scratch)
 
         @pl.when(lax.axis_index("warpgroup") == num_parts * turns)

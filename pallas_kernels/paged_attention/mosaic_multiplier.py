@@ -27,7 +27,8 @@ Sums = tuple[Array, Array, Array]  # of values, [ROWS, columns], and of the soft
 class Options:
     """What a call asks for."""
 
-    group: int  # a KV head's queries
+    num_queries: int  # of a KV head: those of all tokens, one token after the other
+    num_tokens: int  # that a request has queries of: the last of its context
     value_size: int | None  # columns of latents that are values
     pool_is_finite: bool
     span: Span
@@ -38,14 +39,15 @@ class Options:
 class Part:
     """A block's share of a context."""
 
-    first: Array | int  # position that the query attends to
-    context: Array  # positions before which it does, of those that lie in pages
+    first: Array | int  # position that the first token attends to
+    context: Array  # positions before which the last one does, of those that lie in pages
     start: Array  # tile
     num_tiles: Array
 
     @classmethod
-    def of_share(cls, span: Span, context: Array, share: Array, tiling: Tiling, num_new: int) -> Part:
-        first = first_seen(span, jnp.maximum(context - 1, 0))
+    def of_share(cls, options: Options, context: Array, share: Array, tiling: Tiling, num_new: int) -> Part:
+        span = options.span
+        first = first_seen(span, jnp.maximum(context - options.num_tokens, 0))
         first_tile = 0 if span == EVERYTHING else lax.div(first, tiling.tokens)
         context = jnp.maximum(context - num_new, 0)
         num_tiles = _ceil_div(context, tiling.tokens) - first_tile
@@ -62,6 +64,7 @@ class Multiplier:
     tiling: Tiling
     options: Options
     part: Part
+    first_row: Array  # of the KV head's queries that it has
     index: int
     num_parts: int
     turn: int
@@ -149,7 +152,7 @@ class Multiplier:
             scores = self._capped(warpgroup.times_transposed(q_tile, key_tile))
             if values:
                 plgpu.barrier_arrive(consumed[0].at[stage])
-            scores = jnp.where(self._is_seen(warpgroup.iota((ROWS, tokens), 1) + position), scores, NOTHING)
+            scores = jnp.where(self._is_seen(warpgroup.iota((ROWS, tokens), 1), position), scores, NOTHING)
             new_top = jnp.maximum(top, scores.max(axis=1))
             shrink = jnp.exp2(top - new_top)
             weights = jnp.exp2(scores - lax.broadcast_in_dim(new_top, scores.shape, [0]))
@@ -184,10 +187,24 @@ class Multiplier:
             return scores * (self.scale * LOG2_E)
         return jnp.tanh(scores * (self.scale / self.options.soft_cap)) * (self.options.soft_cap * LOG2_E)
 
-    def _is_seen(self, position: Array) -> Array:
-        """Where the query attends to."""
-        is_before_end = position < self.part.context
-        return is_before_end if self.options.span == EVERYTHING else (position >= self.part.first) & is_before_end
+    # What is the same for a whole tile stands on one side, as a scalar: added to every place it takes registers, which ptxas then spills.
+
+    def _is_seen(self, place: Array, position: Array) -> Array:
+        """Which tokens of a tile that begins at this position, by their places in it, each row's query attends to."""
+        if self.options.num_tokens == 1:
+            return self._is_anyones(place, position)
+        token = lax.div(self.warpgroup.places() + self.first_row, self.options.num_queries // self.options.num_tokens)
+        own = token + (self.part.context - self.options.num_tokens)
+        is_past = place <= lax.broadcast_in_dim(own - position, place.shape, [0])
+        if self.options.span == EVERYTHING:
+            return is_past
+        first = first_seen(self.options.span, own) - position
+        return is_past & (place >= lax.broadcast_in_dim(first, place.shape, [0]))
+
+    def _is_anyones(self, place: Array, position: Array) -> Array:
+        """Which of them are attended to at all."""
+        is_before_end = place < self.part.context - position
+        return is_before_end if self.options.span == EVERYTHING else (place >= self.part.first - position) & is_before_end
 
     def _clear(self, values: Any, position: Array) -> None:
         """Zeros for values that no weight but 0 goes to: 0 times NaN is NaN."""
@@ -195,8 +212,8 @@ class Multiplier:
 
         @pl.when(is_cut if self.options.span == EVERYTHING else is_cut | (position < self.part.first))
         def _clear_values() -> None:
-            place = self.warpgroup.iota(values.shape, 0) + position
-            values[...] = jnp.where(self._is_seen(place), self.warpgroup.load(values), 0)
+            is_anyones = self._is_anyones(self.warpgroup.iota(values.shape, 0), position)
+            values[...] = jnp.where(is_anyones, self.warpgroup.load(values), 0)
             plgpu.commit_smem()
 
     def _widened(self, tile: Any, wide: Any) -> Any:

@@ -15,7 +15,7 @@ _SHORTEST_SHARE = 256  # tokens that are worth a block
 _LARGEST_HEAD = 256  # columns that a warpgroup has registers to sum up
 _LARGEST_LATENT = 576
 _RESERVED = 4096  # bytes of shared memory for barriers and alignment
-ROW_TILE = 8  # rows of shared memory are copied by eights
+_ROW_TILE = 8  # rows of shared memory are copied by eights
 
 
 @dataclass(frozen=True)
@@ -64,12 +64,18 @@ def tiling_for(
 
 
 def num_row_tiles(group: int) -> int:
-    """Tiles of query heads that share a KV head."""
+    """Tiles of the queries that share a KV head."""
     return -(-group // ROWS)
 
 
-def why_not(dtype: jnp.dtype, group: int, head_size: int, page_size: int, *, is_latent: bool = False) -> str | None:
-    """Why there is no kernel for such pages, a KV head for `group` query heads; None if there is."""
+def padded(group: int) -> int:
+    """Rows that those queries are, with what follows them up to a whole tile of shared memory, or to a block's tile where they are several."""
+    unit = _ROW_TILE if group <= ROWS else ROWS
+    return -(-group // unit) * unit
+
+
+def why_not(dtype: jnp.dtype, head_size: int, page_size: int, *, is_latent: bool = False) -> str | None:
+    """Why there is no kernel for such pages; None if there is."""
     if dtype not in (jnp.bfloat16, jnp.float16, *(() if is_latent else (jnp.float8_e4m3fn,))):
         return f"it has no kernel for {dtype.name} pages{' of latents' if is_latent else ''}"
     multiple, largest = (64, _LARGEST_LATENT) if is_latent else (32 // dtype.itemsize, _LARGEST_HEAD)
@@ -77,6 +83,4 @@ def why_not(dtype: jnp.dtype, group: int, head_size: int, page_size: int, *, is_
         return f"it has no kernel for heads of {head_size}: they must be a multiple of {multiple}, at most {largest}"
     if page_size not in (8, 16, 32, 64, 128) and not (is_latent and page_size % ROWS == 0):
         return f"it has no kernel for pages of {page_size} tokens: they must be of 8, 16, 32, 64 or 128"
-    if group > ROWS and group % ROWS:
-        return f"it has no kernel for {group} query heads a KV head: at most {ROWS}, or a multiple of it"
     return None

@@ -1,4 +1,4 @@
-"""paged_attention: one query token a request over that request's KV pages (PagedAttention, arXiv:2309.06180)."""
+"""paged_attention: one query token a request, or its last few, over that request's KV pages (PagedAttention, arXiv:2309.06180)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _IMPLEMENTATIONS: dict[Backend, Callable[..., tuple[Array, Array]]] = {
 
 
 def paged_attention(
-    q: Float[Array, "B N H"],
+    q: Float[Array, "B *T N H"],
     kv_pages: Float[Array, "L S P K G H"],
     layer: Int[Array, ""],
     page_table: Int[Array, "B W"],
@@ -35,25 +35,28 @@ def paged_attention(
     kv_scales: Float[Array, "L S K"] | None = None,
     value_size: int | None = None,
     backend: Backend = "xla",
-) -> Float[Array, "B N V"]:
-    """Attention of one new token a request over its cached context.
+) -> Float[Array, "B *T N V"]:
+    """Attention of each request's newest token, or its last T, over its cached context.
 
     Args:
-      q: queries, B requests of N heads of size H; query head n reads KV head n // (N / K).
+      q: queries, B requests of N heads of size H; query head n reads KV head n // (N / K). [B, T, N, H] are those of the last T tokens of each
+        context, in its order, as speculative decoding checks them (arXiv:2211.17192): each attends to what comes before it, and to itself.
       kv_pages: the page pool of L layers, P pages of G tokens, S = 2 sides, keys first, then values; of latents (MLA, arXiv:2405.04434) only one,
         whose columns hold both. What lies outside a request's context may be anything, NaN too.
       layer: which of the L layers.
       page_table: the pages of each request in order, W of them; entries past the context are ignored but must lie in [0, P).
-      kv_len: tokens of context of each request, the new one included; 0 for a padded row, whose output is 0.
+      kv_len: tokens of context of each request, the new ones included; 0 for a padded row, whose output is 0. Of fewer than T the first
+        T - kv_len queries stand for no token, and their output is 0.
       scale: multiplies the scores, usually H ** -0.5.
       pool_is_finite: a promise that the pool holds no NaN or infinity anywhere, which may spare masking what lies outside a context.
       span: which of its context a token attends to; pages before it are not read.
       soft_cap: scores are bounded by it: soft_cap * tanh(scores / soft_cap) (Gemma 2, arXiv:2408.00118).
       kv_scales: what a layer's keys and values of a KV head are multiplied by, as pages of float8_e4m3fn need it; 1 if not given.
       value_size: of latents, how many of the H columns, the first, are values; None where values have pages of their own.
-      backend: 'mosaic_gpu' (Hopper GPUs), 'llvm_cpu' (CPU devices), either for what `why_not` has nothing against; 'xla' or 'reference'.
+      backend: 'mosaic_gpu' (Hopper GPUs), 'llvm_cpu' (CPU devices, one token), either for what `why_not` has nothing against; 'xla' or
+        'reference'.
 
-    Returns the attention output in q's type, of V = H columns or value_size; scores and sums are float32. Raises `ValueError` for shapes that do not fit together, or
+    Returns the attention output in q's type and order, of V = H columns or value_size; scores and sums are float32. Raises `ValueError` for shapes that do not fit together, or
     that the backend can't run.
     """
     _check_shapes(q, kv_pages, page_table, kv_len, value_size)
@@ -62,7 +65,7 @@ def paged_attention(
             f"paged_attention: kv_scales {kv_scales.shape} must be [L, {kv_pages.shape[1]}, K], a number a layer, side and KV head "
             f"of {kv_pages.shape}"
         )
-    is_plain = span == EVERYTHING and soft_cap is None and kv_scales is None and value_size is None
+    is_plain = q.ndim == 3 and span == EVERYTHING and soft_cap is None and kv_scales is None and value_size is None
     _check_backend(backend, q, kv_pages, is_plain=is_plain, is_latent=value_size is not None)
     arguments = q, kv_pages, layer, page_table, kv_len
     if backend == "llvm_cpu":
@@ -100,7 +103,9 @@ def write_and_attend(
     Returns the attention output in q's type, and the pool. Raises `ValueError` as `paged_attention` does.
     """
     _check_shapes(q, kv_pages, page_table, kv_len, None)
-    rows = (q.shape[0], kv_pages.shape[3], q.shape[2])
+    rows = (q.shape[0], kv_pages.shape[3], q.shape[-1])
+    if q.ndim != 3:
+        raise ValueError(f"paged_attention: q {q.shape} must be [B, N, H]: several tokens are written by page_write.write before")
     if k.shape != rows or v.shape != rows or page_ids.shape != kv_len.shape or offsets.shape != kv_len.shape:
         raise ValueError(
             f"paged_attention: k {k.shape} and v {v.shape} must be {rows}, page_ids {page_ids.shape} and offsets {offsets.shape} {kv_len.shape}"
@@ -114,7 +119,7 @@ def write_and_attend(
 
 
 def paged_attention_and_lse(
-    q: Float[Array, "B N H"],
+    q: Float[Array, "B *T N H"],
     kv_pages: Float[Array, "L S P K G H"],
     layer: Int[Array, ""],
     page_table: Int[Array, "B W"],
@@ -124,7 +129,7 @@ def paged_attention_and_lse(
     pool_is_finite: bool = False,
     value_size: int | None = None,
     backend: Backend = "xla",
-) -> tuple[Float[Array, "B N V"], Float[Array, "B N"]]:
+) -> tuple[Float[Array, "B *T N V"], Float[Array, "B *T N"]]:
     """`paged_attention` to everything, and what puts it together with attention to other parts of the same context: of each head the logarithm
     of the sum of its exponentiated scores, float32; below -1e29 for a row without context. Arguments and errors are the same; 'llvm_cpu' has no kernel for it."""
     _check_shapes(q, kv_pages, page_table, kv_len, value_size)
@@ -136,39 +141,38 @@ def paged_attention_and_lse(
 def _check_shapes(q: Array, kv_pages: Array, page_table: Array, kv_len: Array, value_size: int | None) -> None:
     num_sides = 2 if value_size is None else 1
     if (
-        q.ndim != 3
+        q.ndim not in (3, 4)
         or kv_pages.ndim != 6
         or kv_pages.shape[1] != num_sides
-        or q.shape[2] != kv_pages.shape[5]
-        or q.shape[1] % kv_pages.shape[3]
+        or q.shape[-1] != kv_pages.shape[5]
+        or q.shape[-2] % kv_pages.shape[3]
     ):
         raise ValueError(
-            f"paged_attention: q {q.shape} must be [B, N, H] and kv_pages {kv_pages.shape} [L, {num_sides}, P, K, G, H], "
+            f"paged_attention: q {q.shape} must be [B, N, H] or [B, T, N, H] and kv_pages {kv_pages.shape} [L, {num_sides}, P, K, G, H], "
             "with the same H and N a multiple of K"
         )
-    if value_size is not None and not 0 < value_size <= q.shape[2]:
-        raise ValueError(f"paged_attention: value_size is {value_size}: latents have {q.shape[2]} columns")
+    if value_size is not None and not 0 < value_size <= q.shape[-1]:
+        raise ValueError(f"paged_attention: value_size is {value_size}: latents have {q.shape[-1]} columns")
     if page_table.shape[0] != q.shape[0] or kv_len.shape != (q.shape[0],):
         raise ValueError(f"paged_attention: page_table {page_table.shape} and kv_len {kv_len.shape} must have q's {q.shape[0]} rows")
 
 
 def _check_backend(backend: Backend, q: Array, kv_pages: Array, *, is_plain: bool, is_latent: bool) -> None:
-    group = q.shape[1] // kv_pages.shape[3]
-    if reason := why_not(backend, kv_pages.dtype, group, q.shape[2], kv_pages.shape[4], is_plain=is_plain, is_latent=is_latent):
+    if reason := why_not(backend, kv_pages.dtype, q.shape[-1], kv_pages.shape[4], is_plain=is_plain, is_latent=is_latent):
         raise ValueError(f"paged_attention: {backend} can't run: {reason}")
 
 
 def why_not(
-    backend: Backend, dtype: jnp.dtype, group: int, head_size: int, page_size: int, *, is_plain: bool = True, is_latent: bool = False
+    backend: Backend, dtype: jnp.dtype, head_size: int, page_size: int, *, is_plain: bool = True, is_latent: bool = False
 ) -> str | None:
-    """Why a backend can't attend over pages of this type, a KV head for `group` query heads; None if it can, on a device of its kind.
-    Plain attention is to everything, without soft cap, scales or latents, and nothing else is asked for."""
+    """Why a backend can't attend over pages of this type; None if it can, on a device of its kind. Plain attention is one token's, to
+    everything, without soft cap, scales or latents, and nothing else is asked for."""
     if backend == "mosaic_gpu":
-        return mosaic_tiling.why_not(dtype, group, head_size, page_size, is_latent=is_latent)
+        return mosaic_tiling.why_not(dtype, head_size, page_size, is_latent=is_latent)
     if backend != "llvm_cpu":
         return None
     if dtype != jnp.float32:
         return f"it has no kernel for {dtype.name} pages"
     if head_size % LANES:
         return f"it has no kernel for heads of {head_size}: they must be a multiple of {LANES}"
-    return None if is_plain else "it has no kernel for windows, chunks, soft caps, scales, latents or sums of exponentials"
+    return None if is_plain else "it has no kernel for several tokens, windows, chunks, soft caps, scales, latents or sums of exponentials"

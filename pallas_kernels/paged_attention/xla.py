@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.paged_attention.tokens import by_kv_head, by_token, ends_of_rows, num_tokens
 from pallas_kernels.seen import first_seen
 from pallas_kernels.span import EVERYTHING, Span
 
@@ -21,13 +22,13 @@ _BATCH_RUN_TOKENS, _SHORTEST_RUN, _LONGEST_RUN = 1024, 64, 256
 _MASKED = -1e30
 
 
-def paged_attention(*arguments: Any, **options: Any) -> Float[Array, "B N V"]:
+def paged_attention(*arguments: Any, **options: Any) -> Float[Array, "B *T N V"]:
     """`paged_attention_and_lse`'s first result."""
     return paged_attention_and_lse(*arguments, **options)[0]
 
 
 def paged_attention_and_lse(
-    q: Float[Array, "B N H"],
+    q: Float[Array, "B *T N H"],
     kv_pages: Float[Array, "L S P K G H"],
     layer: Int[Array, ""],
     page_table: Int[Array, "B W"],
@@ -39,23 +40,24 @@ def paged_attention_and_lse(
     soft_cap: float | None = None,
     kv_scales: Float[Array, "L S K"] | None = None,
     value_size: int | None = None,
-) -> tuple[Float[Array, "B N V"], Float[Array, "B N"]]:
+) -> tuple[Float[Array, "B *T N V"], Float[Array, "B *T N"]]:
     """See op.py."""
     num_layers, num_sides, num_pages, num_kv_heads, page_size, head_size = kv_pages.shape
-    batch, num_heads, _ = q.shape
-    group = num_heads // num_kv_heads
+    batch, tokens = q.shape[0], num_tokens(q)
     wanted_run = min(max(_BATCH_RUN_TOKENS // batch, _SHORTEST_RUN), _LONGEST_RUN)
     run_pages = min(max(wanted_run // page_size, 1), page_table.shape[1])
     padding = -page_table.shape[1] % run_pages
     table = jnp.pad(page_table, ((0, 0), (0, padding)))
-    grouped = (q.astype(jnp.float32) * scale).reshape(batch, num_kv_heads, group, head_size)
+    queries = by_kv_head(q, num_kv_heads).astype(jnp.float32) * scale
+    num_rows = queries.shape[2]
     if kv_scales is not None:  # a number a head: it goes to what keys are multiplied with, and to what values come to
-        grouped *= kv_scales[layer, 0][:, None, None]
+        queries *= kv_scales[layer, 0][:, None, None]
     # One row a (page, KV head): the gather then writes [B, K, S, H] directly, and no transpose follows it.
     pool = kv_pages.reshape(num_layers * num_sides * num_pages * num_kv_heads, page_size * head_size)
     first_key_row = layer * num_sides * num_pages * num_kv_heads
     first_value_row = first_key_row + (num_sides - 1) * num_pages * num_kv_heads
     run_tokens = run_pages * page_size
+    ends = ends_of_rows(kv_len, num_rows, tokens)[:, None, :, None]
 
     def one_run(i: Int[Array, ""], carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         top, total, out = carry
@@ -67,36 +69,36 @@ def paged_attention_and_lse(
             return jnp.take(pool, rows, axis=0, mode="clip").reshape(batch, num_kv_heads, run_tokens, head_size).astype(jnp.float32)
 
         position = i * run_tokens + jnp.arange(run_tokens)
-        valid = position < kv_len[:, None]
+        valid = position < ends  # [B, 1, R, S]
         if span != EVERYTHING:
-            valid &= position >= first_seen(span, kv_len[:, None] - 1)
+            valid &= position >= first_seen(span, ends - 1)
         # Multiply and reduce rather than a batched matmul of a few rows: XLA on CPU runs B*K tiny matmuls one after another.
-        scores = (grouped[:, :, :, None] * gathered(rows + first_key_row)[:, :, None]).sum(-1)
+        scores = (queries[:, :, :, None] * gathered(rows + first_key_row)[:, :, None]).sum(-1)
         if soft_cap is not None:
             scores = jnp.tanh(scores / soft_cap) * soft_cap
-        scores = jnp.where(valid[:, None, None], scores, _MASKED)
+        scores = jnp.where(valid, scores, _MASKED)
         new_top = jnp.maximum(top, scores.max(-1))
         weights = jnp.exp(scores - new_top[..., None])
         values = gathered(rows + first_value_row)[..., :value_size]
         if not pool_is_finite:
-            values = jnp.where(valid[:, None, :, None], values, 0.0)  # a weight of 0 times NaN would be NaN
+            values = jnp.where(valid.any(2)[..., None], values, 0.0)  # a weight of 0 times NaN would be NaN
         shrink = jnp.exp(top - new_top)
         out = out * shrink[..., None] + (weights[..., None] * values[:, :, None]).sum(3)
         return new_top, total * shrink + weights.sum(-1), out
 
     start = (
-        jnp.full((batch, num_kv_heads, group), _MASKED),
-        jnp.zeros((batch, num_kv_heads, group)),
-        jnp.zeros((batch, num_kv_heads, group, value_size or head_size)),
+        jnp.full((batch, num_kv_heads, num_rows), _MASKED),
+        jnp.zeros((batch, num_kv_heads, num_rows)),
+        jnp.zeros((batch, num_kv_heads, num_rows, value_size or head_size)),
     )
     num_runs = (jnp.max(kv_len) + run_tokens - 1) // run_tokens
     # Runs that no row's span reaches are skipped; a padded row has no say.
-    first_runs = first_seen(span, kv_len - 1) // run_tokens
+    first_runs = first_seen(span, jnp.maximum(kv_len - tokens, 0)) // run_tokens
     first_run = 0 if span == EVERYTHING else jnp.min(jnp.where(kv_len > 0, first_runs, num_runs))
     top, total, out = jax.lax.fori_loop(first_run, num_runs, one_run, start)
-    out = out / jnp.maximum(total, 1e-30)[..., None]
+    out = jnp.where(ends > 0, out / jnp.maximum(total, 1e-30)[..., None], 0.0)
     if kv_scales is not None:
         out *= kv_scales[layer, -1][:, None, None]
     # Without context top is still _MASKED, and all else nothing beside it.
-    lse = (top + jnp.log(jnp.maximum(total, 1e-30))).reshape(batch, num_heads)
-    return jnp.where(kv_len[:, None, None] > 0, out.reshape(batch, num_heads, -1), 0.0).astype(q.dtype), lse
+    lse = top + jnp.log(jnp.maximum(total, 1e-30))
+    return by_token(out, q).astype(q.dtype), by_token(lse, q)

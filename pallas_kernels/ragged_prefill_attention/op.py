@@ -66,8 +66,7 @@ def ragged_prefill_attention(
     num_rows = page_table.shape[0]
     if any(a.shape != (num_rows,) for a in (query_start, query_len, kv_len)):
         raise ValueError(f"ragged_prefill_attention: query_start, query_len and kv_len must each have page_table's {num_rows} rows")
-    group = q.shape[1] // kv_pages.shape[3]
-    if against := why_not(backend, kv_pages.dtype, group, q.shape[2], kv_pages.shape[4], query_tile, span, soft_cap):
+    if against := why_not(backend, kv_pages.dtype, q.shape[2], kv_pages.shape[4], query_tile, span, soft_cap):
         raise ValueError(f"ragged_prefill_attention: {backend} can't run: {against}")
     rows = (page_table, query_start, query_len, kv_len)
     options = {} if span == EVERYTHING and soft_cap is None else {"span": span, "soft_cap": soft_cap}
@@ -79,14 +78,13 @@ def ragged_prefill_attention(
 def why_not(
     backend: Backend,
     dtype: jnp.dtype,
-    group: int,
     head_size: int,
     page_size: int,
     query_tile: int,
     span: Span = EVERYTHING,
     soft_cap: float | None = None,
 ) -> str | None:
-    """Why a backend can't attend so over pages of this type, a KV head for `group` query heads; None if it can, on a device of its kind."""
+    """Why a backend can't attend so over pages of this type; None if it can, on a device of its kind."""
     if backend == "mosaic_gpu":
         return mosaic_gpu.why_not(dtype, head_size, page_size, query_tile)
     if backend != "llvm_cpu":

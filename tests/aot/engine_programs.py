@@ -14,7 +14,7 @@ from jaxinfer.kv_cache.pages import PagePool
 from jaxinfer.kv_cache.spec import PageSpec, default_page_size
 from jaxinfer.layers.matrices import MatrixFormat
 from jaxinfer.models.config import ArchitectureConfig
-from jaxinfer.plan import choose_attention, query_group
+from jaxinfer.plan import choose_attention
 from jaxinfer.prefill.runner import PrefillRunner
 from jaxinfer.runtime.compilation import compile_program
 from jaxinfer.runtime.stage import Stage
@@ -58,8 +58,7 @@ def compile_for(
     pool = PagePool(spec, num_pages, BFLOAT16, mesh, TENSOR_PARALLEL, own.heads)
     role, _, size = name.partition("/")
     of_device = spec.on_device(num_devices, own.num_kv_heads, template.layers_of_group)
-    group = query_group(own, of_device, num_devices)
-    attention = choose_attention(role, "auto", mesh.devices.flat[0], BFLOAT16, group, of_device, (int(size),), config.soft_cap)
+    attention = choose_attention(role, "auto", mesh.devices.flat[0], BFLOAT16, of_device, (int(size),), config.soft_cap)
     runner = {"decode": DecodeRunner, "prefill": PrefillRunner}[role]
     stage = Stage(template, mesh, TENSOR_PARALLEL, pool, attention, sequence_parallel)
     programs = {p.name: p for p in runner([stage], (int(size),), context).programs()}

@@ -59,6 +59,21 @@ def test_paged_attention_over_latents(compile_for, batch, num_heads, page_size):
 
 
 @pytest.mark.parametrize(
+    ("num_tokens", "num_heads", "num_kv_heads", "head_size", "options"),
+    [
+        (4, 32, 8, 128, {}),
+        (3, 10, 2, 64, {"span": Span(window=1024), "pool_is_finite": False}),  # rows of 15, which no power of two divides
+        (8, 80, 8, 128, {"span": Span(chunk=8192)}),  # 80 rows: two tiles
+        (2, 64, 1, 576, {"page_size": 64, "value_size": 512}),
+        (2, 32, 8, 128, {"dtype": jnp.float8_e4m3fn}),
+    ],
+)
+def test_paged_attention_of_several_tokens(compile_for, num_tokens, num_heads, num_kv_heads, head_size, options):
+    compiled = compile_paged(compile_for, 8, num_heads, num_kv_heads, head_size, num_tokens=num_tokens, **options)
+    assert num_kernels(compiled) == 1
+
+
+@pytest.mark.parametrize(
     ("batch", "num_heads", "num_kv_heads", "head_size", "options"),
     [
         (1, 32, 8, 128, {}),
@@ -93,6 +108,7 @@ def compile_paged(
     head_size,
     *,
     attend=paged_attention,
+    num_tokens=None,
     page_size=16,
     dtype=jnp.bfloat16,
     pool_is_finite=True,
@@ -105,7 +121,7 @@ def compile_paged(
     num_sides = 1 if "value_size" in options else 2
     return compile_for(
         function,
-        ((batch, num_heads, head_size), jnp.bfloat16),
+        ((batch, *([num_tokens] if num_tokens else []), num_heads, head_size), jnp.bfloat16),
         ((2, num_sides, NUM_PAGES, num_kv_heads, page_size, head_size), dtype),
         ((2, num_sides, num_kv_heads), jnp.float32),
         ((), jnp.int32),

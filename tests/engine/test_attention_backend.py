@@ -10,7 +10,7 @@ from jaxinfer.config import ConfigError, EngineConfig
 from jaxinfer.kv_cache.spec import PageSpec
 from jaxinfer.models.registry import read_config
 from jaxinfer.models.shapes import model_shape
-from jaxinfer.plan import choose_attention, query_group
+from jaxinfer.plan import choose_attention
 from tests.engine.test_token_equality import LAYOUTS
 
 FLOAT32, BFLOAT16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
@@ -23,8 +23,8 @@ UNKNOWN = SimpleNamespace(platform="gpu", device_kind="a GPU that says nothing o
 TPU = SimpleNamespace(platform="tpu", device_kind="TPU v5")
 
 
-def choose(role, name, device, dtype, head_size, page_size=16, group=4, buckets=(32, 512)):
-    return choose_attention(role, name, device, dtype, group, PageSpec(2, 2, head_size, page_size, dtype.itemsize), buckets)
+def choose(role, name, device, dtype, head_size, page_size=16, buckets=(32, 512)):
+    return choose_attention(role, name, device, dtype, PageSpec(2, 2, head_size, page_size, dtype.itemsize), buckets)
 
 
 @ROLES
@@ -48,20 +48,12 @@ def test_auto_takes_the_devices_kernels_where_they_can_run_and_says_why_not(role
         assert reason in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("page_size", "num_devices", "group", "part_size"),
-    [(128, 8, 64, 16), (64, 8, 64, 8), (16, 8, 8, 16), (16, 1, 64, 16), (128, 1, 64, 128)],
-)
-def test_devices_that_share_latents_out_attend_with_all_heads_to_their_part(page_size, num_devices, group, part_size):
+@pytest.mark.parametrize(("page_size", "num_devices", "part_size"), [(128, 8, 16), (64, 8, 8), (16, 8, 16), (16, 1, 16), (128, 1, 128)])
+def test_devices_that_share_latents_out_attend_to_their_part(page_size, num_devices, part_size):
     config = read_config(model_shape("kimi-k2.5")).on_devices(num_devices)
     of_device = PageSpec.of(config, page_size, 2).on_device(num_devices, config.num_kv_heads, 61)
-    assert (query_group(config, of_device, num_devices), of_device.part_size) == (group, part_size)
-    assert choose_attention("decode", "auto", HOPPER, BFLOAT16, group, of_device, (512,)) == "mosaic_gpu"
-
-
-def test_the_group_of_heads_with_pages_of_their_own():
-    llama = read_config(model_shape("llama-3.1-8b"))
-    assert query_group(llama, PageSpec.of(llama, 16, 2).on_device(8, 8, 32), 8) == 4
+    assert of_device.part_size == part_size
+    assert choose_attention("decode", "auto", HOPPER, BFLOAT16, of_device, (512,)) == "mosaic_gpu"
 
 
 @ROLES

@@ -164,6 +164,58 @@ def test_the_logarithm_is_of_the_scores_exponentials():
         paged_attention_and_lse(q, kv, jnp.int32(LAYER), table, kv_len, scale=0.3, backend="llvm_cpu")
 
 
+FEW = Case("", 6, 2, 24, 8, (1, 3, 8, 9, 64, 70, 300, 0))
+OPTIONS = [{}, {"span": Span(window=2)}, {"span": Span(window=50)}, {"span": Span(chunk=4)}, {"soft_cap": 3.0}, {"value_size": 16}]
+
+
+@pytest.mark.parametrize("options", [*OPTIONS, {"kv_scales": None}], ids=str)
+@pytest.mark.parametrize("backend", ["reference", "xla"])
+def test_each_of_several_tokens_gets_what_it_gets_alone(backend, options):
+    """The last four of each context, or what there is of them."""
+    case = replace(FEW, num_kv_heads=1) if "value_size" in options else FEW
+    _, kv, table, kv_len = arguments(case, case.context, 22)
+    q = jnp.asarray(np.random.default_rng(22).standard_normal((len(case.context), 4, case.num_heads, case.head_size)), jnp.float32)
+    if "value_size" in options:
+        kv = kv[:, :1]
+    if "kv_scales" in options:
+        kv, scales = quantized(kv, case.num_kv_heads, 22)
+        options = {"kv_scales": scales}
+    rest = {"scale": 0.3, **options}
+    together = paged_attention(q, kv, jnp.int32(LAYER), table, kv_len, backend=backend, **rest)
+    assert np.isfinite(together).all()
+    attend = jax.jit(functools.partial(paged_attention, backend="reference", **rest))
+    for token in range(4):
+        alone = attend(q[:, token], kv, jnp.int32(LAYER), table, jnp.maximum(kv_len - (3 - token), 0))
+        np.testing.assert_allclose(together[:, token], alone, atol=1e-5)
+
+
+def test_several_tokens_have_a_logarithm_of_a_sum_each():
+    _, kv, table, kv_len = arguments(FEW, FEW.context, 23)
+    q = jnp.asarray(np.random.default_rng(23).standard_normal((len(FEW.context), 2, FEW.num_heads, FEW.head_size)), jnp.float32)
+    for backend in ("reference", "xla"):
+        out, lse = paged_attention_and_lse(q, kv, jnp.int32(LAYER), table, kv_len, scale=0.3, backend=backend)
+        for token in range(2):
+            rest = jnp.int32(LAYER), table, jnp.maximum(kv_len - (1 - token), 0)
+            alone, own_lse = paged_attention_and_lse(q[:, token], kv, *rest, scale=0.3, backend="reference")
+            np.testing.assert_allclose(out[:, token], alone, atol=1e-5)
+            is_none = np.asarray(rest[2]) == 0
+            np.testing.assert_allclose(lse[:, token][~is_none], own_lse[~is_none], rtol=1e-5, atol=1e-5)
+            assert (np.asarray(lse)[is_none, token] < -1e29).all()
+
+
+def test_pages_before_several_tokens_spans_are_not_read():
+    """The first of them begins the earliest; what lies before it is NaN in a pool that is promised finite."""
+    case = Case("", 4, 2, 16, 4, (1000,))
+    _, kv, table, kv_len = arguments(case, case.context, 24)
+    q = jnp.asarray(np.random.default_rng(24).standard_normal((1, 8, 4, 16)), jnp.float32)
+    for span, first in ((Span(window=50), 943), (Span(chunk=331), 662)):  # tokens 992 to 999: their chunks begin at 662 and 993
+        expected = paged_attention(q, kv, jnp.int32(LAYER), table, kv_len, scale=0.3, backend="reference", span=span)
+        before = table[:, : (first - 256) // 4]
+        spoilt = jnp.nan_to_num(kv).at[:, :, before].set(jnp.nan)
+        out = paged_attention(q, spoilt, jnp.int32(LAYER), table, kv_len, scale=0.3, backend="xla", span=span, pool_is_finite=True)
+        np.testing.assert_allclose(out, expected, atol=2e-5)
+
+
 def test_a_span_is_one_thing():
     with pytest.raises(ValueError, match="not both"):
         Span(window=4, chunk=4)
@@ -302,31 +354,32 @@ def test_shapes_that_do_not_fit_are_refused_by_name():
 
 def test_what_a_backend_has_no_kernel_for_is_refused():
     float32, bfloat16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
-    assert why_not("llvm_cpu", float32, 4, 96, 8) is None
-    assert why_not("mosaic_gpu", bfloat16, 64, 80, 16, is_plain=False) is None
-    assert why_not("mosaic_gpu", bfloat16, 128, 576, 64, is_latent=True) is None
-    assert why_not("mosaic_gpu", bfloat16, 128, 576, 256, is_latent=True) is None
-    assert "pages of 96 tokens" in why_not("mosaic_gpu", bfloat16, 128, 576, 96, is_latent=True)
-    assert "pages of 256 tokens" in why_not("mosaic_gpu", bfloat16, 64, 64, 256)
-    for backend, dtype, group, head_size, page_size, words in (
-        ("llvm_cpu", bfloat16, 1, 64, 8, "bfloat16 pages"),
-        ("llvm_cpu", float32, 1, 24, 8, "heads of 24: they must be a multiple of 16"),
-        ("mosaic_gpu", float32, 1, 64, 8, "float32 pages"),
-        ("mosaic_gpu", bfloat16, 1, 24, 8, "heads of 24: they must be a multiple of 16, at most 256"),
-        ("mosaic_gpu", bfloat16, 1, 272, 8, "heads of 272"),
-        ("mosaic_gpu", bfloat16, 1, 64, 4, "pages of 4 tokens"),
-        ("mosaic_gpu", bfloat16, 1, 64, 24, "pages of 24 tokens"),
-        ("mosaic_gpu", bfloat16, 65, 64, 16, "65 query heads"),
-        ("mosaic_gpu", jnp.dtype("float8_e4m3fn"), 1, 80, 16, "heads of 80: they must be a multiple of 32"),
+    assert why_not("llvm_cpu", float32, 96, 8) is None
+    assert why_not("mosaic_gpu", bfloat16, 80, 16, is_plain=False) is None
+    assert why_not("mosaic_gpu", bfloat16, 576, 64, is_latent=True) is None
+    assert why_not("mosaic_gpu", bfloat16, 576, 256, is_latent=True) is None
+    assert "pages of 96 tokens" in why_not("mosaic_gpu", bfloat16, 576, 96, is_latent=True)
+    assert "pages of 256 tokens" in why_not("mosaic_gpu", bfloat16, 64, 256)
+    for backend, dtype, head_size, page_size, words in (
+        ("llvm_cpu", bfloat16, 64, 8, "bfloat16 pages"),
+        ("llvm_cpu", float32, 24, 8, "heads of 24: they must be a multiple of 16"),
+        ("mosaic_gpu", float32, 64, 8, "float32 pages"),
+        ("mosaic_gpu", bfloat16, 24, 8, "heads of 24: they must be a multiple of 16, at most 256"),
+        ("mosaic_gpu", bfloat16, 272, 8, "heads of 272"),
+        ("mosaic_gpu", bfloat16, 64, 4, "pages of 4 tokens"),
+        ("mosaic_gpu", bfloat16, 64, 24, "pages of 24 tokens"),
+        ("mosaic_gpu", jnp.dtype("float8_e4m3fn"), 80, 16, "heads of 80: they must be a multiple of 32"),
     ):
-        assert words in why_not(backend, dtype, group, head_size, page_size)
-        q, kv, table, kv_len = arguments(Case("", group, 1, head_size, page_size, ()), (5, 64), 13, dtype)
+        assert words in why_not(backend, dtype, head_size, page_size)
+        q, kv, table, kv_len = arguments(Case("", 1, 1, head_size, page_size, ()), (5, 64), 13, dtype)
         with pytest.raises(ValueError, match=words):
             paged_attention(q, kv, LAYER, table, kv_len, scale=1.0, backend=backend)
         paged_attention(q, kv, LAYER, table, kv_len, scale=1.0, backend="xla")
     q, kv, table, kv_len = arguments(Case("", 2, 2, 64, 8, ()), (5, 64), 13)
+    with pytest.raises(ValueError, match="no kernel for several tokens"):
+        paged_attention(q[:, None], kv, LAYER, table, kv_len, scale=1.0, backend="llvm_cpu")
     for options in ({"span": Span(window=4)}, {"soft_cap": 3.0}, {"kv_scales": jnp.ones((kv.shape[0], 2, 2))}):
-        with pytest.raises(ValueError, match="windows, chunks, soft caps, scales, latents"):
+        with pytest.raises(ValueError, match="several tokens, windows, chunks, soft caps, scales, latents"):
             paged_attention(q, kv, LAYER, table, kv_len, scale=1.0, backend="llvm_cpu", **options)
 
 
@@ -347,6 +400,8 @@ def test_new_tokens_are_written_and_attended_to(backend):
 def test_new_tokens_that_do_not_fit_are_refused():
     q, kv, table, kv_len = arguments(Case("small", 4, 2, 16, 8, (1,)), (1,), 0)
     k = jnp.zeros((1, 2, 16))
+    with pytest.raises(ValueError, match=r"q .* must be \[B, N, H\]: several tokens are written by page_write.write before"):
+        write_and_attend(q[:, None], k, k, kv, LAYER, table, kv_len, kv_len, kv_len, scale=1.0)
     for wrong in ((k[:, :1], k, kv_len, kv_len), (k, k[..., :8], kv_len, kv_len), (k, k, kv_len[:0], kv_len)):
         with pytest.raises(ValueError, match="page_ids"):
             write_and_attend(q, *wrong[:2], kv, LAYER, table, *wrong[2:], kv_len, scale=1.0)

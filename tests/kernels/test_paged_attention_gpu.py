@@ -17,11 +17,14 @@ from pallas_kernels.span import Span
 from tests.kernels.poisoned_pool import LAYER, poisoned_pool
 
 
-def check(context, *, num_heads=4, num_kv_heads=1, head_size=64, page_size=16, tiling=None, dtype=jnp.bfloat16, seed=0, **options):
-    """Interpreted as the reference has it, up to the output's rounding. Unused places are NaN, and so is the output before."""
+def check(
+    context, *, tokens=None, num_heads=4, num_kv_heads=1, head_size=64, page_size=16, tiling=None, dtype=jnp.bfloat16, seed=0, **options
+):
+    """Interpreted as the reference has it, up to the output's rounding. Unused places are NaN, and so is the output before. `tokens`: how many
+    have queries, if not one."""
     random = np.random.default_rng(seed)
     kv, table = poisoned_pool(random, context, num_kv_heads, page_size, head_size)
-    q = random.standard_normal((len(context), num_heads, head_size), np.float32)
+    q = random.standard_normal((len(context), *([tokens] if tokens else []), num_heads, head_size), np.float32)
     arguments = *(jnp.asarray(a, dtype) for a in (q, kv)), jnp.int32(LAYER), jnp.asarray(table), jnp.asarray(context, jnp.int32)
     options = {"scale": head_size**-0.5, "pool_is_finite": False, **options}
     run = jax.jit(functools.partial(paged_attention_and_lse, tiling=tiling, interpreted=True, **options))
@@ -76,6 +79,20 @@ def test_spans_caps_and_types(options):
     check((20, 230), tiling=Tiling(64, 2, 2), **options)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "options"),
+    [
+        (2, {}),
+        (4, {"span": Span(window=70), "tiling": Tiling(64, 2, 2)}),  # the last one's begins in a later tile than the first one's
+        (3, {"span": Span(chunk=100), "num_heads": 10, "num_kv_heads": 2}),
+        (5, {"num_heads": 15, "soft_cap": 2.0}),  # 75 rows: of several tiles
+    ],
+)
+def test_each_of_several_tokens_sees_what_comes_before_it(tokens, options):
+    """Contexts that have them in one tile, in two, in two shares of which the first tokens see one; fewer than the tokens; none."""
+    check((64, 65, 202, 130, 2, 0), tokens=tokens, **{"tiling": Tiling(64, 2, 3), **options})
+
+
 def test_pages_before_a_span_are_not_read():
     """Tiles wholly before it hold NaN in a pool that is promised finite: a weight of 0 would bring them out."""
     random, context, span = np.random.default_rng(1), (300,), Span(window=40)
@@ -120,6 +137,20 @@ def test_latents(num_heads, head_size, value_size, page_size, splits):
     wide = *(a.astype(jnp.float32) for a in arguments[:2]), *arguments[2:]
     expected, expected_lse = op_and_lse(*wide, backend="reference", **options)
     tiling = Tiling(64, 2, splits, warpgroups=1)
+    found, lse = jax.jit(functools.partial(paged_attention_and_lse, interpreted=True, tiling=tiling, **options))(*arguments)
+    np.testing.assert_allclose(found.astype(jnp.float32), expected, rtol=0.02, atol=0.02)
+    check_lse(lse, expected_lse)
+
+
+def test_latents_of_several_tokens():
+    random, context = np.random.default_rng(5), (150, 66, 1)
+    kv, table = poisoned_pool(random, context, 1, 64, 192)
+    q = jnp.asarray(random.standard_normal((len(context), 2, 40, 192)), jnp.bfloat16)  # of 80 rows
+    arguments = q, jnp.asarray(kv[:, :1], jnp.bfloat16), jnp.int32(LAYER), jnp.asarray(table), jnp.asarray(context, jnp.int32)
+    options = {"scale": 192**-0.5, "pool_is_finite": False, "value_size": 128}
+    wide = *(a.astype(jnp.float32) for a in arguments[:2]), *arguments[2:]
+    expected, expected_lse = op_and_lse(*wide, backend="reference", **options)
+    tiling = Tiling(64, 2, 2, warpgroups=1)
     found, lse = jax.jit(functools.partial(paged_attention_and_lse, interpreted=True, tiling=tiling, **options))(*arguments)
     np.testing.assert_allclose(found.astype(jnp.float32), expected, rtol=0.02, atol=0.02)
     check_lse(lse, expected_lse)

@@ -205,9 +205,9 @@ def test_a_query_that_is_broken_breaks_no_other():
 
 
 def test_what_the_cpu_kernel_can_not_do_is_said():
-    assert why_not("llvm_cpu", jnp.dtype("float32"), 1, 64, 8, 32) is None
+    assert why_not("llvm_cpu", jnp.dtype("float32"), 64, 8, 32) is None
     for dtype, head_size in (("bfloat16", 64), ("float32", 24)):
-        assert str(head_size if dtype == "float32" else dtype) in (why_not("llvm_cpu", jnp.dtype(dtype), 1, head_size, 8, 32) or "")
+        assert str(head_size if dtype == "float32" else dtype) in (why_not("llvm_cpu", jnp.dtype(dtype), head_size, 8, 32) or "")
         case = Case("", 2, 2, head_size, 8, 32, 32, ((0, 20),))
         q, kv, *others = arguments(case, 10, jnp.dtype(dtype))
         with pytest.raises(ValueError, match="llvm_cpu can't run"):

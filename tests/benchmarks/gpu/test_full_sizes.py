@@ -22,6 +22,7 @@ CASES = (
     ("write_and_attend", "batch 32, context 4096", "one launch"),
     ("paged_attention", "float8, batch 128, context 4096"),
     ("paged_attention", "latents, batch 32, context 4096"),
+    ("paged_attention", "4 tokens, batch 32, context 4096"),
     ("ragged_prefill_attention", "512 tokens"),
     ("ragged_prefill_attention", "8192 tokens"),
     ("grouped_matmul", "llama-4-scout, 64 tokens"),

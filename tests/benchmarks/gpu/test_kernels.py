@@ -149,7 +149,7 @@ def test_a_write_is_checked_too():
 def test_what_the_tuner_keeps_a_tiling_by_is_what_the_kernel_looks_for(kernel, monkeypatch):
     asked = []
     monkeypatch.setattr(mosaic_tiling, "tuned", lambda op, shape: asked.append((op, shape)))
-    for case in list(kernel.cases(SIZES).values())[:2]:
+    for case in (case for case in kernel.cases(SIZES).values() if not (case.value_size or case.has_scales)):
         problem = kernel.problem(SIZES, case, seed=0)
         function = implementation(kernel.name, "mosaic_gpu", None)
         asked.clear()
