@@ -8,6 +8,7 @@ them compilers crash.
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import jax
 import pytest
 
 from jaxinfer.llm import LLM
+from jaxinfer.prefill.worker import Prefilled, PrefillWorker
 from jaxinfer.runtime.compilation import use_persistent_cache
 from tests import tiny_model
 
@@ -75,6 +77,22 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         item.config.stash.get(_MADE, {}).clear()
         gc.collect()
         jax.clear_caches()
+
+
+@pytest.fixture
+def prefills_are_read_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prefill step's result is waited for once it was looked for as often as the role has stages. On a busy machine it may come any later:
+    requests that a test wants to meet in decode, and to run out of pages there, would decode one after another."""
+    looked: Counter[tuple[int, float]] = Counter()
+    collect = PrefillWorker.collect
+
+    def collect_soon(worker: PrefillWorker, *, wait: int, **rest: Any) -> list[Prefilled]:
+        steps = [(id(worker), step.launched_at) for step in worker._in_flight]
+        num_late = sum(looked[step] >= worker._runner.num_stages for step in steps)
+        looked.update(steps)
+        return collect(worker, wait=max(wait, num_late), **rest)
+
+    monkeypatch.setattr(PrefillWorker, "collect", collect_soon)
 
 
 def num_mappings() -> int:

@@ -33,6 +33,7 @@ def use_every_feature(llm: LLM) -> None:
     llm.logprobs(PROMPTS[12])  # a length of its own: compiles, but not by surprise
 
 
+@pytest.mark.usefixtures("prefills_are_read_soon")
 @pytest.mark.parametrize("layout", ["one device", "two devices", "two meshes of two", "one device to two", "chunks of 50"])
 def test_nothing_compiles_after_ready(llms, layout):
     llm = llms(**LAYOUTS.get(layout, {}))

@@ -13,6 +13,7 @@ from tests.engine.test_token_equality import LAYOUTS
 from tests.engine.workload import alone, workload
 
 
+@pytest.mark.usefixtures("prefills_are_read_soon")
 @pytest.mark.parametrize("layout", ["one device", "two devices", "chunks of 50"])
 def test_random_adds_and_aborts_lose_no_page_and_change_no_token(llms, llm, layout):
     engine = llms(**LAYOUTS.get(layout, {})).engine

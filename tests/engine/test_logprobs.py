@@ -62,6 +62,7 @@ def test_llm_logprobs_are_those_reported(llm):
     assert all(r.top == () for r in reported[1:])
 
 
+@pytest.mark.usefixtures("prefills_are_read_soon")
 @pytest.mark.parametrize("layout", ["one device", "two devices"])
 def test_all_reported_are_the_plain_passes_when_pages_run_out(llms, llm, layout):
     of_layout = llms(**LAYOUTS.get(layout, {}))

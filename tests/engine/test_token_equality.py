@@ -77,6 +77,7 @@ def test_a_batch_of_32_gives_each_request_what_it_gets_alone(llm):
     assert most == 32
 
 
+@pytest.mark.usefixtures("prefills_are_read_soon")
 @pytest.mark.parametrize("layout", ["one device", "two devices", "no prefix cache"])
 def test_preemption_changes_nothing(llms, llm, layout):
     of_layout = llms(**LAYOUTS.get(layout, {}))
@@ -198,6 +199,7 @@ def test_requests_that_begin_alike_and_come_one_by_one_get_what_they_get_alone(l
     assert_all_free(llm.engine)
 
 
+@pytest.mark.usefixtures("prefills_are_read_soon")
 @pytest.mark.parametrize("layout", ["one mesh of two", "two meshes of two"])
 def test_batch_work_that_gave_way_gets_what_it_gets_alone(llms, expected, layout):
     llm = llms(**LAYOUTS[layout])

@@ -56,6 +56,7 @@ def expected(folder: Path) -> list[Any]:
     return found
 
 
+@pytest.mark.usefixtures("prefills_are_read_soon")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_tokens_are_one_devices_with_hits_and_preemption(folder: Path, expected: list[Any], layout: str) -> None:
     llm = LLM(str(folder), **SETTINGS | LAYOUTS[layout])

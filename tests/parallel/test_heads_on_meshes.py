@@ -61,6 +61,7 @@ def expected(folder: Path) -> dict[str, list[Any]]:
     return found
 
 
+@pytest.mark.usefixtures("prefills_are_read_soon")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_tokens_are_one_devices_with_hits_and_preemption(folder: Path, expected: dict[str, list[Any]], layout: str) -> None:
     settings = TINY | SMALL | LAYOUTS[layout]

@@ -68,6 +68,7 @@ def check(llm: LLM, folder: Path) -> None:
     assert_all_free(llm.engine)
 
 
+@pytest.mark.usefixtures("prefills_are_read_soon")
 @pytest.mark.parametrize(("prefill", "decode"), list(product(LAYOUTS, LAYOUTS)))
 def test_two_layouts_hand_over_and_give_one_devices_tokens(folder: Path, prefill: str, decode: str) -> None:
     kv_bytes = NUM_PAGES * max(page_bytes(prefill), page_bytes(decode))
@@ -99,6 +100,7 @@ def test_tokens_that_are_split_between_sums_give_one_devices(folder: Path, layou
         assert tokens_of(llm.generate(prompts(), GREEDY)) == tokens_of(whole.generate(prompts(), GREEDY))
 
 
+@pytest.mark.usefixtures("prefills_are_read_soon")
 @pytest.mark.parametrize("layout", LAYOUTS + ON_EIGHT)
 def test_one_layout_for_both_gives_one_devices_tokens(folder: Path, layout: str) -> None:
     llm = LLM(str(folder), **SETTINGS, kv_memory=f"{NUM_PAGES * page_bytes(layout)}B", prefill_parallel=layout)
