@@ -213,6 +213,7 @@ class _Body:
         }
         kernel = self.warpgroup.kernel(
             self._kernel,
+            "grouped_matmul",
             out_type=jax.ShapeDtypeStruct((tiling.splits, len(x), self.outputs), _out_dtype(tiling.splits)),
             grid=(tiling.blocks,),
             grid_names=("block",),

@@ -17,6 +17,7 @@ from pallas_kernels.mosaic.warpgroup import Warpgroup, load_as
 def kernel_in_place(
     warpgroup: Warpgroup,
     body: Callable[..., None],
+    name: str,
     *,
     out_type: Any,
     scratch_types: Mapping[str, Any],
@@ -34,7 +35,8 @@ def kernel_in_place(
     return pl.kernel(
         with_scratch,
         out_type=out_type,
-        mesh=plgpu.Mesh(thread_name=thread_name, **mesh),
+        mesh=plgpu.Mesh(thread_name=thread_name, kernel_name=name, **mesh),
+        name=name,
         compiler_params=compiler_params,
         interpret=warpgroup.interpreter,
     )

@@ -30,9 +30,9 @@ class Warpgroup:
 
     interpreted: bool = False
 
-    def kernel(self, body: Callable[..., None], **options: Any) -> Callable[..., Any]:
-        """`plgpu.kernel`, on the GPU or interpreted."""
-        return plgpu.kernel(body, interpret=self.interpreter, **options)
+    def kernel(self, body: Callable[..., None], name: str, **options: Any) -> Callable[..., Any]:
+        """`plgpu.kernel`, on the GPU or interpreted, by the name that a profile shows it under."""
+        return plgpu.kernel(body, kernel_name=name, interpret=self.interpreter, **options)
 
     @property
     def interpreter(self) -> Any:

@@ -209,6 +209,7 @@ class _Body:
         }
         kernel = (self.warpgroup.kernel if new is None else partial(kernel_in_place, self.warpgroup))(
             self._kernel,
+            "paged_attention",
             out_type=[
                 jax.ShapeDtypeStruct((batch, num_kv_heads, tiling.splits, num_rows, value_size), out_dtype),
                 jax.ShapeDtypeStruct((batch, num_kv_heads, tiling.splits, num_row_tiles(num_rows) * ROWS), jnp.float32),

@@ -171,6 +171,7 @@ class _Body:
         consumed = plgpu.Barrier(num_barriers=tiling.stages, num_arrivals=_WARPGROUPS)
         kernel = self.warpgroup.kernel(
             self._kernel,
+            "ragged_prefill_attention",
             out_type=jax.ShapeDtypeStruct(q.shape, dtype),
             grid=(num_heads // tiling.heads, work.shape[0]),
             grid_names=("heads", "tile"),
