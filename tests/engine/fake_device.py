@@ -155,7 +155,9 @@ class FakeRunner:
         return int(table[run * self.num_groups + group]), offset
 
     def _read(self, table: np.ndarray, group: int, positions: range) -> list[int]:
-        return [int(self.pool[self._at(table, group, position)]) for position in positions]
+        runs, offsets = np.divmod(np.arange(positions.start, positions.stop), self.pool.shape[1])
+        found: list[int] = self.pool[table[runs * self.num_groups + group], offsets].tolist()
+        return found
 
     def result(self, tokens: np.ndarray, num_tokens: int) -> Sampled:
         packed = np.stack([tokens, np.zeros_like(tokens)], axis=1)  # no log-probabilities

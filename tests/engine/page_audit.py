@@ -31,12 +31,13 @@ def audit(engine: Engine) -> None:
 
     prefill, decode = parts.prefill.scheduler, parts.decode.scheduler
     in_state = {state: [s for s in sequences if s.state is state] for state in SequenceState}
-    assert set(prefill.waiting) == set(in_state[SequenceState.WAITING])
+    waiting = prefill.waiting
+    assert set(waiting) == set(in_state[SequenceState.WAITING])
     assert set(prefill.prefilling) == set(in_state[SequenceState.PREFILLING])
     assert set(engine._prefilled) == set(in_state[SequenceState.PREFILLED])
     assert set(decode.running) == set(in_state[SequenceState.RUNNING])
     assert not in_state[SequenceState.FINISHED]
-    assert len(prefill.waiting) + len(prefill.prefilling) + len(engine._prefilled) + len(decode.running) == len(sequences)
+    assert len(waiting) + len(prefill.prefilling) + len(engine._prefilled) + len(decode.running) == len(sequences)
     for sequence in in_state[SequenceState.WAITING]:
         assert not sequence.prefill_pages
         assert not sequence.decode_pages
@@ -47,7 +48,7 @@ def audit(engine: Engine) -> None:
     assert sum(len(s) for s in (decode.running, prefill.prefilling, engine._prefilled)) <= engine.config.schedule.max_batch_size
 
     stats = engine.stats
-    assert (stats.num_waiting, stats.num_running) == (len(prefill.waiting), len(decode.running))
+    assert (stats.num_waiting, stats.num_running) == (len(waiting), len(decode.running))
     assert stats.num_prefilling == len(prefill.prefilling) + len(engine._prefilled)
     assert (stats.prefill_pages_used, stats.decode_pages_used) == (parts.prefill_manager.num_used, parts.decode_manager.num_used)
     assert (stats.prefill_pages_cached, stats.decode_pages_cached) == (parts.prefill_manager.num_cached, parts.decode_manager.num_cached)
