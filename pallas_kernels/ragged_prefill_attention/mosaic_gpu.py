@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,49 +21,13 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.mosaic.attention import LOG2_E, NOTHING, drain, wait_if
 from pallas_kernels.mosaic.tuned import tuned
-from pallas_kernels.mosaic.warpgroup import ROWS, SHARED_MEMORY, Warpgroup, interleaved
+from pallas_kernels.mosaic.warpgroup import ROWS, Warpgroup, interleaved
+from pallas_kernels.ragged_prefill_attention.mosaic_work import TILE_ROWS, WARPGROUPS, Tiling, Work, tiling_for, work_of
 from pallas_kernels.seen import first_seen
 from pallas_kernels.span import EVERYTHING, Span
 
-_WARPGROUPS = 2  # that multiply; the one after them fetches
-_TILE_ROWS = _WARPGROUPS * ROWS
 _LARGEST_HEAD = 256
 _COPIED_ROWS = 8  # rows of shared memory are copied by eights
-
-
-@dataclass(frozen=True)
-class Tiling:
-    """How a call is cut up."""
-
-    heads: int  # query heads a tile, a power of 2: of each it has 128 / heads query tokens
-    tokens: int  # of a tile of keys or of values: a multiple of 64
-    stages: int  # tiles of keys, and of values, on their way or in use
-
-    @property
-    def queries(self) -> int:
-        """Query tokens of a tile."""
-        return _TILE_ROWS // self.heads
-
-
-class Work(NamedTuple):
-    """What each tile of query tokens has to do, X of them; those left over have nothing."""
-
-    first: Int[Array, " X"]  # piece of q
-    end: Int[Array, " X"]  # past the last piece of q that it writes
-    num_queries: Int[Array, " X"]  # tokens of a request, from the first on; the others come out as 0
-    row: Int[Array, " X"]  # the request's
-    position: Int[Array, " X"]  # of the first query in its context
-    start: Int[Array, " X"]  # where in its context the tiles of keys begin, in runs that are copied at once
-    whole: Int[Array, " X"]  # the first tile of keys that all queries see all of: those before begin before some query's span
-    edge: Int[Array, " X"]  # the tile after the last such one: from it on keys come after some query
-    num_tiles: Int[Array, " X"]  # of keys
-
-
-def tiling_for(group: int, head_size: int) -> Tiling:
-    """A tiling with as large products as registers and shared memory have room for, where nothing like it was tuned on this card."""
-    tokens = 2 * ROWS if head_size <= 128 else ROWS
-    queries, stage = _TILE_ROWS * head_size * 2, 2 * tokens * head_size * 2
-    return Tiling(math.gcd(group, 4), tokens, min(4, (SHARED_MEMORY - 2048 - queries) // stage))
 
 
 def why_not(dtype: jnp.dtype, head_size: int, page_size: int, query_tile: int) -> str | None:
@@ -112,43 +76,6 @@ def ragged_prefill_attention(
     return body.call(q.astype(kv_pages.dtype), kv_pages, layer, page_table, jnp.stack(work, axis=1)).astype(q.dtype)
 
 
-def work_of(
-    query_start: Int[Array, " R"],
-    query_len: Int[Array, " R"],
-    kv_len: Int[Array, " R"],
-    num_tokens: int,
-    tiling: Tiling,
-    piece: int,
-    run: int,
-    span: Span,
-) -> Work:
-    """Tiles that together have every token of q once, and keys from the first that any of their queries sees to the last.
-
-    A tile has up to tiling.queries / piece pieces of q, all of one request or all of none. Tiles of keys begin at a multiple of `run`.
-    """
-    place = jnp.arange(0, num_tokens, piece, jnp.int32)
-    is_of_row = (place[:, None] >= query_start) & (place[:, None] < query_start + query_len)
-    owner = jnp.where(is_of_row.any(axis=1), jnp.argmax(is_of_row, axis=1), -1).astype(jnp.int32)
-    is_first = jnp.concatenate([jnp.ones(1, bool), owner[1:] != owner[:-1]])
-    begins = (place - lax.cummax(jnp.where(is_first, place, 0))) % tiling.queries == 0
-    # Requests and the gaps around them each end with a tile that may not be full.
-    num_tiles = min(len(place), num_tokens // tiling.queries + 2 * len(query_start) + 1)
-    is_before = jnp.cumsum(begins) <= jnp.arange(num_tiles + 1)[:, None]
-    bounds = is_before.sum(axis=1, dtype=jnp.int32)
-    first, end = bounds[:-1], bounds[1:]
-
-    row = owner[jnp.minimum(first, len(place) - 1)]
-    num_queries = jnp.where(row < 0, 0, jnp.clip((query_start + query_len)[row] - first * piece, 0, (end - first) * piece))
-    position = jnp.where(num_queries > 0, (kv_len - query_len - query_start)[row] + first * piece, 0)
-    last = position + num_queries - 1
-    start = jnp.broadcast_to(first_seen(span, position), row.shape) // run
-    # Tiles of keys up to a position, from the first on.
-    num_key_tiles = jnp.where(num_queries > 0, -((start * run - 1 - last) // tiling.tokens), 0)
-    whole = jnp.clip(-((start * run - first_seen(span, last)) // tiling.tokens), 0, num_key_tiles)
-    edge = jnp.clip((position + 1 - start * run) // tiling.tokens, whole, num_key_tiles)
-    return Work(first, end, num_queries, jnp.maximum(row, 0), position, start, whole, edge, num_key_tiles)
-
-
 @dataclass(frozen=True)
 class _Body:
     """The kernel, of everything that is known when it is compiled."""
@@ -168,24 +95,24 @@ class _Body:
         tiling, dtype, laid = self.tiling, kv_pages.dtype, interleaved(head_size, kv_pages.dtype)
         tiles = plgpu.SMEM((tiling.stages, tiling.tokens, head_size), dtype, transforms=laid)
         arrivals = plgpu.Barrier(num_barriers=tiling.stages, num_arrivals=tiling.tokens // self.run)
-        consumed = plgpu.Barrier(num_barriers=tiling.stages, num_arrivals=_WARPGROUPS)
+        consumed = plgpu.Barrier(num_barriers=tiling.stages, num_arrivals=WARPGROUPS)
         kernel = self.warpgroup.kernel(
             self._kernel,
             "ragged_prefill_attention",
             out_type=jax.ShapeDtypeStruct(q.shape, dtype),
             grid=(num_heads // tiling.heads, work.shape[0]),
             grid_names=("heads", "tile"),
-            num_threads=_WARPGROUPS + 1,
+            num_threads=WARPGROUPS + 1,
             thread_name="warpgroup",
             scratch_types={
-                "queries_or_out": plgpu.SMEM((_WARPGROUPS, ROWS, head_size), dtype, transforms=laid),
+                "queries_or_out": plgpu.SMEM((WARPGROUPS, ROWS, head_size), dtype, transforms=laid),
                 "keys": tiles,
                 "values": tiles,
-                "q_arrival": plgpu.Barrier(num_arrivals=_TILE_ROWS // self.piece),
+                "q_arrival": plgpu.Barrier(num_arrivals=TILE_ROWS // self.piece),
                 "arrivals": (arrivals, arrivals),
                 "consumed": (consumed, consumed),
-                "turn": plgpu.Barrier(num_arrivals=_WARPGROUPS),
-                "cleared": plgpu.Barrier(num_arrivals=_WARPGROUPS),
+                "turn": plgpu.Barrier(num_arrivals=WARPGROUPS),
+                "cleared": plgpu.Barrier(num_arrivals=WARPGROUPS),
             },
             # Without barriers around every copy: where a warpgroup writes what it reads, it says so itself.
             compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
@@ -198,12 +125,12 @@ class _Body:
         of_tile = Work(*(work[tile, i] for i in range(len(Work._fields))))
         first_head, index = lax.axis_index("heads") * self.tiling.heads, lax.axis_index("warpgroup")
 
-        @pl.when(index < _WARPGROUPS)
+        @pl.when(index < WARPGROUPS)
         def _attend() -> None:
             plgpu.set_max_registers(232, action="increase")
             self._attend(out, of_tile, first_head, index, **scratch)
 
-        @pl.when(index == _WARPGROUPS)
+        @pl.when(index == WARPGROUPS)
         def _fetch() -> None:
             plgpu.set_max_registers(40, action="decrease")
             kv_head = lax.div(first_head, q.shape[1] // kv.shape[3])
@@ -213,7 +140,7 @@ class _Body:
 
     def _fetch_queries(self, q: Any, work: Work, first_head: Array, *, queries_or_out: Any, q_arrival: Any, **_: Any) -> None:
         """Bring the tile of queries; past the last token any others will do."""
-        for place in range(0, _TILE_ROWS, self.piece):
+        for place in range(0, TILE_ROWS, self.piece):
             head, offset = divmod(place, self.tiling.queries)
             piece = jnp.minimum(work.first + offset // self.piece, q.shape[0] // self.piece - 1)
             rows = queries_or_out.at[place // ROWS, pl.ds(place % ROWS, self.piece)]
@@ -341,7 +268,7 @@ class _Body:
         def _clear_values() -> None:
             for i, place in enumerate(range(0, self.tiling.tokens, ROWS)):
 
-                @pl.when(index == i % _WARPGROUPS)
+                @pl.when(index == i % WARPGROUPS)
                 def _clear_rows(place: int = place) -> None:
                     rows = values.at[pl.ds(place, ROWS)]
                     position = self.warpgroup.iota(rows.shape, 0) + (key + place)

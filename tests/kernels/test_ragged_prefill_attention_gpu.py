@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.ragged_prefill_attention.mosaic_gpu import Tiling, Work, ragged_prefill_attention, tiling_for, work_of
+from pallas_kernels.ragged_prefill_attention.mosaic_gpu import ragged_prefill_attention
+from pallas_kernels.ragged_prefill_attention.mosaic_work import Tiling, Work, tiling_for, work_of
 from pallas_kernels.ragged_prefill_attention.op import ragged_prefill_attention as op
 from pallas_kernels.ragged_prefill_attention.op import why_not
 from pallas_kernels.seen import first_seen

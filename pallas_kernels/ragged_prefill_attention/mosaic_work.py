@@ -1,0 +1,90 @@
+"""What the blocks of ragged_prefill_attention's kernel for Hopper GPUs have to do: which tokens and which tiles of context are each one's."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int
+
+from pallas_kernels.mosaic.warpgroup import ROWS, SHARED_MEMORY
+from pallas_kernels.seen import first_seen
+from pallas_kernels.span import Span
+
+WARPGROUPS = 2  # that multiply; the one after them fetches
+TILE_ROWS = WARPGROUPS * ROWS
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a call is cut up."""
+
+    heads: int  # query heads a tile, a power of 2: of each it has 128 / heads query tokens
+    tokens: int  # of a tile of keys or of values: a multiple of 64
+    stages: int  # tiles of keys, and of values, on their way or in use
+
+    @property
+    def queries(self) -> int:
+        """Query tokens of a tile."""
+        return TILE_ROWS // self.heads
+
+
+class Work(NamedTuple):
+    """What each tile of query tokens has to do, X of them; those left over have nothing."""
+
+    first: Int[Array, " X"]  # piece of q
+    end: Int[Array, " X"]  # past the last piece of q that it writes
+    num_queries: Int[Array, " X"]  # tokens of a request, from the first on; the others come out as 0
+    row: Int[Array, " X"]  # the request's
+    position: Int[Array, " X"]  # of the first query in its context
+    start: Int[Array, " X"]  # where in its context the tiles of keys begin, in runs that are copied at once
+    whole: Int[Array, " X"]  # the first tile of keys that all queries see all of: those before begin before some query's span
+    edge: Int[Array, " X"]  # the tile after the last such one: from it on keys come after some query
+    num_tiles: Int[Array, " X"]  # of keys
+
+
+def tiling_for(group: int, head_size: int) -> Tiling:
+    """A tiling with as large products as registers and shared memory have room for, where nothing like it was tuned on this card."""
+    tokens = 2 * ROWS if head_size <= 128 else ROWS
+    queries, stage = TILE_ROWS * head_size * 2, 2 * tokens * head_size * 2
+    return Tiling(math.gcd(group, 4), tokens, min(4, (SHARED_MEMORY - 2048 - queries) // stage))
+
+
+def work_of(
+    query_start: Int[Array, " R"],
+    query_len: Int[Array, " R"],
+    kv_len: Int[Array, " R"],
+    num_tokens: int,
+    tiling: Tiling,
+    piece: int,
+    run: int,
+    span: Span,
+) -> Work:
+    """Tiles that together have every token of q once, and keys from the first that any of their queries sees to the last.
+
+    A tile has up to tiling.queries / piece pieces of q, all of one request or all of none. Tiles of keys begin at a multiple of `run`.
+    """
+    place = jnp.arange(0, num_tokens, piece, jnp.int32)
+    is_of_row = (place[:, None] >= query_start) & (place[:, None] < query_start + query_len)
+    owner = jnp.where(is_of_row.any(axis=1), jnp.argmax(is_of_row, axis=1), -1).astype(jnp.int32)
+    is_first = jnp.concatenate([jnp.ones(1, bool), owner[1:] != owner[:-1]])
+    begins = (place - lax.cummax(jnp.where(is_first, place, 0))) % tiling.queries == 0
+    # Requests and the gaps around them each end with a tile that may not be full.
+    num_tiles = min(len(place), num_tokens // tiling.queries + 2 * len(query_start) + 1)
+    is_before = jnp.cumsum(begins) <= jnp.arange(num_tiles + 1)[:, None]
+    bounds = is_before.sum(axis=1, dtype=jnp.int32)
+    first, end = bounds[:-1], bounds[1:]
+
+    row = owner[jnp.minimum(first, len(place) - 1)]
+    num_queries = jnp.where(row < 0, 0, jnp.clip((query_start + query_len)[row] - first * piece, 0, (end - first) * piece))
+    position = jnp.where(num_queries > 0, (kv_len - query_len - query_start)[row] + first * piece, 0)
+    last = position + num_queries - 1
+    start = jnp.broadcast_to(first_seen(span, position), row.shape) // run
+    # Tiles of keys up to a position, from the first on.
+    num_key_tiles = jnp.where(num_queries > 0, -((start * run - 1 - last) // tiling.tokens), 0)
+    whole = jnp.clip(-((start * run - first_seen(span, last)) // tiling.tokens), 0, num_key_tiles)
+    edge = jnp.clip((position + 1 - start * run) // tiling.tokens, whole, num_key_tiles)
+    return Work(first, end, num_queries, jnp.maximum(row, 0), position, start, whole, edge, num_key_tiles)
