@@ -44,7 +44,7 @@ def _torch_attention(sizes: Sizes, way: str) -> list[Measure]:
         Measure(
             "ragged_prefill_attention", way, case, _later("torch_attention", "of_a_prompt", sizes, case, size, way), _ATTENTION_S, "torch"
         )
-        for case, size in prefill.cases(sizes).items()
+        for case, size in prefill.plain_cases(sizes).items()
     ]
     return of_prompts + [
         Measure("paged_attention", way, case, _later("torch_attention", "of_a_step", sizes, case, *size, way), _ATTENTION_S, "torch")

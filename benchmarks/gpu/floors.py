@@ -50,10 +50,10 @@ def decode_attention(batch: int, context: int, num_heads: int, num_kv_heads: int
     return Work((keys_and_values + 2 * queries) * itemsize, 4 * queries * context)
 
 
-def prefill_attention(num_tokens: int, num_heads: int, num_kv_heads: int, head_size: int, itemsize: int) -> Work:
-    """A prompt's tokens over themselves, causally, in one layer: the half above the diagonal isn't work."""
-    num_bytes = 2 * num_tokens * (num_heads + num_kv_heads) * head_size * itemsize
-    return Work(num_bytes, 4 * num_heads * head_size * num_tokens * (num_tokens + 1) / 2)
+def prefill_attention(num_tokens: int, num_heads: int, num_kv_heads: int, head_size: int, itemsize: int, num_cached: int = 0) -> Work:
+    """A prompt's new tokens over what is cached of it and over themselves, causally, in one layer: the half above the diagonal isn't work."""
+    num_bytes = 2 * (num_tokens * num_heads + (num_cached + num_tokens) * num_kv_heads) * head_size * itemsize
+    return Work(num_bytes, 4 * num_heads * head_size * num_tokens * (num_cached + (num_tokens + 1) / 2))
 
 
 def product(rows: int, inputs: int, outputs: int, itemsize: int, num_matrices: int = 1) -> Work:

@@ -42,7 +42,7 @@ def measures(sizes: Sizes, seed: int) -> list[Measure]:
                 partial(_measure, sizes, case, sizes.prefill_attention(about), (1, about, about), seed),
                 _LIMIT_S,
             )
-            for case, about in prefill.cases(sizes).items()
+            for case, about in prefill.plain_cases(sizes).items()
         ),
     ]
 

@@ -19,13 +19,13 @@ def works(sizes: Sizes) -> Iterator[tuple[str, str, Work]]:
         yield "paged_attention", case, step.work
     for case, step in written.cases(sizes).items():
         yield "write_and_attend", case, written.work(step)
-    for case, num_tokens in prefill.cases(sizes).items():
-        yield "ragged_prefill_attention", case, sizes.prefill_attention(num_tokens)
+    for case, prompt in prefill.cases(sizes).items():
+        yield "ragged_prefill_attention", case, sizes.prefill_attention(prompt.num_new, prompt.num_cached)
     for case, (model, num_tokens) in grouped.cases(sizes).items():
         yield "grouped_matmul, there and back", case, grouped.work(model, grouped.groups(model, num_tokens, 0))
     for case, batch_and_context in paged.plain_cases(sizes).items():
         yield DECODE, case, sizes.decode_step(*batch_and_context)
-    for case, num_tokens in prefill.cases(sizes).items():
+    for case, num_tokens in prefill.plain_cases(sizes).items():
         yield PREFILL, case, sizes.prefill_step(num_tokens)
 
 

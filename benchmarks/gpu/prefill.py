@@ -1,10 +1,10 @@
-"""ragged_prefill_attention: a prompt's tokens over themselves, in Llama-3.1-8B's shape."""
+"""ragged_prefill_attention: a prompt's tokens over themselves, in Llama-3.1-8B's shape, and few after a long cached prefix."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -20,14 +20,34 @@ from pallas_kernels.ragged_prefill_attention import reference
 _QUERY_TILE = 32  # as the engine's programs have it
 _RAGGED_TOKENS = 512  # of a step of several requests
 _LONGEST_PREFIX = 300
+_QUESTION = 32  # tokens, after a long conversation
 _NUM_SAMPLES = 4  # query tiles of a long prompt that the reference computes, the last among them
 
 
-def cases(sizes: Sizes) -> dict[str, int]:
+@dataclass(frozen=True)
+class Prompt:
+    """Its new tokens, and those before them that are cached."""
+
+    num_new: int
+    num_cached: int = 0
+
+    @property
+    def context(self) -> int:
+        return self.num_cached + self.num_new
+
+
+def plain_cases(sizes: Sizes) -> dict[str, int]:
+    """Tokens of prompts of which nothing is cached: those that others than this project's kernels can do."""
     return {f"{num_tokens} tokens": num_tokens for num_tokens in sizes.prefill}
 
 
-def tilings(sizes: Sizes, case: int) -> list[dict[str, int]]:
+def cases(sizes: Sizes) -> dict[str, Prompt]:
+    found = {name: Prompt(num_tokens) for name, num_tokens in plain_cases(sizes).items()}
+    longest = max(sizes.prefill)
+    return found | {f"{_QUESTION} tokens after {longest}": Prompt(_QUESTION, longest)}
+
+
+def tilings(sizes: Sizes, case: Prompt) -> list[dict[str, int]]:
     """Of the heads that share a KV head 1, 2 or 4 in a tile; tiles of as many tokens as shared memory has room for twice."""
     return [
         {"heads": heads, "tokens": tokens, "stages": stages}
@@ -36,22 +56,23 @@ def tilings(sizes: Sizes, case: int) -> list[dict[str, int]]:
     ]
 
 
-def problem(sizes: Sizes, num_tokens: int, seed: int) -> Problem:
-    work = sizes.prefill_attention(num_tokens)
+def problem(sizes: Sizes, prompt: Prompt, seed: int) -> Problem:
+    num_tokens = prompt.num_new
+    work = sizes.prefill_attention(num_tokens, prompt.num_cached)
     num_inputs = inputs_in_turns(work, sizes)
-    random = np.random.default_rng([seed, num_tokens])
-    kv, table = random_pages(random, np.asarray([num_tokens]), num_inputs, _pages(sizes), fill=0.0)
-    row = tuple(jnp.asarray([value], jnp.int32) for value in (0, num_tokens, num_tokens))
+    random = np.random.default_rng([seed, prompt.context])
+    kv, table = random_pages(random, np.asarray([prompt.context]), num_inputs, _pages(sizes), fill=0.0)
+    row = tuple(jnp.asarray([value], jnp.int32) for value in (0, num_tokens, prompt.context))
 
     def step(function: Callable[..., Any], q: jax.Array, shared: Any, layer: jax.Array) -> jax.Array:
         kv, table, row = shared
         # Results become queries; this scale keeps the scores of such small ones spread.
-        scale = 0.2 * (num_tokens / sizes.model.head_size) ** 0.5
+        scale = 0.2 * (prompt.context / sizes.model.head_size) ** 0.5
         return function(q, kv, layer, table, *row, scale=scale, query_tile=_tile(num_tokens), pool_is_finite=True)
 
     checks = {
         "several requests": _several_requests(sizes, min(num_tokens, _RAGGED_TOKENS), int(random.integers(2**31))),
-        "one prompt": _one_prompt(sizes, num_tokens, int(random.integers(2**31))),
+        "one prompt": _one_prompt(sizes, prompt, int(random.integers(2**31))),
     }
     layers = [jnp.int32(layer) for layer in range(num_inputs)]
     shape = asdict(_pages(sizes)) | {"num_heads": sizes.model.num_heads, "tokens": num_tokens}
@@ -75,19 +96,19 @@ def _several_requests(sizes: Sizes, num_tokens: int, seed: int) -> Check:
     return Check(lambda function, *arguments: function(*arguments, **options), arguments, lambda: _expected(*arguments, **options))
 
 
-def _one_prompt(sizes: Sizes, num_tokens: int, seed: int) -> Check:
+def _one_prompt(sizes: Sizes, prompt: Prompt, seed: int) -> Check:
     """A few tiles of its queries, as rows of their own: the reference gathers the context anew for each query."""
-    random = np.random.default_rng(seed)
-    kv, table = random_pages(random, np.asarray([num_tokens]), 2, _pages(sizes), fill=np.nan)
+    random, num_tokens = np.random.default_rng(seed), prompt.num_new
+    kv, table = random_pages(random, np.asarray([prompt.context]), 2, _pages(sizes), fill=np.nan)
     q, tile = _queries(random, num_tokens, sizes), _tile(num_tokens)
     num_tiles = num_tokens // tile
     chosen = np.append(random.choice(num_tiles - 1, min(_NUM_SAMPLES, num_tiles) - 1, replace=False), num_tiles - 1)
     tokens = (chosen[:, None] * tile + np.arange(tile)).reshape(-1)
     options: dict[str, Any] = {"scale": sizes.model.head_size**-0.5, "query_tile": tile, "pool_is_finite": False}
-    whole = (jnp.int32(1), table, *(jnp.asarray([value], jnp.int32) for value in (0, num_tokens, num_tokens)))
+    whole = (jnp.int32(1), table, *(jnp.asarray([value], jnp.int32) for value in (0, num_tokens, prompt.context)))
 
     def expected() -> np.ndarray:
-        rows = (np.arange(len(chosen)) * tile, np.full(len(chosen), tile), (chosen + 1) * tile)
+        rows = (np.arange(len(chosen)) * tile, np.full(len(chosen), tile), prompt.num_cached + (chosen + 1) * tile)
         tables = jnp.broadcast_to(table, (len(chosen), table.shape[1]))
         return _expected(q[tokens], kv, jnp.int32(1), tables, *(jnp.asarray(values, jnp.int32) for values in rows), **options)
 

@@ -73,9 +73,9 @@ class Sizes:
         m = self.model
         return floors.decode_attention(batch, context, m.num_heads, m.num_kv_heads, m.head_size, self.itemsize)
 
-    def prefill_attention(self, num_tokens: int) -> Work:
+    def prefill_attention(self, num_tokens: int, num_cached: int = 0) -> Work:
         m = self.model
-        return floors.prefill_attention(num_tokens, m.num_heads, m.num_kv_heads, m.head_size, self.itemsize)
+        return floors.prefill_attention(num_tokens, m.num_heads, m.num_kv_heads, m.head_size, self.itemsize, num_cached)
 
     def decode_step(self, batch: int, context: int) -> Work:
         """All layers and the head: weights, keys and values; what flows between layers stays in the cache."""

@@ -3,12 +3,14 @@
 A block of threads has a tile of 128 rows: query tokens of one request, of one or of several query heads that share a KV head. One
 warpgroup has the copy engine bring tiles of keys and values from their pages, several ahead; two others, of 64 rows each, multiply and keep
 an online softmax (FlashAttention, arXiv:2205.14135), and take turns: while one has the tensor cores, the other has its softmax
-(FlashAttention-3, arXiv:2407.08608). Which tokens and which tiles of context a block has is worked out before, by XLA.
+(FlashAttention-3, arXiv:2407.08608). Which tokens and which tiles of context a block has is worked out before, by XLA. Where tiles are few,
+as those of a short question after a long conversation, their contexts are shared out to several blocks and put together afterwards, of results in q's type.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +24,17 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.mosaic.attention import LOG2_E, NOTHING, drain, wait_if
 from pallas_kernels.mosaic.tuned import tuned
 from pallas_kernels.mosaic.warpgroup import ROWS, Warpgroup, interleaved
-from pallas_kernels.ragged_prefill_attention.mosaic_work import TILE_ROWS, WARPGROUPS, Tiling, Work, tiling_for, work_of
+from pallas_kernels.ragged_prefill_attention.mosaic_work import (
+    TILE_ROWS,
+    WARPGROUPS,
+    Tiling,
+    Work,
+    share_of,
+    splits_for,
+    tiles_of_tokens,
+    tiling_for,
+    work_of,
+)
 from pallas_kernels.seen import first_seen
 from pallas_kernels.span import EVERYTHING, Span
 
@@ -58,6 +70,7 @@ def ragged_prefill_attention(
     span: Span = EVERYTHING,
     soft_cap: float | None = None,
     tiling: Tiling | None = None,
+    splits: int | None = None,
     interpreted: bool = False,
 ) -> Float[Array, "T N H"]:
     """See op.py. `interpreted`: by JAX's interpreter on a CPU. Raises `ValueError` for a scale that the kernel can't have."""
@@ -72,8 +85,23 @@ def ragged_prefill_attention(
     assert group % tiling.heads == 0, "a tile's heads share a KV head"
     run, piece = math.gcd(page_size, tiling.tokens), math.gcd(query_tile, tiling.queries, ROWS)
     work = work_of(query_start, query_len, kv_len, num_tokens, tiling, piece, run, span)
-    body = _Body(Warpgroup(interpreted), tiling, piece, run, page_size, scale, pool_is_finite, span, soft_cap)
-    return body.call(q.astype(kv_pages.dtype), kv_pages, layer, page_table, jnp.stack(work, axis=1)).astype(q.dtype)
+    if splits is None:
+        splits = splits_for(num_heads // tiling.heads * len(work.first), page_table.shape[1] * page_size)
+    body = _Body(Warpgroup(interpreted), tiling, splits, piece, run, page_size, scale, pool_is_finite, span, soft_cap)
+    out, *weights = body.call(q.astype(kv_pages.dtype), kv_pages, layer, page_table, jnp.stack(work, axis=1))
+    if not weights:
+        return out[0].astype(q.dtype)
+    tile, place = tiles_of_tokens(work, num_tokens, piece)
+    of_tokens = weights[0].reshape(splits, -1, len(work.first), tiling.heads, tiling.queries)[
+        :, :, tile, :, place
+    ]  # [T, S, N / heads, heads]
+    return _together(out, jnp.moveaxis(of_tokens, 0, 1).reshape(splits, num_tokens, num_heads)).astype(q.dtype)
+
+
+def _together(out: Float[Array, "S T N H"], weight: Float[Array, "S T N"]) -> Float[Array, "T N H"]:
+    """Results of shares of each query's context, each with the log2 of its softmax's denominator (Flash-Decoding)."""
+    shares = jnp.exp2(weight - weight.max(0))
+    return (out.astype(jnp.float32) * (shares / shares.sum(0))[..., None]).sum(0)
 
 
 @dataclass(frozen=True)
@@ -82,6 +110,7 @@ class _Body:
 
     warpgroup: Warpgroup
     tiling: Tiling
+    splits: int  # shares of each tile's context
     piece: int  # query tokens that are copied at once
     run: int  # tokens of keys or values that are copied at once, from a page or a part of one
     page_size: int
@@ -90,8 +119,11 @@ class _Body:
     span: Span
     soft_cap: float | None
 
-    def call(self, q: Array, kv_pages: Array, layer: Array, page_table: Array, work: Array) -> Array:
+    def call(self, q: Array, kv_pages: Array, layer: Array, page_table: Array, work: Array) -> list[Array]:
+        """Of each share the result, [S, T, N, H], and where they are several, what the rows of each tile weigh, [S, N / heads, X, rows]."""
         _, num_heads, head_size = q.shape
+        num_groups = num_heads // self.tiling.heads
+        weights = [jax.ShapeDtypeStruct((self.splits, num_groups, len(work), TILE_ROWS), jnp.float32)] if self.splits > 1 else []
         tiling, dtype, laid = self.tiling, kv_pages.dtype, interleaved(head_size, kv_pages.dtype)
         tiles = plgpu.SMEM((tiling.stages, tiling.tokens, head_size), dtype, transforms=laid)
         arrivals = plgpu.Barrier(num_barriers=tiling.stages, num_arrivals=tiling.tokens // self.run)
@@ -99,9 +131,9 @@ class _Body:
         kernel = self.warpgroup.kernel(
             self._kernel,
             "ragged_prefill_attention",
-            out_type=jax.ShapeDtypeStruct(q.shape, dtype),
-            grid=(num_heads // tiling.heads, work.shape[0]),
-            grid_names=("heads", "tile"),
+            out_type=[jax.ShapeDtypeStruct((self.splits, *q.shape), dtype), *weights],
+            grid=(num_groups, work.shape[0], self.splits),
+            grid_names=("heads", "tile", "share"),
             num_threads=WARPGROUPS + 1,
             thread_name="warpgroup",
             scratch_types={
@@ -117,18 +149,23 @@ class _Body:
             # Without barriers around every copy: where a warpgroup writes what it reads, it says so itself.
             compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         )
-        return kernel(q, kv_pages, layer.reshape(1), page_table, work)
+        results: list[Array] = kernel(q, kv_pages, layer.reshape(1), page_table, work)
+        return results
 
-    def _kernel(self, q: Any, kv: Any, layer: Any, page_table: Any, work: Any, out: Any, **scratch: Any) -> None:
+    def _kernel(self, q: Any, kv: Any, layer: Any, page_table: Any, work: Any, out: Any, *weights: Any, **scratch: Any) -> None:
         # The last tiles of a prompt have the most to do: they come first.
         tile = work.shape[0] - 1 - lax.axis_index("tile")
         of_tile = Work(*(work[tile, i] for i in range(len(Work._fields))))
-        first_head, index = lax.axis_index("heads") * self.tiling.heads, lax.axis_index("warpgroup")
+        share, index = lax.axis_index("share"), lax.axis_index("warpgroup")
+        if self.splits > 1:
+            of_tile = share_of(of_tile, share, self.splits, self.tiling.tokens, self.run)
+        first_head = lax.axis_index("heads") * self.tiling.heads
 
         @pl.when(index < WARPGROUPS)
         def _attend() -> None:
             plgpu.set_max_registers(232, action="increase")
-            self._attend(out, of_tile, first_head, index, **scratch)
+            rows = [weight.at[share, lax.axis_index("heads"), tile, pl.ds(pl.multiple_of(index * ROWS, ROWS), ROWS)] for weight in weights]
+            self._attend(out.at[share], rows, of_tile, first_head, index, **scratch)
 
         @pl.when(index == WARPGROUPS)
         def _fetch() -> None:
@@ -171,6 +208,7 @@ class _Body:
     def _attend(
         self,
         out: Any,
+        weights: Sequence[Any],
         work: Work,
         first_head: Array,
         index: Array,
@@ -223,12 +261,16 @@ class _Body:
         if self.span != EVERYTHING:
             carry = lax.fori_loop(0, work.whole, lambda i, carry: one(i, carry, is_whole=False), carry)
         carry = lax.fori_loop(work.whole, work.edge, lambda i, carry: one(i, carry, is_whole=True), carry)
-        total, _, sum_ = lax.fori_loop(work.edge, work.num_tiles, lambda i, carry: one(i, carry, is_whole=False), carry)
+        total, top, sum_ = lax.fori_loop(work.edge, work.num_tiles, lambda i, carry: one(i, carry, is_whole=False), carry)
         pl.when(index == 0)(take_turn)
 
-        total /= lax.broadcast_in_dim(jnp.maximum(sum_, 1e-30), total.shape, [0])
+        sum_ = jnp.maximum(sum_, 1e-30)
+        total /= lax.broadcast_in_dim(sum_, total.shape, [0])
         plgpu.commit_smem()  # all of the warpgroup is done with the queries
         rows[...] = jnp.where(self._query((ROWS, head_size), index) < work.num_queries, total, 0).astype(rows.dtype)
+        for weight in weights:
+            is_query = ((warpgroup.places() + index * ROWS) & (self.tiling.queries - 1)) < work.num_queries
+            weight[...] = jnp.where(is_query, top + jnp.log2(sum_), NOTHING)  # a row that is no query may be NaN
         plgpu.commit_smem()
         for place in range(0, ROWS, self.piece):
             head, offset = _divmod(index * ROWS + place, self.tiling.queries)

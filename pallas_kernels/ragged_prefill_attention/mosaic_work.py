@@ -16,6 +16,8 @@ from pallas_kernels.span import Span
 
 WARPGROUPS = 2  # that multiply; the one after them fetches
 TILE_ROWS = WARPGROUPS * ROWS
+_BLOCKS = 132  # that an H100 or H200 runs at a time
+_SHORTEST_SHARE = 512  # tokens of context that are worth a block
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,12 @@ def tiling_for(group: int, head_size: int) -> Tiling:
     return Tiling(math.gcd(group, 4), tokens, min(4, (SHARED_MEMORY - 2048 - queries) // stage))
 
 
+def splits_for(num_blocks: int, max_context: int) -> int:
+    """Into how many shares each tile's context is cut: a few new tokens after a long prefix are few tiles, which would leave most multiprocessors
+    without work."""
+    return max(1, min(_BLOCKS // num_blocks, max_context // _SHORTEST_SHARE))
+
+
 def work_of(
     query_start: Int[Array, " R"],
     query_len: Int[Array, " R"],
@@ -88,3 +96,20 @@ def work_of(
     whole = jnp.clip(-((start * run - first_seen(span, last)) // tiling.tokens), 0, num_key_tiles)
     edge = jnp.clip((position + 1 - start * run) // tiling.tokens, whole, num_key_tiles)
     return Work(first, end, num_queries, jnp.maximum(row, 0), position, start, whole, edge, num_key_tiles)
+
+
+def share_of(work: Work, share: Int[Array, ""], splits: int, tokens: int, run: int) -> Work:
+    """A tile's work on one of so many shares of its tiles of keys; the last ones may have none."""
+    most = -(-work.num_tiles // splits)
+    begin = jnp.minimum(share * most, work.num_tiles)
+    num_tiles = jnp.minimum(work.num_tiles - begin, most)
+    whole = jnp.clip(work.whole - begin, 0, num_tiles)
+    edge = jnp.clip(work.edge - begin, whole, num_tiles)
+    return work._replace(start=work.start + begin * (tokens // run), whole=whole, edge=edge, num_tiles=num_tiles)
+
+
+def tiles_of_tokens(work: Work, num_tokens: int, piece: int) -> tuple[Int[Array, " T"], Int[Array, " T"]]:
+    """The tile that each token of q is in, and its place there."""
+    token = jnp.arange(num_tokens, dtype=jnp.int32)
+    tile = (token[:, None] >= work.end * piece).sum(axis=1, dtype=jnp.int32)
+    return tile, token - work.first[tile] * piece

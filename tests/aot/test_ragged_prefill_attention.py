@@ -25,6 +25,18 @@ def test_shapes_of_models(compile_for, num_tokens, num_heads, num_kv_heads, head
     assert compiled.memory_analysis().temp_size_in_bytes < 2**16, "no copy of the pool, of the queries or of the output"
 
 
+@pytest.mark.parametrize("num_tokens", [32, 128])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_size", "options"),
+    [(32, 8, 128, {}), (9, 3, 64, {"pool_is_finite": False}), (16, 8, 256, {"span": Span(window=1024), "soft_cap": 50.0}), (4, 1, 128, {})],
+)
+def test_shares_of_long_contexts(compile_for, num_tokens, num_heads, num_kv_heads, head_size, options):
+    compiled = compiled_for(compile_for, num_tokens, num_heads, num_kv_heads, head_size, **options)
+    assert num_kernels(compiled) == 1
+    q = num_tokens * num_heads * head_size * 2
+    assert 2 * q < compiled.memory_analysis().temp_size_in_bytes < 17.5 * q, "a result of each of 2 to 16 shares, and what they weigh"
+
+
 @pytest.mark.parametrize(
     "options",
     [

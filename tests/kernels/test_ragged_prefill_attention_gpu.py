@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.ragged_prefill_attention.mosaic_gpu import ragged_prefill_attention
-from pallas_kernels.ragged_prefill_attention.mosaic_work import Tiling, Work, tiling_for, work_of
+from pallas_kernels.ragged_prefill_attention.mosaic_work import Tiling, Work, share_of, splits_for, tiling_for, work_of
 from pallas_kernels.ragged_prefill_attention.op import ragged_prefill_attention as op
 from pallas_kernels.ragged_prefill_attention.op import why_not
 from pallas_kernels.seen import first_seen
@@ -28,11 +28,11 @@ def arguments(starts, cached, new, num_tokens, *, num_heads=1, num_kv_heads=1, h
     return *(jnp.asarray(a, dtype) for a in (q, kv)), jnp.int32(LAYER), jnp.pad(jnp.asarray(table), ((0, unused), (0, 0))), *rows
 
 
-def check(inputs, tiling=None, query_tile=32, **options):
+def check(inputs, tiling=None, query_tile=32, splits=None, **options):
     """Interpreted as the reference has it, up to the output's rounding. The output is NaN before."""
     q, kv, *others = inputs
     options = {"scale": 0.3, "query_tile": query_tile, "pool_is_finite": False, **options}
-    run = jax.jit(functools.partial(ragged_prefill_attention, tiling=tiling, interpreted=True, **options))
+    run = jax.jit(functools.partial(ragged_prefill_attention, tiling=tiling, splits=splits, interpreted=True, **options))
     expected = op(q.astype(jnp.float32), kv.astype(jnp.float32), *others, backend="reference", **options)
     rounding = float(jnp.finfo(q.dtype).eps)
     np.testing.assert_allclose(np.asarray(run(*inputs), np.float32), expected, rtol=2 * rounding, atol=2 * rounding)
@@ -53,6 +53,16 @@ def test_spans_caps_and_types(options):
     if options.get("pool_is_finite"):
         inputs = inputs[0], jnp.nan_to_num(inputs[1], nan=1000.0), *inputs[2:]
     check(inputs, Tiling(1, 64, 2), query_tile=64, **options)
+
+
+@pytest.mark.parametrize(
+    ("splits", "options"),
+    [(2, {}), (3, {"span": Span(window=150)}), (2, {"span": Span(chunk=200), "soft_cap": 0.7}), (3, {"dtype": jnp.float16})],
+)
+def test_shares_of_a_context_are_put_together(splits, options):
+    """More shares than tiles of keys; shares that only the last queries see; tiles of no request; requests of several tiles."""
+    inputs = arguments((64, 0), (190, 30), (90, 5), 160, num_heads=4, num_kv_heads=2, dtype=options.pop("dtype", jnp.bfloat16))
+    check(inputs, Tiling(2, 64, 2), splits=splits, **options)
 
 
 @pytest.mark.parametrize("span", [Span(window=40), Span(chunk=250)])
@@ -121,6 +131,32 @@ def test_every_tile_has_the_work_of_its_queries(tiling, span):
             assert seen.reshape(len(used), tile.num_tiles, tiling.tokens)[:, -1].any()
             whole = seen.all(axis=0).reshape(tile.num_tiles, tiling.tokens).all(axis=1)
             np.testing.assert_array_equal(np.flatnonzero(whole), np.arange(tile.whole, max(tile.edge, tile.whole)))
+
+
+@pytest.mark.parametrize("span", SPANS)
+@pytest.mark.parametrize("splits", [2, 5])
+def test_shares_have_all_of_a_tiles_work_between_them(splits, span):
+    tokens, run = 64, 16
+    rows = (jnp.asarray(a, jnp.int32) for a in ((0, 160, 320), (150, 3, 0), (700, 40, 0)))
+    work = work_of(*rows, 512, Tiling(4, tokens, 2), 32, run, span)
+    shares = [Work(*map(np.asarray, share_of(work, jnp.int32(share), splits, tokens, run))) for share in range(splits)]
+    for tile in range(len(work.first)):
+        first = int(work.start[tile]) * run // tokens
+        of_kind = {"before": [], "whole": [], "after": []}  # tiles of keys, counted from the context's start where that is at a tile's
+        for share in shares:
+            begin = first + (int(share.start[tile]) - int(work.start[tile])) * run // tokens
+            whole, edge, end = (begin + int(field[tile]) for field in (share.whole, share.edge, share.num_tiles))
+            for kind, tiles in zip(of_kind, (range(begin, whole), range(whole, edge), range(edge, end)), strict=True):
+                of_kind[kind] += tiles
+        whole, edge, end = (first + int(field[tile]) for field in (work.whole, work.edge, work.num_tiles))
+        assert of_kind == {"before": list(range(first, whole)), "whole": list(range(whole, edge)), "after": list(range(edge, end))}
+
+
+def test_few_blocks_have_shares():
+    assert splits_for(num_blocks=8, max_context=131072) == 16
+    assert splits_for(num_blocks=8, max_context=4096) == 8, "a share is worth its block"
+    assert splits_for(num_blocks=8, max_context=100) == 1
+    assert splits_for(num_blocks=128, max_context=131072) == 1
 
 
 def test_a_tiling_has_full_rows_and_fits_shared_memory():

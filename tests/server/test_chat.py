@@ -166,7 +166,8 @@ def test_tools_that_must_not_be_called_are_not_shown(config):
 
 
 def test_a_schema_nested_too_deep_is_refused(config):
-    tokenizer = byte_tokenizer("{{ tools | tojson }}")
+    walk = "{% macro walk(node) %}{% for child in node.values() %}{{ walk(child) }}{% endfor %}{% endmacro %}"
+    tokenizer = byte_tokenizer(walk + "{{ walk(tools[0].function.parameters) }}")
     deep: dict = {}
     for _ in range(900):
         deep = {"a": deep}

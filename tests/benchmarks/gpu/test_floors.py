@@ -45,6 +45,9 @@ def test_prefill_attention_is_the_triangle():
     work = floors.prefill_attention(num_tokens=6, num_heads=4, num_kv_heads=2, head_size=8, itemsize=2)
     assert work.num_flops == sum(2 * 2 * 8 for _ in range(4) for query in range(6) for key in range(6) if key <= query)
     assert work.num_bytes == 6 * (4 + 4 + 2 + 2) * 8 * 2
+    after = floors.prefill_attention(num_tokens=6, num_heads=4, num_kv_heads=2, head_size=8, itemsize=2, num_cached=10)
+    assert after.num_flops == work.num_flops + sum(2 * 2 * 8 for _ in range(4) for query in range(6) for key in range(10))
+    assert after.num_bytes == work.num_bytes + 10 * (2 + 2) * 8 * 2
 
 
 def test_llamas_weights_are_eight_billion():

@@ -25,6 +25,7 @@ CASES = (
     ("paged_attention", "4 tokens, batch 32, context 4096"),
     ("ragged_prefill_attention", "512 tokens"),
     ("ragged_prefill_attention", "8192 tokens"),
+    ("ragged_prefill_attention", "32 tokens after 8192"),
     ("grouped_matmul", "llama-4-scout, 64 tokens"),
     ("grouped_matmul", "deepseek-v3, 64 tokens"),
     ("grouped_matmul", "kimi-k2.5, 4096 tokens"),

@@ -33,7 +33,7 @@ def once(make):
 DECODE = paged.cases(SIZES)
 ATTENTION = {
     "paged_attention": once(lambda: paged.problem(SIZES, DECODE["batch 4, context 24"], seed=1)),
-    "ragged_prefill_attention": once(lambda: prefill.problem(SIZES, 64, seed=1)),
+    "ragged_prefill_attention": once(lambda: prefill.problem(SIZES, prefill.Prompt(64), seed=1)),
 }
 
 
