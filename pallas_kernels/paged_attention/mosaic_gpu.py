@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.mosaic.attention import LOG2_E, drain, wait_if
+from pallas_kernels.mosaic.attention import LOG2_E, drain, together, wait_if
 from pallas_kernels.mosaic.in_place import kernel_in_place
 from pallas_kernels.mosaic.warpgroup import ROWS, Warpgroup, interleaved
 from pallas_kernels.page_write import write
@@ -144,7 +144,7 @@ def _attend(
     body = _Body(Warpgroup(interpreted), tiling, page_size, page_table.shape[1], options)
     out, weight = body.call(rows, kv_pages, scales, layer, page_table, kv_len, new)
     weight = weight[..., :num_queries]
-    out = _together(out[:, :, :, :num_queries], weight) if tiling.splits > 1 else out[:, :, 0, :num_queries]
+    out = together(out[:, :, :, :num_queries], weight, axis=2) if tiling.splits > 1 else out[:, :, 0, :num_queries]
     # Of shares: where none has a token the largest is about NOTHING, and so is what they come to.
     lse = (weight.max(2) + jnp.log2(jnp.exp2(weight - weight.max(2, keepdims=True)).sum(2))) / LOG2_E
     if kv_scales is not None:
@@ -152,12 +152,6 @@ def _attend(
     if tokens > 1:  # a token before the context's first has seen nothing, which the softmax shares out to all
         out = jnp.where(ends_of_rows(kv_len, num_queries, tokens)[:, None, :, None] > 0, out, 0)
     return by_token(out, q).astype(q.dtype), by_token(lse, q)
-
-
-def _together(out: Float[Array, "B K S R V"], weight: Float[Array, "B K S R"]) -> Float[Array, "B K R V"]:
-    """Results of shares of a context, each with the log2 of its softmax's denominator."""
-    shares = jnp.exp2(weight - weight.max(2, keepdims=True))
-    return (out * (shares / shares.sum(2, keepdims=True))[..., None]).sum(2)
 
 
 @dataclass(frozen=True)

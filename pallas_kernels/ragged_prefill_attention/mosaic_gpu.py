@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.mosaic.attention import LOG2_E, NOTHING, drain, wait_if
+from pallas_kernels.mosaic.attention import LOG2_E, NOTHING, drain, together, wait_if
 from pallas_kernels.mosaic.tuned import tuned
 from pallas_kernels.mosaic.warpgroup import ROWS, Warpgroup, interleaved
 from pallas_kernels.ragged_prefill_attention.mosaic_work import (
@@ -29,9 +29,9 @@ from pallas_kernels.ragged_prefill_attention.mosaic_work import (
     WARPGROUPS,
     Tiling,
     Work,
+    of_tokens,
     share_of,
     splits_for,
-    tiles_of_tokens,
     tiling_for,
     work_of,
 )
@@ -91,17 +91,7 @@ def ragged_prefill_attention(
     out, *weights = body.call(q.astype(kv_pages.dtype), kv_pages, layer, page_table, jnp.stack(work, axis=1))
     if not weights:
         return out[0].astype(q.dtype)
-    tile, place = tiles_of_tokens(work, num_tokens, piece)
-    of_tokens = weights[0].reshape(splits, -1, len(work.first), tiling.heads, tiling.queries)[
-        :, :, tile, :, place
-    ]  # [T, S, N / heads, heads]
-    return _together(out, jnp.moveaxis(of_tokens, 0, 1).reshape(splits, num_tokens, num_heads)).astype(q.dtype)
-
-
-def _together(out: Float[Array, "S T N H"], weight: Float[Array, "S T N"]) -> Float[Array, "T N H"]:
-    """Results of shares of each query's context, each with the log2 of its softmax's denominator (Flash-Decoding)."""
-    shares = jnp.exp2(weight - weight.max(0))
-    return (out.astype(jnp.float32) * (shares / shares.sum(0))[..., None]).sum(0)
+    return together(out, of_tokens(weights[0], work, num_tokens, tiling, piece), axis=0).astype(q.dtype)
 
 
 @dataclass(frozen=True)

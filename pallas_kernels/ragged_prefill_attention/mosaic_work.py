@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.mosaic.warpgroup import ROWS, SHARED_MEMORY
 from pallas_kernels.seen import first_seen
@@ -108,8 +108,11 @@ def share_of(work: Work, share: Int[Array, ""], splits: int, tokens: int, run: i
     return work._replace(start=work.start + begin * (tokens // run), whole=whole, edge=edge, num_tiles=num_tiles)
 
 
-def tiles_of_tokens(work: Work, num_tokens: int, piece: int) -> tuple[Int[Array, " T"], Int[Array, " T"]]:
-    """The tile that each token of q is in, and its place there."""
+def of_tokens(rows: Float[Array, "S M X R"], work: Work, num_tokens: int, tiling: Tiling, piece: int) -> Float[Array, "S T N"]:
+    """What each share has of each row of a tile, of M groups of heads, as each token of q has it of each head."""
     token = jnp.arange(num_tokens, dtype=jnp.int32)
     tile = (token[:, None] >= work.end * piece).sum(axis=1, dtype=jnp.int32)
-    return tile, token - work.first[tile] * piece
+    splits, num_groups, num_tiles, _ = rows.shape
+    by_query = rows.reshape(splits, num_groups, num_tiles, tiling.heads, tiling.queries)
+    found = by_query[:, :, tile, :, token - work.first[tile] * piece]  # [T, S, M, heads]
+    return jnp.moveaxis(found, 0, 1).reshape(splits, num_tokens, -1)
