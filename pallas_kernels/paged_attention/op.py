@@ -56,8 +56,8 @@ def paged_attention(
       backend: 'mosaic_gpu' (Hopper GPUs), 'llvm_cpu' (CPU devices, one token), either for what `why_not` has nothing against; 'xla' or
         'reference'.
 
-    Returns the attention output in q's type and order, of V = H columns or value_size; scores and sums are float32. Raises `ValueError` for shapes that do not fit together, or
-    that the backend can't run.
+    Returns the attention output in q's type and order, of V = H columns or value_size; scores and sums are float32. Raises `ValueError` for
+    shapes that do not fit together, or that the backend can't run.
     """
     _check_shapes(q, kv_pages, page_table, kv_len, value_size)
     if kv_scales is not None and kv_scales.shape != (kv_pages.shape[0], kv_pages.shape[1], kv_pages.shape[3]):
@@ -131,7 +131,8 @@ def paged_attention_and_lse(
     backend: Backend = "xla",
 ) -> tuple[Float[Array, "B *T N V"], Float[Array, "B *T N"]]:
     """`paged_attention` to everything, and what puts it together with attention to other parts of the same context: of each head the logarithm
-    of the sum of its exponentiated scores, float32; below -1e29 for a row without context. Arguments and errors are the same; 'llvm_cpu' has no kernel for it."""
+    of the sum of its exponentiated scores, float32; below -1e29 for a row without context. Arguments and errors are the same; 'llvm_cpu' has
+    no kernel for it."""
     _check_shapes(q, kv_pages, page_table, kv_len, value_size)
     _check_backend(backend, q, kv_pages, is_plain=False, is_latent=value_size is not None)
     options = {} if value_size is None else {"value_size": value_size}
