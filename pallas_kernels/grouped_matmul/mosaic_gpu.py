@@ -24,9 +24,8 @@ from pallas_kernels.grouped_matmul.formats import LINE, OUTPUTS, WORDS, Fp8, Int
 from pallas_kernels.grouped_matmul.mosaic_unpack import HALF, Halves, fp8_in_registers, int4_in_registers
 from pallas_kernels.grouped_matmul.work import Piece, Work, num_pieces, piece, tile_for, work_for
 from pallas_kernels.mosaic.tuned import tuned
-from pallas_kernels.mosaic.warpgroup import ROWS, SHARED_MEMORY, Warpgroup, interleaved
+from pallas_kernels.mosaic.warpgroup import MULTIPROCESSORS, ROWS, SHARED_MEMORY, Warpgroup, interleaved
 
-_BLOCKS = 132  # multiprocessors of an H100 or H200
 _MULTIPLIERS = OUTPUTS // ROWS  # warpgroups
 _SMALLEST = 8  # rows of a tile
 
@@ -37,7 +36,7 @@ class Tiling:
 
     rows: int  # of a tile: a power of 2, 8 to 256; packed weights: to 128
     stages: int  # tiles of weights, and of rows, on their way or in use
-    blocks: int = _BLOCKS
+    blocks: int = MULTIPROCESSORS
     splits: int = 1  # shares of the inputs, each summed by itself
     together: int = 16  # tiles of outputs, at most, that all rows are multiplied by before the next ones: weights are read from memory once
 
@@ -51,8 +50,8 @@ def tiling_for(num_rows: int, weights: Weights) -> Tiling:
     if best := tuned("grouped_matmul", shape):
         return Tiling(**best)
     rows = tile_for(num_rows, num_experts, _SMALLEST, 256 if isinstance(tiles, _Plain) else 128)  # accumulators are registers
-    most_tiles = min(num_rows, num_experts) * (outputs // OUTPUTS) if rows == _SMALLEST else _BLOCKS
-    splits = max(1, min(_BLOCKS // most_tiles, inputs // tiles.step // 8))  # where there are fewer tiles than multiprocessors
+    most_tiles = min(num_rows, num_experts) * (outputs // OUTPUTS) if rows == _SMALLEST else MULTIPROCESSORS
+    splits = max(1, min(MULTIPROCESSORS // most_tiles, inputs // tiles.step // 8))  # where there are fewer tiles than multiprocessors
     stage = rows * tiles.step * 2 + sum(math.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in tiles.shapes)
     return Tiling(rows, min(8, (SHARED_MEMORY - rows * OUTPUTS * _out_dtype(splits).itemsize - 2048) // stage), splits=splits)
 

@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 
 ROWS = 64  # that one product of a warpgroup has, at least
 SHARED_MEMORY = 232_448  # bytes that a block can have on compute capability 9.0
+MULTIPROCESSORS = 132  # of an H100 or H200: as many blocks run at a time, for a block has most of a multiprocessor's registers
 _IS_0_10 = jax.__version_info__ < (0, 11)
 _SWIZZLED_ROWS = 8  # of a tile of shared memory whose rows are interleaved
 

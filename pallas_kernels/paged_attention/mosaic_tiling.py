@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from pallas_kernels.mosaic.tuned import tuned
-from pallas_kernels.mosaic.warpgroup import ROWS, SHARED_MEMORY
+from pallas_kernels.mosaic.warpgroup import MULTIPROCESSORS, ROWS, SHARED_MEMORY
 
-_BLOCKS = 132  # that an H100 or H200 runs at a time: a block's registers are most of a multiprocessor's
 _MOST_STAGES = 8
 _SHORTEST_SHARE = 256  # tokens that are worth a block
 _LARGEST_HEAD = 256  # columns that a warpgroup has registers to sum up
@@ -53,7 +52,7 @@ def tiling_for(
         if best := tuned(op, shape):
             return Tiling(**best)
     blocks = batch * num_kv_heads * num_row_tiles(group)
-    splits = max(1, min(_BLOCKS // blocks, -(-max_context // _SHORTEST_SHARE)))
+    splits = max(1, min(MULTIPROCESSORS // blocks, -(-max_context // _SHORTEST_SHARE)))
     # Of latents no stage holds more, and pages of many devices together are large: they are read tile by tile.
     tokens = ROWS if is_latent else max(ROWS, page_size)
     size = dtype.itemsize

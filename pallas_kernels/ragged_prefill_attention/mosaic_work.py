@@ -10,13 +10,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.mosaic.warpgroup import ROWS, SHARED_MEMORY
+from pallas_kernels.mosaic.warpgroup import MULTIPROCESSORS, ROWS, SHARED_MEMORY
 from pallas_kernels.seen import first_seen
 from pallas_kernels.span import Span
 
 WARPGROUPS = 2  # that multiply; the one after them fetches
 TILE_ROWS = WARPGROUPS * ROWS
-_BLOCKS = 132  # that an H100 or H200 runs at a time
 _SHORTEST_SHARE = 512  # tokens of context that are worth a block
 
 
@@ -58,7 +57,7 @@ def tiling_for(group: int, head_size: int) -> Tiling:
 def splits_for(num_blocks: int, max_context: int) -> int:
     """Into how many shares each tile's context is cut: a few new tokens after a long prefix are few tiles, which would leave most multiprocessors
     without work."""
-    return max(1, min(_BLOCKS // num_blocks, max_context // _SHORTEST_SHARE))
+    return max(1, min(MULTIPROCESSORS // num_blocks, max_context // _SHORTEST_SHARE))
 
 
 def work_of(
