@@ -26,6 +26,7 @@ from jaxinfer.runtime.template import ModelTemplate, Template, make_template
 from jaxinfer.runtime.work import model_work
 from pallas_kernels.dispatch import Backend
 from pallas_kernels.latent_prefill_attention import op as latent_prefill_attention
+from pallas_kernels.mosaic import card
 from pallas_kernels.packed_matmul.op import why_not
 from pallas_kernels.paged_attention import op as paged_attention
 from pallas_kernels.ragged_prefill_attention import op as ragged_prefill_attention
@@ -44,7 +45,6 @@ _GPU_KV_SHARE = 0.85  # of what weights leave free; the rest is for temporaries
 
 _ATTENTION_KERNELS: dict[str, Backend] = {"cpu": "llvm_cpu", "gpu": "mosaic_gpu"}  # by platform
 _KERNELS_ARE_FOR = {"llvm_cpu": "CPUs", "mosaic_gpu": "NVIDIA GPUs"}
-_HOPPER = "9.0"  # compute capability; only it has the products (wgmma) that the kernels are made of
 
 
 @dataclass(frozen=True)
@@ -223,11 +223,11 @@ def choose_attention(
             break
         if role == "decode":
             is_plain = span == EVERYTHING and soft_cap is None and not is_latent
-            against = paged_attention.why_not(*pages, is_plain=is_plain, is_latent=is_latent)
+            against = paged_attention.why_not(*pages, is_plain=is_plain, is_latent=is_latent, card=card.card_of(device))
         elif is_latent:
             against = latent_prefill_attention.why_not(wanted)
         else:
-            against = ragged_prefill_attention.why_not(*pages, tile, span, soft_cap)
+            against = ragged_prefill_attention.why_not(*pages, tile, span, soft_cap, card.card_of(device))
     if name != "auto" and against:
         raise ConfigError(f"attention_backend is {name}, but {against}: use auto or xla")
     backend: Backend = "xla" if against else wanted
@@ -242,9 +242,7 @@ def _wrong_device(backend: Backend, device: jax.Device) -> str | None:
         return None
     if _ATTENTION_KERNELS.get(device.platform) != backend:
         return f"its kernels are for {_KERNELS_ARE_FOR[backend]}, not {device.platform}"
-    capability = getattr(device, "compute_capability", None)
-    is_right = backend != "mosaic_gpu" or capability == _HOPPER
-    return None if is_right else f"its kernels are for compute capability {_HOPPER}, not {capability}"
+    return card.why_not(device) if backend == "mosaic_gpu" else None
 
 
 def _meshes(role: str, config: EngineConfig) -> list[jax.sharding.Mesh]:

@@ -2,8 +2,10 @@
 
 Sources. H100 SXM5: "NVIDIA H100 Tensor Core GPU" data sheet (3.35 TB/s; dense, half of what it prints with sparsity: 989 TFLOP/s bfloat16,
 1,979 fp8 and int8, 495 TF32, which is what XLA multiplies float32 with; NVLink 900 GB/s both ways; PCIe 5 128 GB/s both ways). H200: "NVIDIA
-H200 Tensor Core GPU" data sheet (4.8 TB/s, else alike). What is reached of them is not printed anywhere: the shares below are what large
-copies, products and NCCL's all-reduces commonly show on such cards. None has been measured by this project.
+H200 Tensor Core GPU" data sheet (4.8 TB/s, else alike). B200: "NVIDIA Blackwell" data sheet, of HGX (7.7 TB/s; dense: 2,250 TFLOP/s bfloat16, 4,500
+fp8 and int8, 1,100 TF32; NVLink 1.8 TB/s both ways). RTX PRO 6000: "NVIDIA RTX Blackwell PRO GPU Architecture" (1.79 TB/s; dense: 504 TFLOP/s
+bfloat16, 1,008 fp8 and int8, 252 TF32; no NVLink). What is reached of them is not printed anywhere: the shares below are what large copies, products
+and NCCL's all-reduces commonly show on such cards. None has been measured by this project.
 """
 
 from __future__ import annotations
@@ -96,22 +98,27 @@ class Hardware:
 _BANDWIDTHS = ("bandwidth", "link_bandwidth", "host_bandwidth", "activation_bandwidth")
 _COPY, _MATMUL, _LINK = 0.9, 0.75, 0.8  # shares reached: of bandwidth by a copy, of the dense rate by a product, of NVLink by a collective
 
+_PCIE = 64e9 * 0.8
 
-def _hopper(name: str, bandwidth: float) -> Hardware:
-    sheet = {"bfloat16": 989e12, "float16": 989e12, "float32": 495e12, "fp8": 1979e12, "int8": 1979e12}
+
+def _gpu(
+    name: str, bandwidth: float, bfloat16: float, float32: float, int8: float, *, nvlink: float | None = None, kernel_share: float = 1.0
+) -> Hardware:
+    """By its data sheet. `kernel_share`: of the dense rate, what the instructions have that this project's kernels multiply by."""
     # Packed experts are dequantised to bfloat16 in the kernel, and multiplied as such.
-    rates = {dtype: rate * _MATMUL for dtype, rate in {**sheet, "fp8": 989e12, "int4": 989e12}.items()}
+    packed = bfloat16 * kernel_share
+    sheet = {"bfloat16": bfloat16, "float16": bfloat16, "float32": float32, "fp8": packed, "int8": int8, "int4": packed}
     return Hardware(
         name,
         bandwidth=bandwidth * _COPY,
-        matmul_rates=rates,
-        link_bandwidth=450e9 * _LINK,
+        matmul_rates={dtype: rate * _MATMUL for dtype, rate in sheet.items()},
+        link_bandwidth=nvlink * _LINK if nvlink else _PCIE,
         link_seconds=10e-6,  # what NCCL takes for a few bytes on eight cards
-        host_bandwidth=64e9 * 0.8,
+        host_bandwidth=_PCIE,
         kernel_seconds=2e-6,  # as part of a CUDA graph
         step_seconds=100e-6,
-        attention_share=0.6,  # what this project's kernels aim at
-        adds_in_link=True,  # NVLink's switch (NVLS)
+        attention_share=0.6 * kernel_share,  # what this project's kernels aim at
+        adds_in_link=nvlink is not None,  # NVLink's switch (NVLS)
     )
 
 
@@ -130,9 +137,18 @@ _CPU = Hardware(
     shares_machine=True,
 )
 
-HARDWARE: Mapping[str, Hardware] = {"h100": _hopper("h100", 3.35e12), "h200": _hopper("h200", 4.8e12), "cpu": _CPU}
+# Kernels for cards after Hopper multiply by warp-level instructions (mma). On a B200, whose own are others (tcgen05), they are taken to have a quarter
+# of the rate: what an A100 does a clock and multiprocessor.
+HARDWARE: Mapping[str, Hardware] = {
+    "h100": _gpu("h100", 3.35e12, 989e12, 495e12, 1979e12, nvlink=450e9),
+    "h200": _gpu("h200", 4.8e12, 989e12, 495e12, 1979e12, nvlink=450e9),
+    "b200": _gpu("b200", 7.7e12, 2250e12, 1100e12, 4500e12, nvlink=900e9, kernel_share=1 / 4),
+    "rtxpro6000": _gpu("rtxpro6000", 1.79e12, 504e12, 252e12, 1008e12),
+    "cpu": _CPU,
+}
 
 
 def hardware_of(device_kind: str) -> Hardware:
     """Of a device of this kind, as JAX calls it, whether it has been calibrated or not; a GPU that isn't known is taken for an H100."""
-    return HARDWARE[next((name for name in HARDWARE if name in device_kind.lower()), "h100")]
+    kind = device_kind.lower().replace(" ", "")
+    return HARDWARE[next((name for name in HARDWARE if name in kind), "h100")]

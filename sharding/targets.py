@@ -10,7 +10,7 @@ import jax
 from jax.experimental import topologies
 
 _FOLDER = Path(__file__).parent / "gpu_targets"
-_FILES = {"h100": "h100_sxm.txtpb", "h200": "h200.txtpb"}
+_FILES = {"h100": "h100_sxm.txtpb", "h200": "h200.txtpb", "b200": "b200.txtpb", "rtxpro6000": "rtxpro6000.txtpb"}
 
 
 def known_cards() -> list[str]:

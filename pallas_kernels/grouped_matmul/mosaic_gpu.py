@@ -23,8 +23,9 @@ from jaxtyping import Array, BFloat16, Int
 from pallas_kernels.grouped_matmul.formats import LINE, OUTPUTS, WORDS, Fp8, Int4, Weights, fp8_tile, int4_tile, shape_of
 from pallas_kernels.grouped_matmul.mosaic_unpack import HALF, Halves, fp8_in_registers, int4_in_registers
 from pallas_kernels.grouped_matmul.work import Piece, Work, num_pieces, piece, tile_for, work_for
+from pallas_kernels.mosaic.card import Card, card_of, compiled_for
 from pallas_kernels.mosaic.tuned import tuned
-from pallas_kernels.mosaic.warpgroup import MULTIPROCESSORS, ROWS, SHARED_MEMORY, Warpgroup, interleaved
+from pallas_kernels.mosaic.warpgroup import ROWS, Turned, Warpgroup, interleaved
 
 _MULTIPLIERS = OUTPUTS // ROWS  # warpgroups
 _SMALLEST = 8  # rows of a tile
@@ -36,7 +37,7 @@ class Tiling:
 
     rows: int  # of a tile: a power of 2, 8 to 256; packed weights: to 128
     stages: int  # tiles of weights, and of rows, on their way or in use
-    blocks: int = MULTIPROCESSORS
+    blocks: int
     splits: int = 1  # shares of the inputs, each summed by itself
     together: int = 16  # tiles of outputs, at most, that all rows are multiplied by before the next ones: weights are read from memory once
 
@@ -49,11 +50,20 @@ def tiling_for(num_rows: int, weights: Weights) -> Tiling:
     shape = {"format": name, "experts": num_experts, "inputs": inputs, "outputs": outputs, "rows": num_rows}
     if best := tuned("grouped_matmul", shape):
         return Tiling(**best)
+    card = card_of(compiled_for())
+    blocks = card.multiprocessors
     rows = tile_for(num_rows, num_experts, _SMALLEST, 256 if isinstance(tiles, _Plain) else 128)  # accumulators are registers
-    most_tiles = min(num_rows, num_experts) * (outputs // OUTPUTS) if rows == _SMALLEST else MULTIPROCESSORS
-    splits = max(1, min(MULTIPROCESSORS // most_tiles, inputs // tiles.step // 8))  # where there are fewer tiles than multiprocessors
+    most_tiles = min(num_rows, num_experts) * (outputs // OUTPUTS) if rows == _SMALLEST else blocks
+    splits = max(1, min(blocks // most_tiles, inputs // tiles.step // 8))  # where there are fewer tiles than multiprocessors
+    while (stages := _stages(rows, tiles, splits, card)) < 2:
+        rows //= 2
+    return Tiling(rows, min(8, stages), blocks, splits)
+
+
+def _stages(rows: int, tiles: _Tiles, splits: int, card: Card) -> int:
+    """That a block's shared memory has room for."""
     stage = rows * tiles.step * 2 + sum(math.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in tiles.shapes)
-    return Tiling(rows, min(8, (SHARED_MEMORY - rows * OUTPUTS * _out_dtype(splits).itemsize - 2048) // stage), splits=splits)
+    return (card.shared_memory - rows * OUTPUTS * _out_dtype(splits).itemsize - 2048) // stage
 
 
 def _out_dtype(splits: int) -> jnp.dtype:
@@ -72,7 +82,7 @@ def grouped_matmul(
     num_rows, (_, inputs, outputs) = len(x), shape_of(weights)
     tiling = tiling or tiling_for(num_rows, weights)
     x = jnp.pad(x, ((0, max(tiling.rows - num_rows, -num_rows % _SMALLEST)), (0, 0)))  # rows are copied by eights
-    body = _Body(Warpgroup(interpreted), tiling, _tiles_of(weights), len(x), inputs, outputs)
+    body = _Body(Warpgroup(interpreted, card_of(compiled_for()).has_wgmma), tiling, _tiles_of(weights), len(x), inputs, outputs)
     out = body.call(x, weights, work_for(group_sizes, len(x), tiling.rows))[:, :num_rows]
     return out[0] if tiling.splits == 1 else out.sum(0).astype(x.dtype)
 
@@ -99,8 +109,8 @@ class _Plain:
 
         def one(i: Array, multiply: Any) -> None:
             stage = arrived(i)
-            multiply(warpgroup.view_transposed(tiles[0].at[stage, half]), rows.at[stage])
-            plgpu.wgmma_wait(0)  # the other warpgroup's product is under way
+            multiply(Turned(tiles[0].at[stage, half]), rows.at[stage])
+            warpgroup.wait_for_products()  # the other warpgroup's product is under way
             done(i)
 
         return warpgroup.sum_of_products((ROWS, rows.shape[1]), num_steps, one)
@@ -131,7 +141,7 @@ class _OfInt4(_Packed):
             stage = arrived(i)
             words, scale = tiles[0].at[stage, pl.ds(half * ROWS, ROWS)], tiles[1].at[stage, half]
             weights = _halves(int4_tile(words[...], scale[...])) if warpgroup.interpreted else int4_in_registers(words, scale)
-            _multiply_halves(multiply, weights, rows.at[stage])
+            _multiply_halves(warpgroup, multiply, weights, rows.at[stage])
             done(i)
 
         return warpgroup.sum_of_products((ROWS, rows.shape[1]), num_steps, one)
@@ -151,7 +161,9 @@ class _OfFp8(_Packed):
                 weights = _halves(fp8_tile(jnp.concatenate([first[...], second[...]])))
             else:
                 weights = fp8_in_registers(first, second)
-            product = warpgroup.sum_of_products(shape, 1, lambda _, multiply: _multiply_halves(multiply, weights, rows.at[stage]))
+            product = warpgroup.sum_of_products(
+                shape, 1, lambda _, multiply: _multiply_halves(warpgroup, multiply, weights, rows.at[stage])
+            )
             scale = tiles[1][stage, 0]
             done(i)
             return total + product * scale
@@ -163,10 +175,10 @@ def _halves(weights: Array) -> Halves:
     return lambda: weights[:, :HALF], lambda: weights[:, HALF:]
 
 
-def _multiply_halves(multiply: Any, weights: Halves, rows: Any) -> None:
+def _multiply_halves(warpgroup: Warpgroup, multiply: Any, weights: Halves, rows: Any) -> None:
     for part, of_half in enumerate(weights):
         multiply(of_half(), rows.at[:, pl.ds(part * HALF, HALF)])
-    plgpu.wgmma_wait(0)
+    warpgroup.wait_for_products()
 
 
 _Tiles = _Plain | _OfInt4 | _OfFp8

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import jax
+from pallas_kernels.mosaic.card import compiled_for
 
 _FOLDER = Path(__file__).parents[1] / "tuned"
 _SIZES = ("batch", "context", "tokens", "rows")  # what a tiling follows from by and by; all else has to be the same
@@ -19,8 +19,7 @@ _SIZES = ("batch", "context", "tokens", "rows")  # what a tiling follows from by
 def tuned(kernel: str, shape: Mapping[str, Any]) -> dict[str, Any] | None:
     """Fields of the kernel's `Tiling` that were the quickest for the nearest shape, on the card that is being compiled for; None where no
     such shape was measured on it."""
-    device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]  # the latter where a kernel is used without a mesh
-    alike = [e for e in _entries(device.device_kind) if e["kernel"] == kernel and _distance(e["shape"], shape) < math.inf]
+    alike = [e for e in _entries(compiled_for().device_kind) if e["kernel"] == kernel and _distance(e["shape"], shape) < math.inf]
     return min(alike, key=lambda e: _distance(e["shape"], shape))["tiling"] if alike else None
 
 

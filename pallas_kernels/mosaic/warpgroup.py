@@ -1,4 +1,5 @@
-"""What Pallas kernels for Mosaic GPU ask of a Hopper warpgroup, and what stands for it where a CPU interprets them.
+"""What Pallas kernels for Mosaic GPU ask of a warpgroup: products by Hopper's instructions (wgmma), which run by themselves, or by any card's
+(`warp_products`), and what stands for both where a CPU interprets them.
 
 JAX's interpreter runs a kernel's grid, its threads, copies, barriers and shared memory, and checks them; it knows no register
 layouts and no products with one factor in registers (JAX 0.10). Those are what differs here, and what only a compiler for the GPU, and a
@@ -18,11 +19,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.mosaic.warp_machine import product_in_kernel
+from pallas_kernels.mosaic.warp_products import TILE_ROWS
+
 ROWS = 64  # that one product of a warpgroup has, at least
-SHARED_MEMORY = 232_448  # bytes that a block can have on compute capability 9.0
-MULTIPROCESSORS = 132  # of an H100 or H200: as many blocks run at a time, for a block has most of a multiprocessor's registers
 _IS_0_10 = jax.__version_info__ < (0, 11)
-_SWIZZLED_ROWS = 8  # of a tile of shared memory whose rows are interleaved
+
+
+@dataclass(frozen=True)
+class Turned:
+    """[X, Y] of shared memory [Y, X], as the first factor of a product."""
+
+    ref: Any
 
 
 @dataclass(frozen=True)
@@ -30,6 +38,12 @@ class Warpgroup:
     """Values of shape [ROWS, X] lie as accumulators of a product do, and vectors [ROWS] as what is left of them when X is reduced."""
 
     interpreted: bool = False
+    has_wgmma: bool = True  # where it is not interpreted
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether products run by themselves."""
+        return self.has_wgmma and not self.interpreted
 
     def kernel(self, body: Callable[..., None], name: str, **options: Any) -> Callable[..., Any]:
         """`plgpu.kernel`, on the GPU or interpreted, by the name that a profile shows it under."""
@@ -68,9 +82,10 @@ class Warpgroup:
 
     def times_transposed(self, a: Any, b: Any, meanwhile: Callable[[], None] = lambda: None) -> Float[Array, "64 X"]:
         """a @ b.T in float32, of a[ROWS, H] and b[X, H] in shared memory; `meanwhile` runs while the product does."""
-        if self.interpreted:
+        if not self.is_asynchronous:
+            product = self._add_at_once(self.full((ROWS, b.shape[0]), 0.0), a, b, b_is_transposed=True)
             meanwhile()
-            return jnp.dot(a[...], b[...].T, preferred_element_type=jnp.float32, precision="highest")
+            return product
 
         def multiply(accumulator: Any) -> Array:
             plgpu.wgmma(accumulator, a, transposed(b))
@@ -83,9 +98,10 @@ class Warpgroup:
         self, total: Float[Array, "64 H"], a: Array, b: Any, meanwhile: Callable[[], None] = lambda: None
     ) -> Float[Array, "64 H"]:
         """total + a @ b, of a[ROWS, X] in registers and b[X, H] in shared memory; `meanwhile` runs while the product does."""
-        if self.interpreted:
+        if not self.is_asynchronous:
+            total = self._add_at_once(total, a, b, b_is_transposed=False)
             meanwhile()
-            return total + jnp.dot(a, b[...], preferred_element_type=jnp.float32, precision="highest")
+            return total
 
         def multiply(accumulator: Any) -> None:
             plgpu.wgmma(accumulator, a, b)
@@ -98,27 +114,28 @@ class Warpgroup:
     ) -> Float[Array, "64 X"]:
         """Sum of a @ b.T over the products that step(i, multiply) makes by multiply(a, b): a[ROWS, K] in registers or shared memory, b[X, K] in
         shared memory. On a GPU `multiply` only starts a product: `plgpu.wgmma_wait` waits for it."""
-        if self.interpreted:
+        if not self.is_asynchronous:
 
             def one(i: Array, total: Array) -> Array:
-                products: list[Array] = []
-                step(i, lambda a, b: products.append(self.times_transposed(a, b)))
-                return sum(products, total)
+                totals = [total]
+                step(i, lambda a, b: totals.append(self._add_at_once(totals[-1], a, b, b_is_transposed=True)))
+                return totals[-1]
 
-            return jax.lax.fori_loop(0, num_steps, one, jnp.zeros(shape, jnp.float32))
+            return jax.lax.fori_loop(0, num_steps, one, self.full(shape, 0.0))
 
         def all_steps(accumulator: Any) -> Array:
             def one(i: Array, _: None) -> None:
-                step(i, lambda a, b: plgpu.wgmma(accumulator, a, transposed(b)))
+                step(i, lambda a, b: plgpu.wgmma(accumulator, transposed(a.ref) if isinstance(a, Turned) else a, transposed(b)))
 
             jax.lax.fori_loop(0, num_steps, one, None)
             return accumulator[...]
 
         return pl.run_scoped(all_steps, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
 
-    def view_transposed(self, ref: Any) -> Any:
-        """[X, Y] of shared memory [Y, X], for `sum_of_products`' first factor."""
-        return ref[...].T if self.interpreted else transposed(ref)
+    def wait_for_products(self) -> None:
+        """Until all that were started are done."""
+        if self.is_asynchronous:
+            plgpu.wgmma_wait(0)
 
     def store_transposed(self, ref: Any, value: Float[Array, "64 X"]) -> None:
         """Writes the value to shared memory [X, ROWS] that is not interleaved."""
@@ -126,6 +143,17 @@ class Warpgroup:
             ref[...] = value.T
         else:
             transposed(ref)[...] = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED)
+
+    def _add_at_once(self, total: Float[Array, "64 X"], a: Any, b: Any, *, b_is_transposed: bool) -> Float[Array, "64 X"]:
+        """total + a @ b, or a @ b.T, where no product runs by itself."""
+        if self.interpreted:
+            factor = a.ref[...].T if isinstance(a, Turned) else a[...]
+            other = b[...].T if b_is_transposed else b[...]
+            return total + jnp.dot(factor, other, preferred_element_type=jnp.float32, precision="highest")
+        in_memory = [ref for ref in (a.ref if isinstance(a, Turned) else a, b) if not isinstance(ref, jax.Array)]
+        transforms = [interleaved(ref.shape[1], ref.dtype) for ref in in_memory]
+        how = {"a_is_transposed": isinstance(a, Turned), "b_is_transposed": b_is_transposed}
+        return product_in_kernel(total, in_memory[0] if isinstance(a, Turned) else a, b, transforms, **how)
 
     def _laid(self, value: Array, layout: Any) -> Array:
         return value if self.interpreted else plgpu.layout_cast(value, layout)
@@ -148,5 +176,5 @@ def interleaved(columns: int, dtype: jnp.dtype) -> tuple[Any, ...]:
     for swizzle in (128, 64, 32):
         width = swizzle // jnp.dtype(dtype).itemsize
         if columns % width == 0:
-            return plgpu.TilingTransform((_SWIZZLED_ROWS, width)), plgpu.SwizzleTransform(swizzle)
+            return plgpu.TilingTransform((TILE_ROWS, width)), plgpu.SwizzleTransform(swizzle)
     raise ValueError(f"{columns} columns of {jnp.dtype(dtype).name} are no multiple of {32 // jnp.dtype(dtype).itemsize}")

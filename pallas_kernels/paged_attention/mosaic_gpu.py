@@ -25,6 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.mosaic.attention import LOG2_E, drain, together, wait_if
+from pallas_kernels.mosaic.card import card_of, compiled_for
 from pallas_kernels.mosaic.in_place import kernel_in_place
 from pallas_kernels.mosaic.warpgroup import ROWS, Warpgroup, interleaved
 from pallas_kernels.page_write import write
@@ -141,7 +142,7 @@ def _attend(
     if kv_scales is not None:
         scales *= kv_scales[layer, 0]
     options = Options(num_queries, tokens, value_size, pool_is_finite, span, soft_cap)
-    body = _Body(Warpgroup(interpreted), tiling, page_size, page_table.shape[1], options)
+    body = _Body(Warpgroup(interpreted, card_of(compiled_for()).has_wgmma), tiling, page_size, page_table.shape[1], options)
     out, weight = body.call(rows, kv_pages, scales, layer, page_table, kv_len, new)
     weight = weight[..., :num_queries]
     out = together(out[:, :, :, :num_queries], weight, axis=2) if tiling.splits > 1 else out[:, :, 0, :num_queries]
@@ -182,7 +183,11 @@ class _Body:
         out_shape = (num_parts, ROWS, value_size // num_parts)
         out_tile = plgpu.SMEM(out_shape, out_dtype, transforms=interleaved(out_shape[-1], out_dtype))
         turns = tiling.warpgroups
-        totals = plgpu.SMEM((max(turns - 1, 1), ROWS, value_size), jnp.float32, transforms=interleaved(value_size, jnp.float32))
+        totals = (
+            plgpu.SMEM((turns - 1, ROWS, value_size), jnp.float32, transforms=interleaved(value_size, jnp.float32))
+            if turns > 1
+            else out_tile
+        )
         wide = plgpu.SMEM((turns, tiling.tokens, head_size), rows.dtype, transforms=interleaved(head_size, rows.dtype))
         arrivals = plgpu.Barrier(num_barriers=tiling.stages, num_arrivals=max(tiling.tokens // self.page_size, 1))
         consumed = plgpu.Barrier(num_barriers=tiling.stages, num_arrivals=num_parts)

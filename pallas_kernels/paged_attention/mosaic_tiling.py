@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
+from pallas_kernels.mosaic.card import Card, card_of, compiled_for
 from pallas_kernels.mosaic.tuned import tuned
-from pallas_kernels.mosaic.warpgroup import MULTIPROCESSORS, ROWS, SHARED_MEMORY
+from pallas_kernels.mosaic.warpgroup import ROWS
 
 _MOST_STAGES = 8
 _SHORTEST_SHARE = 256  # tokens that are worth a block
@@ -51,15 +52,27 @@ def tiling_for(
     for op in () if is_latent else ("paged_attention",) if is_written else ("write_and_attend", "paged_attention"):
         if best := tuned(op, shape):
             return Tiling(**best)
+    card = card_of(compiled_for())
+    tokens, stages, warpgroups = _in_room(card, head_size, page_size, dtype, is_latent=is_latent)
     blocks = batch * num_kv_heads * num_row_tiles(group)
-    splits = max(1, min(MULTIPROCESSORS // blocks, -(-max_context // _SHORTEST_SHARE)))
+    splits = max(1, min(card.multiprocessors // blocks, -(-max_context // _SHORTEST_SHARE)))
+    return Tiling(tokens, stages, splits, warpgroups)
+
+
+def _in_room(card: Card, head_size: int, page_size: int, dtype: jnp.dtype, *, is_latent: bool) -> tuple[int, int, int]:
+    """Tokens of a tile, stages and warpgroups that a block's shared memory has room for; no stages where it has none for any."""
     # Of latents no stage holds more, and pages of many devices together are large: they are read tile by tile.
-    tokens = ROWS if is_latent else max(ROWS, page_size)
-    size = dtype.itemsize
-    wide = 0 if size > 1 else 2 * 2 * tokens * head_size * 2
-    fixed, stage = _RESERVED + ROWS * head_size * max(size, 2) + wide, (1 if is_latent else 2) * tokens * head_size * size
-    stages = max(2, min(_MOST_STAGES, (SHARED_MEMORY - fixed) // stage))
-    return Tiling(tokens, stages // 2 * 2, splits, warpgroups=1 if is_latent else 2)
+    choices = [(ROWS, 1)] if is_latent else [(max(ROWS, page_size), 2), (ROWS, 2), (ROWS, 1)]
+    size, total = dtype.itemsize, ROWS * head_size * 4  # what takes the keys' place when they are done with
+    for tokens, warpgroups in choices:
+        wide = 0 if size > 1 else 2 * warpgroups * tokens * head_size * 2
+        room = card.shared_memory - _RESERVED - ROWS * head_size * max(size, 2) - wide
+        tile = tokens * head_size * size
+        values = 0 if is_latent else tile
+        stages = next((n for n in range(_MOST_STAGES, 0, -1) if max(n * tile, total) + n * values <= room), 0)
+        if stages >= 2:
+            return tokens, stages // 2 * 2, warpgroups
+    return tokens, stages, warpgroups
 
 
 def num_row_tiles(group: int) -> int:
@@ -73,8 +86,8 @@ def padded(group: int) -> int:
     return -(-group // unit) * unit
 
 
-def why_not(dtype: jnp.dtype, head_size: int, page_size: int, *, is_latent: bool = False) -> str | None:
-    """Why there is no kernel for such pages; None if there is."""
+def why_not(dtype: jnp.dtype, head_size: int, page_size: int, card: Card, *, is_latent: bool = False) -> str | None:
+    """Why there is no kernel for such pages on this card; None if there is."""
     if dtype not in (jnp.bfloat16, jnp.float16, *(() if is_latent else (jnp.float8_e4m3fn,))):
         return f"it has no kernel for {dtype.name} pages{' of latents' if is_latent else ''}"
     multiple, largest = (64, _LARGEST_LATENT) if is_latent else (32 // dtype.itemsize, _LARGEST_HEAD)
@@ -82,4 +95,6 @@ def why_not(dtype: jnp.dtype, head_size: int, page_size: int, *, is_latent: bool
         return f"it has no kernel for heads of {head_size}: they must be a multiple of {multiple}, at most {largest}"
     if page_size not in (8, 16, 32, 64, 128) and not (is_latent and page_size % ROWS == 0):
         return f"it has no kernel for pages of {page_size} tokens: they must be of 8, 16, 32, 64 or 128"
+    if not _in_room(card, head_size, page_size, dtype, is_latent=is_latent)[1]:
+        return f"it has no kernel for heads of {head_size} on a card with {card.shared_memory} bytes of shared memory a block"
     return None

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import Backend
+from pallas_kernels.mosaic.card import Card, card_of, compiled_for
 from pallas_kernels.page_write import write
 from pallas_kernels.paged_attention import llvm_cpu, mosaic_gpu, mosaic_tiling, reference, xla
 from pallas_kernels.paged_attention.llvm_tiles import LANES
@@ -164,12 +165,20 @@ def _check_backend(backend: Backend, q: Array, kv_pages: Array, *, is_plain: boo
 
 
 def why_not(
-    backend: Backend, dtype: jnp.dtype, head_size: int, page_size: int, *, is_plain: bool = True, is_latent: bool = False
+    backend: Backend,
+    dtype: jnp.dtype,
+    head_size: int,
+    page_size: int,
+    *,
+    is_plain: bool = True,
+    is_latent: bool = False,
+    card: Card | None = None,
 ) -> str | None:
     """Why a backend can't attend over pages of this type; None if it can, on a device of its kind. Plain attention is one token's, to
-    everything, without soft cap, scales or latents, and nothing else is asked for."""
+    everything, without soft cap, scales or latents, and nothing else is asked for. `card`: the one that 'mosaic_gpu' is meant for, if it isn't
+    being compiled for."""
     if backend == "mosaic_gpu":
-        return mosaic_tiling.why_not(dtype, head_size, page_size, is_latent=is_latent)
+        return mosaic_tiling.why_not(dtype, head_size, page_size, card or card_of(compiled_for()), is_latent=is_latent)
     if backend != "llvm_cpu":
         return None
     if dtype != jnp.float32:

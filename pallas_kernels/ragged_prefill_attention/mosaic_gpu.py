@@ -22,6 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.mosaic.attention import LOG2_E, NOTHING, drain, together, wait_if
+from pallas_kernels.mosaic.card import Card, card_of, compiled_for
 from pallas_kernels.mosaic.tuned import tuned
 from pallas_kernels.mosaic.warpgroup import ROWS, Warpgroup, interleaved
 from pallas_kernels.ragged_prefill_attention.mosaic_work import (
@@ -42,8 +43,8 @@ _LARGEST_HEAD = 256
 _COPIED_ROWS = 8  # rows of shared memory are copied by eights
 
 
-def why_not(dtype: jnp.dtype, head_size: int, page_size: int, query_tile: int) -> str | None:
-    """Why this kernel can't attend over such pages in such tiles; None if it can."""
+def why_not(dtype: jnp.dtype, head_size: int, page_size: int, query_tile: int, card: Card) -> str | None:
+    """Why this kernel can't attend over such pages in such tiles on this card; None if it can."""
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"it has no kernel for {dtype.name} pages"
     if head_size % 16 or head_size > _LARGEST_HEAD:
@@ -52,6 +53,8 @@ def why_not(dtype: jnp.dtype, head_size: int, page_size: int, query_tile: int) -
         return f"it has no kernel for pages of {page_size} tokens: they must be a multiple of {_COPIED_ROWS}"
     if query_tile % _COPIED_ROWS:
         return f"it has no kernel for tiles of {query_tile} query tokens, as of prefill buckets that are no multiple of {_COPIED_ROWS}"
+    if not tiling_for(1, head_size, card).stages:
+        return f"it has no kernel for heads of {head_size} on a card with {card.shared_memory} bytes of shared memory a block"
     return None
 
 
@@ -81,13 +84,14 @@ def ragged_prefill_attention(
     group = num_heads // num_kv_heads
     shape = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_size": head_size, "page_size": page_size, "tokens": num_tokens}
     best = tuned("ragged_prefill_attention", {"dtype": kv_pages.dtype.name, **shape})
-    tiling = tiling or (Tiling(**best) if best else tiling_for(group, head_size))
+    card = card_of(compiled_for())
+    tiling = tiling or (Tiling(**best) if best else tiling_for(group, head_size, card))
     assert group % tiling.heads == 0, "a tile's heads share a KV head"
     run, piece = math.gcd(page_size, tiling.tokens), math.gcd(query_tile, tiling.queries, ROWS)
     work = work_of(query_start, query_len, kv_len, num_tokens, tiling, piece, run, span)
     if splits is None:
-        splits = splits_for(num_heads // tiling.heads * len(work.first), page_table.shape[1] * page_size)
-    body = _Body(Warpgroup(interpreted), tiling, splits, piece, run, page_size, scale, pool_is_finite, span, soft_cap)
+        splits = splits_for(num_heads // tiling.heads * len(work.first), page_table.shape[1] * page_size, card)
+    body = _Body(Warpgroup(interpreted, card.has_wgmma), tiling, splits, piece, run, page_size, scale, pool_is_finite, span, soft_cap)
     out, *weights = body.call(q.astype(kv_pages.dtype), kv_pages, layer, page_table, jnp.stack(work, axis=1))
     if not weights:
         return out[0].astype(q.dtype)

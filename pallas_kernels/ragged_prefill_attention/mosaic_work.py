@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.mosaic.warpgroup import MULTIPROCESSORS, ROWS, SHARED_MEMORY
+from pallas_kernels.mosaic.card import Card
+from pallas_kernels.mosaic.warpgroup import ROWS
 from pallas_kernels.seen import first_seen
 from pallas_kernels.span import Span
 
@@ -47,17 +48,23 @@ class Work(NamedTuple):
     num_tiles: Int[Array, " X"]  # of keys
 
 
-def tiling_for(group: int, head_size: int) -> Tiling:
-    """A tiling with as large products as registers and shared memory have room for, where nothing like it was tuned on this card."""
-    tokens = 2 * ROWS if head_size <= 128 else ROWS
+def tiling_for(group: int, head_size: int, card: Card) -> Tiling:
+    """A tiling with as large products as registers and shared memory have room for, where nothing like it was tuned on this card. Without stages
+    where the card has no room for any."""
+    tokens = 2 * ROWS if head_size <= 128 and _stages(2 * ROWS, head_size, card) > 1 else ROWS
+    return Tiling(math.gcd(group, 4), tokens, min(4, _stages(tokens, head_size, card)))
+
+
+def _stages(tokens: int, head_size: int, card: Card) -> int:
+    """That there is room for."""
     queries, stage = TILE_ROWS * head_size * 2, 2 * tokens * head_size * 2
-    return Tiling(math.gcd(group, 4), tokens, min(4, (SHARED_MEMORY - 2048 - queries) // stage))
+    return max(0, card.shared_memory - 2048 - queries) // stage
 
 
-def splits_for(num_blocks: int, max_context: int) -> int:
+def splits_for(num_blocks: int, max_context: int, card: Card) -> int:
     """Into how many shares each tile's context is cut: a few new tokens after a long prefix are few tiles, which would leave most multiprocessors
     without work."""
-    return max(1, min(MULTIPROCESSORS // num_blocks, max_context // _SHORTEST_SHARE))
+    return max(1, min(card.multiprocessors // num_blocks, max_context // _SHORTEST_SHARE))
 
 
 def work_of(

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import Backend
+from pallas_kernels.mosaic.card import Card, card_of, compiled_for
 from pallas_kernels.ragged_prefill_attention import llvm_cpu, mosaic_gpu, reference, xla
 from pallas_kernels.ragged_prefill_attention.llvm_sizes import LANES
 from pallas_kernels.span import EVERYTHING, Span
@@ -83,10 +84,12 @@ def why_not(
     query_tile: int,
     span: Span = EVERYTHING,
     soft_cap: float | None = None,
+    card: Card | None = None,
 ) -> str | None:
-    """Why a backend can't attend so over pages of this type; None if it can, on a device of its kind."""
+    """Why a backend can't attend so over pages of this type; None if it can, on a device of its kind. `card`: the one that 'mosaic_gpu' is meant
+    for, if it isn't being compiled for."""
     if backend == "mosaic_gpu":
-        return mosaic_gpu.why_not(dtype, head_size, page_size, query_tile)
+        return mosaic_gpu.why_not(dtype, head_size, page_size, query_tile, card or card_of(compiled_for()))
     if backend != "llvm_cpu":
         return None
     if dtype != jnp.float32:

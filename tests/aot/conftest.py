@@ -4,18 +4,44 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from jax.experimental.mosaic.gpu.core import artificial_shared_memory_limit
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from pallas_kernels.mosaic.card import Card, card_of
 from sharding.targets import target_devices
 
 Compile = Callable[..., jax.stages.Compiled]
+
+# JAX compiles Mosaic GPU's kernels for one compute capability a process, the first that it meets: `make test-aot` starts one for each of these.
+_CARDS = {"hopper": ["h100", "h200"], "blackwell": ["b200"], "small": ["rtxpro6000"]}
+_KIND = os.environ.get("AOT_CARDS", "hopper")
+_HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves what is compiled for these cards: what names none of its own is for Hopper's."""
+    there = {"hopper": lambda item: not _is_of_small_cards(item), "blackwell": _asks_for_a_card, "small": _is_of_small_cards}[_KIND]
+    ours = [item for item in items if _HERE in item.path.parents]
+    left_out = [item for item in ours if not there(item)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
+
+
+def _is_of_small_cards(item: pytest.Item) -> bool:
+    return item.path.name == "test_small_cards.py"
+
+
+def _asks_for_a_card(item: pytest.Item) -> bool:
+    return "target" in item.fixturenames and not _is_of_small_cards(item)  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -27,13 +53,18 @@ def _kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     jax.config.update("jax_persistent_cache_enable_xla_caches", "xla_gpu_kernel_cache_file")
 
 
-@pytest.fixture(scope="session", params=["h100", "h200"])
+@pytest.fixture(scope="session", params=_CARDS[_KIND])
 def target(request) -> str:
     return request.param
 
 
 @pytest.fixture(scope="session")
-def compile_for(target) -> Compile:
+def card(target) -> Card:
+    return card_of(target_devices(target, 1)[0])
+
+
+@pytest.fixture(scope="session")
+def compile_for(target, card) -> Compile:
     """Gives what a function compiles to on one such GPU: `compile_for(function, shape and type, ..., donate=())`."""
     mesh = Mesh(np.array(target_devices(target, 1)), ("x",), axis_types=(AxisType.Explicit,))
 
@@ -42,7 +73,7 @@ def compile_for(target) -> Compile:
     ) -> jax.stages.Compiled:
         whole = NamedSharding(mesh, PartitionSpec())
         abstract = [jax.ShapeDtypeStruct(shape, dtype, sharding=whole) for shape, dtype in arguments]
-        with jax.set_mesh(mesh):
+        with jax.set_mesh(mesh), artificial_shared_memory_limit(card.shared_memory):
             return jax.jit(functools.partial(function), donate_argnums=donate).lower(*abstract).compile()
 
     return compile_for

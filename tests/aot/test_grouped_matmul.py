@@ -28,15 +28,18 @@ def arrays_of(case: Case, inputs: int, outputs: int) -> list[tuple[tuple[int, ..
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_one_kernel_and_no_weight_beside_the_packed_ones(compile_for, case, product, num_tokens):
     inputs, outputs = (case.inputs, case.outputs) if product == "up" else (case.outputs, case.inputs)
-    num_rows = num_tokens * case.experts_per_token
-
-    def function(x, group_sizes, *weights):
-        return grouped_matmul(x, {"int4": Int4, "fp8": Fp8}[case.format](*weights) if len(weights) > 1 else weights[0], group_sizes)
-
-    x, group_sizes = ((num_rows, inputs), jnp.bfloat16), ((case.num_experts,), jnp.int32)
-    compiled = compile_for(function, x, group_sizes, *arrays_of(case, inputs, outputs))
+    compiled = compile_grouped(compile_for, case, inputs, outputs, num_tokens)
     assert num_kernels(compiled) == 1
+    num_rows = num_tokens * case.experts_per_token
     rows_of_a_tile = 256 * (inputs + outputs) * 2  # fewer rows than a tile has are copied into one
     assert compiled.memory_analysis().temp_size_in_bytes < rows_of_a_tile + 64 * (num_rows + case.num_experts), (
         "a copy of rows or of weights"
     )
+
+
+def compile_grouped(compile_for, case: Case, inputs: int, outputs: int, num_tokens: int):
+    def function(x, group_sizes, *weights):
+        return grouped_matmul(x, {"int4": Int4, "fp8": Fp8}[case.format](*weights) if len(weights) > 1 else weights[0], group_sizes)
+
+    x, group_sizes = ((num_tokens * case.experts_per_token, inputs), jnp.bfloat16), ((case.num_experts,), jnp.int32)
+    return compile_for(function, x, group_sizes, *arrays_of(case, inputs, outputs))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import replace
 
@@ -86,10 +85,15 @@ def test_paged_attention_of_several_tokens(compile_for, num_tokens, num_heads, n
 )
 def test_one_launch_writes_and_attends(compile_for, batch, num_heads, num_kv_heads, head_size, options):
     dtype = jnp.dtype(options.pop("dtype", jnp.bfloat16))
-    tiling = replace(tiling_for(batch, num_kv_heads, num_heads // num_kv_heads, head_size, 16, 4096, dtype), writes=True)
+
+    def function(*arguments):
+        tiling = tiling_for(batch, num_kv_heads, num_heads // num_kv_heads, head_size, 16, 4096, dtype)
+        settings = {"pool_is_finite": True, **options, "tiling": replace(tiling, writes=True)}
+        return write_and_attend(*arguments, scale=0.1, **settings)
+
     row, pool = (batch, num_kv_heads, head_size), (2, 2, NUM_PAGES, num_kv_heads, 16, head_size)
     compiled = compile_for(
-        functools.partial(write_and_attend, scale=0.1, tiling=tiling, **{"pool_is_finite": True, **options}),
+        function,
         ((batch, num_heads, head_size), dtype),
         *((shape, dtype) for shape in (row, row, pool)),
         *((shape, jnp.int32) for shape in ((), (batch, 256), (batch,), (batch,), (batch,))),

@@ -20,7 +20,7 @@ NUM_PAGES, NUM_ROWS = 4096, 8
     ("num_heads", "num_kv_heads", "head_size"), [(9, 3, 64), (32, 32, 80), (32, 8, 96), (32, 8, 128), (64, 8, 192), (16, 8, 256)]
 )
 def test_shapes_of_models(compile_for, num_tokens, num_heads, num_kv_heads, head_size):
-    compiled = compiled_for(compile_for, num_tokens, num_heads, num_kv_heads, head_size)
+    compiled = compile_ragged(compile_for, num_tokens, num_heads, num_kv_heads, head_size)
     assert num_kernels(compiled) == 1
     assert compiled.memory_analysis().temp_size_in_bytes < 2**16, "no copy of the pool, of the queries or of the output"
 
@@ -30,11 +30,14 @@ def test_shapes_of_models(compile_for, num_tokens, num_heads, num_kv_heads, head
     ("num_heads", "num_kv_heads", "head_size", "options"),
     [(32, 8, 128, {}), (9, 3, 64, {"pool_is_finite": False}), (16, 8, 256, {"span": Span(window=1024), "soft_cap": 50.0}), (4, 1, 128, {})],
 )
-def test_shares_of_long_contexts(compile_for, num_tokens, num_heads, num_kv_heads, head_size, options):
-    compiled = compiled_for(compile_for, num_tokens, num_heads, num_kv_heads, head_size, **options)
+def test_shares_of_long_contexts(compile_for, card, num_tokens, num_heads, num_kv_heads, head_size, options):
+    compiled = compile_ragged(compile_for, num_tokens, num_heads, num_kv_heads, head_size, **options)
     assert num_kernels(compiled) == 1
     q = num_tokens * num_heads * head_size * 2
-    assert 2 * q < compiled.memory_analysis().temp_size_in_bytes < 17.5 * q, "a result of each of 2 to 16 shares, and what they weigh"
+    most = card.multiprocessors // 8  # of H100: 16
+    assert 2 * q < compiled.memory_analysis().temp_size_in_bytes < (most + 1.5) * q, (
+        "a result of each of 2 or more shares, and what they weigh"
+    )
 
 
 @pytest.mark.parametrize(
@@ -51,10 +54,10 @@ def test_shares_of_long_contexts(compile_for, num_tokens, num_heads, num_kv_head
 )
 def test_options(compile_for, options):
     options = {"head_size": 128, **options}
-    assert num_kernels(compiled_for(compile_for, 512, 32, 8, **options)) == 1
+    assert num_kernels(compile_ragged(compile_for, 512, 32, 8, **options)) == 1
 
 
-def compiled_for(
+def compile_ragged(
     compile_for,
     num_tokens,
     num_heads,

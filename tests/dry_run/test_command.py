@@ -101,7 +101,7 @@ def test_long_traces_are_made_into_kinds(tmp_path: Path) -> None:
         (["--context", "0"], "context is 0"),
         (["--context", "1000000"], "context is 1000000: this model's is 8192 tokens"),
         (["--input-length", "0"], "input_length is 0"),
-        (["--target", "8xb200"], "known are h100, h200"),
+        (["--target", "8xa100"], "known are b200, h100, h200, rtxpro6000"),
         (["--model", "gpt-17"], "no shape of a model"),
         (["--trace", "/nowhere"], "trace is /nowhere: it can't be read"),
         (["--decode-parallel", "tp=4"], "both tp=4 take 4 devices, but 2xh100 has 2"),

@@ -19,6 +19,7 @@ CPU = SimpleNamespace(platform="cpu", device_kind="cpu")
 HOPPER = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0")
 AMPERE = SimpleNamespace(platform="gpu", device_kind="NVIDIA A100", compute_capability="8.0")
 BLACKWELL = SimpleNamespace(platform="gpu", device_kind="NVIDIA B200", compute_capability="10.0")
+SMALL = SimpleNamespace(platform="gpu", device_kind="NVIDIA GeForce RTX 5090", compute_capability="12.0")
 UNKNOWN = SimpleNamespace(platform="gpu", device_kind="a GPU that says nothing of itself")
 TPU = SimpleNamespace(platform="tpu", device_kind="TPU v5")
 
@@ -37,10 +38,12 @@ def test_auto_takes_the_devices_kernels_where_they_can_run_and_says_why_not(role
         (HOPPER, BFLOAT16, 128, "mosaic_gpu", "the best for NVIDIA H200"),
         (HOPPER, FLOAT32, 64, "xla", "float32"),
         (HOPPER, BFLOAT16, 24, "xla", "24"),
-        (AMPERE, BFLOAT16, 128, "xla", "compute capability 9.0, not 8.0"),
-        (BLACKWELL, BFLOAT16, 128, "xla", "compute capability 9.0, not 10.0"),
+        (AMPERE, BFLOAT16, 128, "xla", "compute capability 9.0 and newer, not 8.0"),
+        (BLACKWELL, BFLOAT16, 256, "mosaic_gpu", "the best for NVIDIA B200"),
+        (SMALL, BFLOAT16, 128, "mosaic_gpu", "the best for NVIDIA GeForce RTX 5090"),
+        (SMALL, BFLOAT16, 256, "xla", "heads of 256 on a card with 101376 bytes of shared memory"),
         (TPU, BFLOAT16, 128, "xla", "the best for TPU v5"),
-        (UNKNOWN, BFLOAT16, 128, "xla", "compute capability 9.0, not None"),
+        (UNKNOWN, BFLOAT16, 128, "xla", "compute capability 9.0 and newer, not None"),
     ):
         caplog.clear()
         assert choose(role, "auto", device, dtype, head_size) == backend
@@ -66,7 +69,7 @@ def test_what_is_named_runs_or_is_refused(role):
         ("llvm_cpu", HOPPER, FLOAT32, "CPUs, not gpu"),
         ("llvm_cpu", CPU, BFLOAT16, "bfloat16"),
         ("mosaic_gpu", CPU, BFLOAT16, "NVIDIA GPUs, not cpu"),
-        ("mosaic_gpu", AMPERE, BFLOAT16, "compute capability 9.0, not 8.0"),
+        ("mosaic_gpu", AMPERE, BFLOAT16, "compute capability 9.0 and newer, not 8.0"),
         ("mosaic_gpu", HOPPER, FLOAT32, "float32"),
     ):
         with pytest.raises(ConfigError, match=f"attention_backend is {name}, but .*{words}.*: use auto or xla"):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.mosaic.card import HOPPER
 from pallas_kernels.ragged_prefill_attention.mosaic_gpu import ragged_prefill_attention
 from pallas_kernels.ragged_prefill_attention.mosaic_work import Tiling, Work, share_of, splits_for, tiling_for, work_of
 from pallas_kernels.ragged_prefill_attention.op import ragged_prefill_attention as op
@@ -153,17 +154,17 @@ def test_shares_have_all_of_a_tiles_work_between_them(splits, span):
 
 
 def test_few_blocks_have_shares():
-    assert splits_for(num_blocks=8, max_context=131072) == 16
-    assert splits_for(num_blocks=8, max_context=4096) == 8, "a share is worth its block"
-    assert splits_for(num_blocks=8, max_context=100) == 1
-    assert splits_for(num_blocks=128, max_context=131072) == 1
+    assert splits_for(num_blocks=8, max_context=131072, card=HOPPER) == 16
+    assert splits_for(num_blocks=8, max_context=4096, card=HOPPER) == 8, "a share is worth its block"
+    assert splits_for(num_blocks=8, max_context=100, card=HOPPER) == 1
+    assert splits_for(num_blocks=128, max_context=131072, card=HOPPER) == 1
 
 
 def test_a_tiling_has_full_rows_and_fits_shared_memory():
     for group, heads in ((1, 1), (2, 2), (3, 1), (4, 4), (6, 2), (8, 4), (16, 4)):
-        assert tiling_for(group, 128) == Tiling(heads, 128, 3)
+        assert tiling_for(group, 128, HOPPER) == Tiling(heads, 128, 3)
     for head_size, tokens, stages in ((64, 128, 4), (80, 128, 4), (96, 128, 4), (192, 64, 3), (256, 64, 2)):
-        assert tiling_for(4, head_size) == Tiling(4, tokens, stages)
+        assert tiling_for(4, head_size, HOPPER) == Tiling(4, tokens, stages)
 
 
 def test_what_the_kernel_can_not_do_is_said():

@@ -1,0 +1,58 @@
+"""What kernels for Mosaic GPU need to know of the card that they are compiled for."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+_OLDEST = 9.0  # compute capability: older cards have no copy engine that tiles of shared memory come by
+# A card that is not here, but compiled for, is only known by its name.
+_BY_NAME = {r"\b(H100|H200|H800|H20|GH200)\b": "9.0", r"\bG?B(100|200)\b": "10.0", r"\bG?B300\b": "10.3", r"\bRTX\b": "12.0"}
+_SMALL = 101_376  # bytes of shared memory of a block on 12.x; on 9.0 to 11.0 it is
+_LARGE = 232_448  # (CUDA C++ Programming Guide, technical specifications per compute capability)
+
+
+@dataclass(frozen=True)
+class Card:
+    """Of compute capability 9.0 or newer."""
+
+    has_wgmma: bool  # products that a warpgroup starts and that run by themselves: on 9.0 alone
+    shared_memory: int  # bytes that a block can have
+    multiprocessors: int  # as many blocks run at a time, for a block has most of a multiprocessor's registers
+
+
+HOPPER = Card(True, _LARGE, 132)  # H100 and H200
+
+
+def compiled_for() -> Any:
+    """The device that is being compiled for; without a mesh the process' own."""
+    return jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
+
+
+def card_of(device: Any) -> Card:
+    """Of a device, abstract or not; what kernels are interpreted on is taken for a Hopper GPU."""
+    capability = capability_of(device)
+    if capability is None:
+        return HOPPER
+    number = getattr(device, "core_count", None) or getattr(device, "num_cores", None) or HOPPER.multiprocessors
+    return Card(capability == "9.0", _SMALL if float(capability) >= 12 else _LARGE, number)
+
+
+def capability_of(device: Any) -> str | None:
+    """Its compute capability, such as '9.0'; None for what has none, or does not say."""
+    if found := getattr(device, "compute_capability", None):
+        return str(found)
+    kind = device.device_kind
+    for local in jax.devices():
+        if local.device_kind == kind and (found := getattr(local, "compute_capability", None)):
+            return str(found)
+    return next((capability for name, capability in _BY_NAME.items() if re.search(name, kind)), None)
+
+
+def why_not(device: Any) -> str | None:
+    """Why no kernel for Mosaic GPU runs on this GPU; None if they do."""
+    found = getattr(device, "compute_capability", None)
+    return None if found and float(found) >= _OLDEST else f"its kernels are for compute capability {_OLDEST} and newer, not {found}"

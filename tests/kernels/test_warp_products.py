@@ -1,0 +1,129 @@
+"""Products by warp-level instructions, on a machine of NumPy that does what PTX's manual says of ldmatrix and mma (sections 9.7.14.5 and 9.7.15)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from pallas_kernels.mosaic.warp_products import InMemory, InRegisters, Tiles, add_product
+
+LANES, WARPS = 32, 4
+RNG = np.random.default_rng(0)
+
+
+@dataclass(frozen=True)
+class Shared:
+    """float16 [R, C] as the copy engine lays it: from `start` on in tiles of 8 rows, parts of 16 bytes interleaved by the address they have."""
+
+    words: np.ndarray  # by address / 2; NaN where nothing lies
+    start: int
+    tiles: Tiles
+
+    @classmethod
+    def of(cls, matrix: np.ndarray, swizzle: int, start: int) -> Shared:
+        rows, columns = matrix.shape
+        wide = swizzle // 2
+        tile = 8 * swizzle
+        words = np.full((start + 2 * matrix.size) // 2 + 512, np.nan, np.float16)
+        for row, column in np.ndindex(rows, columns):
+            address = start + (row // 8 * (columns // wide) + column // wide) * tile + row % 8 * swizzle + column % wide * 2
+            words[(address ^ (address >> 3 & swizzle - 16)) // 2] = matrix[row, column]
+        return cls(words, start, Tiles("unset", swizzle, columns // wide * tile, tile))
+
+
+class NumpyMachine:
+    """Four warps at a time: registers are [warps, lanes, 2 halves] or [warps, lanes]."""
+
+    def __init__(self) -> None:
+        self.lane, self.warp = np.arange(LANES)[None], np.arange(WARPS)[:, None]
+
+    def load(self, memory: Shared, offset, num_matrices, *, is_transposed):
+        address = np.broadcast_to(memory.start + offset, (WARPS, LANES))
+        assert not (address % 16).any(), "rows of 16 bytes"
+        found = []
+        for i in range(num_matrices):
+            of_rows = address[:, 8 * i : 8 * i + 8]
+            banks = (of_rows // 4 % 32) // 4  # that 16 bytes lie in, four of them
+            assert all(len(set(row)) == 8 for row in banks), "no two rows in the same banks"
+            matrix = memory.words[of_rows[..., None] // 2 + np.arange(8)]  # [warps, 8, 8]
+            matrix = matrix.swapaxes(1, 2) if is_transposed else matrix
+            found.append(matrix.reshape(WARPS, LANES, 2))  # thread 4 r + c has row r, columns 2 c and 2 c + 1
+        return tuple(found)
+
+    def multiply(self, total, a, b):
+        left = np.empty((WARPS, 16, 16), np.float32)
+        for i, register in enumerate(a):  # upper left, lower left, upper right, lower right
+            left[:, i % 2 * 8 :, i // 2 * 8 :][:, :8, :8] = register.reshape(WARPS, 8, 8)
+        right = np.concatenate(
+            [register.reshape(WARPS, 8, 8).swapaxes(1, 2) for register in b], axis=1
+        )  # a thread has two rows of a column
+        sums = left @ right.astype(np.float32)  # [warps, 16, 8]
+        parts = [sums[:, i * 8 : i * 8 + 8].reshape(WARPS, LANES, 2)[..., j] for i in range(2) for j in range(2)]
+        return tuple(before + part for before, part in zip(total, parts, strict=True))
+
+
+def random(*shape: int) -> np.ndarray:
+    return RNG.integers(-8, 9, shape).astype(np.float16)
+
+
+def from_registers(totals) -> np.ndarray:
+    """[64, X] of what accumulators hold."""
+    columns = []
+    for numbers in totals:
+        halves = [np.stack(numbers[i : i + 2], -1).reshape(WARPS, 8, 8) for i in (0, 2)]
+        columns.append(np.concatenate(halves, axis=1).reshape(64, 8))
+    return np.concatenate(columns, axis=1)
+
+
+def to_registers(matrix: np.ndarray) -> InRegisters:
+    """[64, K] as it lies in registers after the softmax: as accumulators do."""
+    of_warps = matrix.reshape(WARPS, 16, -1)
+    blocks = [
+        tuple(of_warps[:, i % 2 * 8 :, k + i // 2 * 8 :][:, :8, :8].reshape(WARPS, LANES, 2) for i in range(4))
+        for k in range(0, matrix.shape[1], 16)
+    ]
+    return InRegisters(blocks)
+
+
+def in_memory(matrix: np.ndarray, swizzle: int, start: int = 4096) -> Tiles:
+    shared = Shared.of(matrix, swizzle, start)
+    return Tiles(shared, swizzle, shared.tiles.below, shared.tiles.beside)
+
+
+def zeros(columns: int):
+    return [tuple(np.zeros((WARPS, LANES), np.float32) for _ in range(4)) for _ in range(columns // 8)]
+
+
+@pytest.mark.parametrize(("depth", "swizzle"), [(64, 128), (128, 128), (96, 64), (80, 32), (576, 128)])
+@pytest.mark.parametrize("columns", [8, 64, 128])
+def test_a_product_of_shared_memory_with_a_transposed_one(depth, swizzle, columns):
+    a, b = random(64, depth), random(columns, depth)
+    totals = add_product(
+        NumpyMachine(), zeros(columns), InMemory(in_memory(a, swizzle)), in_memory(b, swizzle), depth, b_is_transposed=True
+    )
+    np.testing.assert_array_equal(from_registers(totals), a.astype(np.float32) @ b.T.astype(np.float32))
+
+
+@pytest.mark.parametrize(("columns", "swizzle"), [(64, 128), (256, 128), (96, 64), (80, 32), (16, 32)])
+@pytest.mark.parametrize("depth", [64, 128])
+def test_a_product_of_registers_with_shared_memory_adds_to_what_there_is(columns, swizzle, depth):
+    a, b = random(64, depth), random(depth, columns)
+    before = [tuple(np.full((WARPS, LANES), 3.0, np.float32) for _ in range(4)) for _ in range(columns // 8)]
+    totals = add_product(NumpyMachine(), before, to_registers(a), in_memory(b, swizzle), depth, b_is_transposed=False)
+    np.testing.assert_array_equal(from_registers(totals), 3 + a.astype(np.float32) @ b.astype(np.float32))
+
+
+@pytest.mark.parametrize("columns", [8, 16, 128])
+def test_a_product_whose_first_factor_lies_transposed(columns):
+    a, b = random(64, 64), random(columns, 64)
+    totals = add_product(NumpyMachine(), zeros(columns), InMemory(in_memory(a, 128), True), in_memory(b, 128), 64, b_is_transposed=True)
+    np.testing.assert_array_equal(from_registers(totals), a.T.astype(np.float32) @ b.T.astype(np.float32))
+
+
+def test_what_is_loaded_lies_anywhere_that_tiles_may_begin():
+    a, b = random(64, 64), random(64, 64)
+    tiles = InMemory(in_memory(a, 128, start=3 * 1024)), in_memory(b, 128, start=17 * 1024)
+    totals = add_product(NumpyMachine(), zeros(64), *tiles, 64, b_is_transposed=True)
+    np.testing.assert_array_equal(from_registers(totals), a.astype(np.float32) @ b.T.astype(np.float32))
