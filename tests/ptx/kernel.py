@@ -1,0 +1,86 @@
+"""Kernels for Mosaic GPU that are compiled for a GPU, and run by `machine` where they are called."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax._src.state.types import AbstractRef
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from pallas_kernels.grouped_matmul import mosaic_gpu as grouped_matmul
+from pallas_kernels.mosaic import in_place
+from pallas_kernels.mosaic.card import card_of
+from pallas_kernels.mosaic.warpgroup import Warpgroup
+from pallas_kernels.paged_attention import mosaic_gpu as paged_attention
+from pallas_kernels.ragged_prefill_attention import mosaic_gpu as ragged_prefill_attention
+from sharding.targets import target_devices
+from tests.ptx.launch import Launch, read_launch
+from tests.ptx.machine import run
+
+
+def run_interpreted_kernels_as_compiled(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What asks for JAX's interpreter is from here on compiled for this card instead, and its PTX is run."""
+    has_wgmma = card_of(target_devices(target, 1)[0]).has_wgmma
+
+    def kernel(self: Warpgroup, body: Callable[..., None], name: str, **options: Any) -> Callable[..., Any]:
+        return _runner(target, plgpu.kernel(body, kernel_name=name, **options), options["out_type"])
+
+    def kernel_in_place(warpgroup: Warpgroup, body: Callable[..., None], name: str, **options: Any) -> Callable[..., Any]:
+        return _runner(target, in_place.kernel_in_place(warpgroup, body, name, **options), options["out_type"])
+
+    monkeypatch.setattr(Warpgroup, "kernel", kernel)
+    monkeypatch.setattr(paged_attention, "kernel_in_place", kernel_in_place)
+    for module in (grouped_matmul, paged_attention, ragged_prefill_attention):
+        monkeypatch.setattr(module, "Warpgroup", lambda *_: Warpgroup(interpreted=False, has_wgmma=has_wgmma))
+
+
+def _runner(target: str, kernel: Callable[..., Any], out_type: Any) -> Callable[..., Any]:
+    """Called as the kernel is, inside of `jax.jit` or not. References among its arguments hold afterwards what it has written there."""
+
+    def call(*arguments: Any) -> Any:
+        leaves, structure = jax.tree.flatten(arguments)
+        is_written = [isinstance(jax.typeof(leaf), AbstractRef) for leaf in leaves]
+        written = [leaf for leaf, is_ in zip(leaves, is_written, strict=True) if is_]
+        values = [leaf[...] if is_ else leaf for leaf, is_ in zip(leaves, is_written, strict=True)]
+        out_types = jax.tree.leaves(out_type)
+
+        def compiled(*values: Any) -> Any:
+            refs = [jax.new_ref(v, memory_space=plgpu.GMEM) if is_ else v for v, is_ in zip(values, is_written, strict=True)]
+            return kernel(*jax.tree.unflatten(structure, refs)), [jax.freeze(ref) for ref, is_ in zip(refs, is_written, strict=True) if is_]
+
+        def on_host(*values: Any) -> Any:
+            operands = [np.array(value) for value in values]
+            results = [np.full(of.shape, np.nan, of.dtype) for of in out_types]
+            changed = [operand for operand, is_ in zip(operands, is_written, strict=True) if is_]
+            run(_launch(target, compiled, values), [*operands, *results, *changed])
+            return results, changed
+
+        shapes = [jax.ShapeDtypeStruct(of.shape, of.dtype) for of in out_types], [jax.typeof(ref[...]) for ref in written]
+        results, changed = jax.pure_callback(on_host, shapes, *values)
+        for ref, value in zip(written, changed, strict=True):
+            ref[...] = value
+        return jax.tree.unflatten(jax.tree.structure(out_type), results)
+
+    return call
+
+
+def _launch(target: str, compiled: Callable[..., Any], values: Any) -> Launch:
+    mesh = Mesh(np.array(target_devices(target, 1)), ("x",), axis_types=(AxisType.Explicit,))
+    whole = NamedSharding(mesh, PartitionSpec())
+    abstract = [jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=whole) for value in values]
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["MOSAIC_GPU_DUMP_TO"] = folder
+        try:
+            with jax.set_mesh(mesh):
+                jax.jit(compiled).lower(*abstract).compile()
+        finally:
+            del os.environ["MOSAIC_GPU_DUMP_TO"]
+        return read_launch(Path(folder))
