@@ -28,7 +28,7 @@ from pallas_kernels.mosaic.tuned import tuned
 from pallas_kernels.mosaic.warpgroup import ROWS, Turned, Warpgroup, interleaved
 
 _MULTIPLIERS = OUTPUTS // ROWS  # warpgroups
-_SMALLEST = 8  # rows of a tile
+_SMALLEST = 8  # rows of a tile: tiles begin at multiples of as many, since the copy engine finds rows by eights, and zeros past the eighth
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def grouped_matmul(
     tiling = tiling or tiling_for(num_rows, weights)
     x = jnp.pad(x, ((0, max(tiling.rows - num_rows, -num_rows % _SMALLEST)), (0, 0)))  # rows are copied by eights
     body = _Body(Warpgroup(interpreted, card_of(compiled_for()).has_wgmma), tiling, _tiles_of(weights), len(x), inputs, outputs)
-    out = body.call(x, weights, work_for(group_sizes, len(x), tiling.rows))[:, :num_rows]
+    out = body.call(x, weights, work_for(group_sizes, len(x), tiling.rows, _SMALLEST))[:, :num_rows]
     return out[0] if tiling.splits == 1 else out.sum(0).astype(x.dtype)
 
 
@@ -244,7 +244,7 @@ class _Body:
         """Calls one(tile, steps of all tiles before it) for each tile of the result that is this block's; gives the number of all steps."""
         num_output_tiles, num_steps, splits = self.outputs // OUTPUTS, self.inputs // self.tiles.step, self.tiling.splits
         together = max(n for n in range(1, self.tiling.together + 1) if num_output_tiles % n == 0)
-        block, blocks, (num_owned, num_all) = lax.axis_index("block"), self.tiling.blocks, num_pieces(work, self.num_rows, self.tiling.rows)
+        block, blocks, (num_owned, num_all) = lax.axis_index("block"), self.tiling.blocks, num_pieces(work, self.num_rows, self.tiling.rows, _SMALLEST)
         num_tiles = lax.div(num_all * (num_output_tiles * splits) - block + (blocks - 1), blocks)
 
         def of_block(i: Array, steps: Array) -> Array:
@@ -255,7 +255,7 @@ class _Body:
             piece_id, output_tile = lax.div(within, together), group * together + lax.rem(within, together)
             first, end = (lax.div(n * num_steps, splits) for n in (split, split + 1))
             steps_here = jnp.where(piece_id < num_owned, end - first, 0)
-            one(_Tile(piece(work, piece_id, self.num_rows, self.tiling.rows), output_tile, split, first, steps_here), steps)
+            one(_Tile(piece(work, piece_id, self.num_rows, self.tiling.rows, _SMALLEST), output_tile, split, first, steps_here), steps)
             return steps + steps_here
 
         return lax.fori_loop(0, num_tiles, of_block, jnp.int32(0))

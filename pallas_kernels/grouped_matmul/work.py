@@ -30,32 +30,36 @@ class Piece(NamedTuple):
     size: Int32[Array, ""]  # rows of the piece
 
 
-def work_for(group_sizes: Int[Array, " E"], num_rows: int, tile: int) -> Work:
-    """The work of `num_rows` sorted rows in pieces of at most `tile`. Experts without rows have none."""
+def work_for(group_sizes: Int[Array, " E"], num_rows: int, tile: int, align: int = 1) -> Work:
+    """The work of `num_rows` sorted rows in pieces of at most `tile`, in tiles that begin at multiples of `align`, which divides both. Experts
+    without rows have none."""
     num_experts = group_sizes.shape[0]
     sizes = group_sizes.astype(jnp.int32)
     at_most = jnp.arange(num_experts)[:, None] >= jnp.arange(num_experts)
-    row_ends, piece_ends = (jnp.where(at_most, n, 0).sum(1, dtype=jnp.int32) for n in (sizes, _pieces(sizes, tile)))
-    most = min(num_rows, num_rows // tile + num_experts + 1)
+    row_ends = jnp.where(at_most, sizes, 0).sum(1, dtype=jnp.int32)
+    piece_ends = jnp.where(at_most, _pieces(row_ends - sizes, sizes, tile, align), 0).sum(1, dtype=jnp.int32)
+    most = min(num_rows, (num_rows + (align - 1) * num_experts) // tile + num_experts + 1)
     is_done = jnp.arange(most, dtype=jnp.int32)[:, None] >= piece_ends  # each piece: the experts before its own
     first_row, first_piece = (jnp.where(is_done, ends, 0).max(1) for ends in (row_ends, piece_ends))
     row_end = jnp.where(is_done, num_rows, row_ends).min(1)
     return Work(row_ends, piece_ends, is_done.sum(1, dtype=jnp.int32), first_row, first_piece, row_end)
 
 
-def num_pieces(work: Work, num_rows: int, tile: int) -> tuple[Int32[Array, ""], Int32[Array, ""]]:
+def num_pieces(work: Work, num_rows: int, tile: int, align: int = 1) -> tuple[Int32[Array, ""], Int32[Array, ""]]:
     """How many have an expert, and how many there are: those of rows that have none come last. `work` may be references, as to `piece`."""
     last = work.row_ends.shape[0] - 1
     owned = work.piece_ends[last]
-    return owned, owned + _pieces(num_rows - work.row_ends[last], tile)
+    end = work.row_ends[last]
+    return owned, owned + _pieces(end, num_rows - end, tile, align)
 
 
-def piece(work: Work, i: Int32[Array, ""], num_rows: int, tile: int) -> Piece:
+def piece(work: Work, i: Int32[Array, ""], num_rows: int, tile: int, align: int = 1) -> Piece:
     """The i-th, of `num_rows`, which are `tile` or more."""
-    first = work.first_row[i] + (i - work.first_piece[i]) * tile
-    start = jnp.minimum(first, num_rows - tile)
+    first_row = work.first_row[i]
+    place = first_row - lax.rem(first_row, align) + (i - work.first_piece[i]) * tile
+    first, start = jnp.maximum(place, first_row), jnp.minimum(place, num_rows - tile)
     expert = jnp.minimum(work.owner[i], work.row_ends.shape[0] - 1)
-    return Piece(expert, start, first - start, jnp.minimum(work.row_end[i] - first, tile))
+    return Piece(expert, start, first - start, jnp.minimum(work.row_end[i], place + tile) - first)
 
 
 def tile_for(num_rows: int, num_experts: int, smallest: int, largest: int) -> int:
@@ -64,5 +68,6 @@ def tile_for(num_rows: int, num_experts: int, smallest: int, largest: int) -> in
     return max(smallest, min(largest, 1 << (share - 1).bit_length()))
 
 
-def _pieces(rows: Int32[Array, "..."], tile: int) -> Int32[Array, "..."]:
-    return lax.div(rows + (tile - 1), tile)
+def _pieces(first: Int32[Array, "..."], rows: Int32[Array, "..."], tile: int, align: int) -> Int32[Array, "..."]:
+    """Tiles that so many rows lie in."""
+    return jnp.where(rows > 0, lax.div(rows + lax.rem(first, align) + (tile - 1), tile), 0)

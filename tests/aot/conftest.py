@@ -18,6 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels.mosaic.card import Card, card_of
 from sharding.targets import target_devices
+from tests.ptx.kernel import run_interpreted_kernels_as_compiled
 
 Compile = Callable[..., jax.stages.Compiled]
 
@@ -41,7 +42,7 @@ def _is_of_small_cards(item: pytest.Item) -> bool:
 
 
 def _asks_for_a_card(item: pytest.Item) -> bool:
-    return "target" in item.fixturenames and not _is_of_small_cards(item)  # type: ignore[attr-defined]
+    return bool({"target", "run_as_compiled"} & set(item.fixturenames)) and not _is_of_small_cards(item)  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -56,6 +57,12 @@ def _kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 @pytest.fixture(scope="session", params=_CARDS[_KIND])
 def target(request) -> str:
     return request.param
+
+
+@pytest.fixture
+def run_as_compiled(monkeypatch) -> None:
+    """What asks for JAX's interpreter is compiled for such a GPU, and the compiler's PTX run."""
+    run_interpreted_kernels_as_compiled(_CARDS[_KIND][-1], monkeypatch)
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,5 @@
-"""The compiled kernels, run: the tests that JAX's interpreter runs of them, with what the compiler makes of them for a GPU instead, its PTX, on a
-machine of NumPy."""
+"""The compiled kernels, run: tests that JAX's interpreter runs of them, with what the compiler makes of them for a GPU instead, its PTX, on a machine of
+NumPy. It has no say on what ptxas makes of that, nor on time. Some of each kernel's; `test_running_more` has the others."""
 
 from __future__ import annotations
 
@@ -9,15 +9,19 @@ from tests.kernels import test_grouped_matmul as grouped_matmul
 from tests.kernels import test_paged_attention_gpu as paged_attention
 from tests.kernels import test_ragged_prefill_attention_gpu as ragged_prefill_attention
 from tests.kernels import test_write_and_attend_gpu as write_and_attend
-from tests.ptx.kernel import run_interpreted_kernels_as_compiled
 
-pytestmark = pytest.mark.aot
+pytestmark = [pytest.mark.aot, pytest.mark.usefixtures("run_as_compiled")]
+
+test_decode_attention_in_shapes_of_models = paged_attention.test_the_shapes_of_real_models
+test_decode_attention_over_shares = paged_attention.test_shares_of_a_context_are_put_together
+test_decode_attention_of_several_tokens_of_latents = paged_attention.test_latents_of_several_tokens
+test_decode_attention_over_float8_pages = paged_attention.test_float8_pages_are_widened_and_scaled
+test_prefill_attention_of_any_requests = ragged_prefill_attention.test_requests_of_any_length_in_any_order
+test_prefill_attention_over_shares = ragged_prefill_attention.test_shares_of_a_context_are_put_together
+test_writing_with_decode_attention = write_and_attend.test_contexts_that_end_anywhere_in_a_page_and_in_a_tile
+test_products_with_experts_in_shares = grouped_matmul.test_the_gpus_kernel_with_one_experts_rows_and_with_few_and_with_none
 
 
-@pytest.fixture(autouse=True)
-def _as_compiled(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_interpreted_kernels_as_compiled(target, monkeypatch)
-
-
-for _module in (paged_attention, ragged_prefill_attention, write_and_attend):
-    globals().update({f"{name}__{_module.__name__.split('.')[-1]}": test for name, test in vars(_module).items() if name.startswith("test_")})
+@pytest.mark.parametrize("case", grouped_matmul.TINY, ids=lambda case: case.format)
+def test_products_with_experts(case):
+    grouped_matmul.test_rows_and_experts_do_not_touch_each_other(case, grouped_matmul.interpreted)

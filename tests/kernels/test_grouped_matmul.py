@@ -133,24 +133,28 @@ def test_the_gpus_kernel_with_one_experts_rows_and_with_few_and_with_none(num_ro
     assert_close(out, plain(x, matrices, sizes))
 
 
-def test_work_is_each_row_once_and_nothing_for_experts_without_rows():
+@pytest.mark.parametrize("align", [1, 8])
+def test_work_is_each_row_once_and_nothing_for_experts_without_rows(align):
     random = np.random.default_rng(5)
 
     @functools.partial(jax.jit, static_argnums=(1, 2))
     def pieces_of(sizes, num_rows, tile):
-        work = work_for(sizes, num_rows, tile)
-        return num_pieces(work, num_rows, tile), jax.vmap(lambda i: piece(work, i, num_rows, tile))(jnp.arange(len(work.owner)))
+        work = work_for(sizes, num_rows, tile, align)
+        places = jnp.arange(len(work.owner))
+        return num_pieces(work, num_rows, tile, align), jax.vmap(lambda i: piece(work, i, num_rows, tile, align))(places)
 
-    for num_rows, tile in ((16, 1), (16, 16), (61, 1), (61, 16)):
+    for num_rows, tile in ((16, 1), (16, 16), (61, 1), (61, 16)) if align == 1 else ((16, 8), (64, 8), (64, 16), (200, 32)):
         for _ in range(20):
             sizes = random.multinomial(random.integers(0, num_rows + 1), random.dirichlet(np.full(7, 0.3)))
             (num_owned, num_all), pieces = jax.tree.map(np.asarray, pieces_of(jnp.asarray(sizes), num_rows, tile))
-            assert num_owned == sum(-(-sizes // tile)) and num_all <= len(pieces.expert)
+            starts = np.cumsum(sizes) - sizes
+            assert num_owned == sum(-(-(size + start % align) // tile) for start, size in zip(starts, sizes, strict=True) if size)
+            assert num_all <= len(pieces.expert)
             owners = []
             for i in range(num_all):
                 expert, start, skip, size = (of_all[i] for of_all in pieces)
                 assert 0 <= start <= num_rows - tile and 0 < size <= tile - skip and 0 <= expert < 7
-                assert start + skip == len(owners)
+                assert start + skip == len(owners) and start % align == 0
                 owners += [expert if i < num_owned else -1] * size
             assert owners == [*np.repeat(np.arange(7), sizes), *[-1] * (num_rows - sizes.sum())]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,11 @@ from pallas_kernels.ragged_prefill_attention import mosaic_gpu as ragged_prefill
 from sharding.targets import target_devices
 from tests.ptx.launch import Launch, read_launch
 from tests.ptx.machine import run
+
+
+# XLA's threads, on which this is called, take denormal numbers for 0; a GPU does not.
+_OWN_THREAD = ThreadPoolExecutor(1)
+_OWN_THREAD.submit(int).result()  # begins now, as the main thread is
 
 
 def run_interpreted_kernels_as_compiled(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +66,7 @@ def _runner(target: str, kernel: Callable[..., Any], out_type: Any) -> Callable[
             operands = [np.array(value) for value in values]
             results = [np.full(of.shape, np.nan, of.dtype) for of in out_types]
             changed = [operand for operand, is_ in zip(operands, is_written, strict=True) if is_]
-            run(_launch(target, compiled, values), [*operands, *results, *changed])
+            _OWN_THREAD.submit(run, _launch(target, compiled, values), [*operands, *results, *changed]).result()
             return results, changed
 
         shapes = [jax.ShapeDtypeStruct(of.shape, of.dtype) for of in out_types], [jax.typeof(ref[...]) for ref in written]

@@ -1,0 +1,27 @@
+"""The compiled kernels, run, in all other ways that JAX's interpreter runs them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.kernels import test_paged_attention_gpu as paged_attention
+from tests.kernels import test_ragged_prefill_attention_gpu as ragged_prefill_attention
+from tests.kernels import test_write_and_attend_gpu as write_and_attend
+
+pytestmark = [pytest.mark.aot, pytest.mark.whole, pytest.mark.usefixtures("run_as_compiled")]
+
+test_decode_attention_over_random_lengths = paged_attention.test_random_lengths
+test_decode_attention_over_any_lengths = paged_attention.test_contexts_of_any_length
+test_decode_attention_in_any_shape = paged_attention.test_groups_heads_and_pages_of_every_size
+test_decode_attention_with_options = paged_attention.test_spans_caps_and_types
+test_decode_attention_of_several_tokens = paged_attention.test_each_of_several_tokens_sees_what_comes_before_it
+test_decode_attention_from_a_span_on = paged_attention.test_pages_before_a_span_are_not_read
+test_decode_attention_over_latents = paged_attention.test_latents
+test_prefill_attention_with_options = ragged_prefill_attention.test_spans_caps_and_types
+test_prefill_attention_from_a_span_on = ragged_prefill_attention.test_pages_before_a_span_are_not_read
+test_prefill_attention_in_any_shape = ragged_prefill_attention.test_groups_heads_and_pages_of_every_size
+test_writing_over_shares = write_and_attend.test_shares_of_a_context_are_put_together
+test_writing_to_a_finite_pool = write_and_attend.test_a_pool_that_is_promised_finite
+test_writing_in_any_shape = write_and_attend.test_groups_and_heads_of_every_size
+test_writing_with_options = write_and_attend.test_spans_caps_and_types
+test_writing_what_is_no_number = write_and_attend.test_what_is_no_finite_number_is_stored_and_attended_to_as_zero
