@@ -70,7 +70,7 @@ class DeviceConfig:
     )
     attention_backend: str = _flag(
         "auto",
-        "attention over KV pages: mosaic_gpu (Hopper GPUs), llvm_cpu (CPU only: kernels made for its processor), xla (any device), "
+        "attention over KV pages: mosaic_gpu (NVIDIA GPUs from Hopper on), llvm_cpu (CPU only: kernels made for its processor), xla (any device), "
         "reference (plain and slow); auto: mosaic_gpu or llvm_cpu where it can run, else xla",
         choices=("auto", "mosaic_gpu", "llvm_cpu", "xla", "reference"),
     )

@@ -1,4 +1,4 @@
-"""grouped_matmul on Hopper GPUs, in Pallas for Mosaic GPU.
+"""grouped_matmul on NVIDIA GPUs from Hopper on, in Pallas for Mosaic GPU.
 
 As many blocks of threads as there are multiprocessors take turns at the tiles of the result: 128 outputs of the rows of one expert. One warpgroup
 has the copy engine bring the tiles of weights and rows, several ahead and across tiles of the result; two multiply, 64 outputs each. The
@@ -244,7 +244,11 @@ class _Body:
         """Calls one(tile, steps of all tiles before it) for each tile of the result that is this block's; gives the number of all steps."""
         num_output_tiles, num_steps, splits = self.outputs // OUTPUTS, self.inputs // self.tiles.step, self.tiling.splits
         together = max(n for n in range(1, self.tiling.together + 1) if num_output_tiles % n == 0)
-        block, blocks, (num_owned, num_all) = lax.axis_index("block"), self.tiling.blocks, num_pieces(work, self.num_rows, self.tiling.rows, _SMALLEST)
+        block, blocks, (num_owned, num_all) = (
+            lax.axis_index("block"),
+            self.tiling.blocks,
+            num_pieces(work, self.num_rows, self.tiling.rows, _SMALLEST),
+        )
         num_tiles = lax.div(num_all * (num_output_tiles * splits) - block + (blocks - 1), blocks)
 
         def of_block(i: Array, steps: Array) -> Array:

@@ -1,4 +1,4 @@
-"""Packed weights from shared memory into registers, as the first factor of a product of Hopper's tensor cores.
+"""Packed weights from shared memory into registers, as the first factor of a product of tensor cores.
 
 What a warpgroup has of 64 rows in registers lies as `formats` packs for, so every thread unpacks what it loads itself: for 8 integers 3 shifts,
 4 masks, 4 subtractions and 4 products of pairs; for 4 numbers of 8 bits 3 shifts, 4 masks and 2 products of pairs.

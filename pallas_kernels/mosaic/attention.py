@@ -1,4 +1,4 @@
-"""What attention kernels for Hopper GPUs have in common: how scores are counted, how tiles go through stages of shared memory, and how shares of a
+"""What attention kernels for GPUs have in common: how scores are counted, how tiles go through stages of shared memory, and how shares of a
 context are put together."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""paged_attention on Hopper GPUs, in Pallas for Mosaic GPU.
+"""paged_attention on NVIDIA GPUs from Hopper on, in Pallas for Mosaic GPU.
 
 A block of threads has one KV head of one request, and a share of its context: one warpgroup has the copy engine bring tiles of keys and
 values from their pages, several ahead; others take them by turns, multiply and keep an online softmax (FlashAttention, arXiv:2205.14135), and
@@ -132,7 +132,7 @@ def _attend(
 ) -> tuple[Float[Array, "B *T N V"], Float[Array, "B *T N"]]:
     num_kv_heads, page_size = kv_pages.shape[3:5]
     dtype, tokens = kv_pages.dtype, num_tokens(q)
-    factor = jnp.float16 if dtype.itemsize == 1 else dtype  # what is multiplied: Hopper converts float8 to no other type
+    factor = jnp.float16 if dtype.itemsize == 1 else dtype  # what is multiplied: float8 is converted to no other type
     rows = by_kv_head(q.astype(factor), num_kv_heads)
     num_queries = rows.shape[2]
     if new is not None:

@@ -1,4 +1,4 @@
-"""One warpgroup of paged_attention's kernel for Hopper GPUs: attention over the tiles of its turns as they come, with an online softmax
+"""One warpgroup of paged_attention's kernel for GPUs: attention over the tiles of its turns as they come, with an online softmax
 (FlashAttention, arXiv:2205.14135)."""
 
 from __future__ import annotations

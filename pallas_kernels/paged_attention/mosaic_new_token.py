@@ -1,4 +1,4 @@
-"""The new token of each request, as paged_attention's kernel for Hopper GPUs writes it and begins with it."""
+"""The new token of each request, as paged_attention's kernel for GPUs writes it and begins with it."""
 
 from __future__ import annotations
 

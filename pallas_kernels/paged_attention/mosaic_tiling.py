@@ -1,4 +1,4 @@
-"""How paged_attention's kernel for Hopper GPUs cuts up a call, and which calls it is for."""
+"""How paged_attention's kernel for GPUs cuts up a call, and which calls it is for."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def paged_attention(
       soft_cap: scores are bounded by it: soft_cap * tanh(scores / soft_cap) (Gemma 2, arXiv:2408.00118).
       kv_scales: what a layer's keys and values of a KV head are multiplied by, as pages of float8_e4m3fn need it; 1 if not given.
       value_size: of latents, how many of the H columns, the first, are values; None where values have pages of their own.
-      backend: 'mosaic_gpu' (Hopper GPUs), 'llvm_cpu' (CPU devices, one token), either for what `why_not` has nothing against; 'xla' or
+      backend: 'mosaic_gpu' (NVIDIA GPUs from Hopper on), 'llvm_cpu' (CPU devices, one token), either for what `why_not` has nothing against; 'xla' or
         'reference'.
 
     Returns the attention output in q's type and order, of V = H columns or value_size; scores and sums are float32. Raises `ValueError` for

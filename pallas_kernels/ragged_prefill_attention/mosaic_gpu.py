@@ -1,4 +1,4 @@
-"""ragged_prefill_attention on Hopper GPUs, in Pallas for Mosaic GPU.
+"""ragged_prefill_attention on NVIDIA GPUs from Hopper on, in Pallas for Mosaic GPU.
 
 A block of threads has a tile of 128 rows: query tokens of one request, of one or of several query heads that share a KV head. One
 warpgroup has the copy engine bring tiles of keys and values from their pages, several ahead; two others, of 64 rows each, multiply and keep

@@ -1,4 +1,4 @@
-"""What the blocks of ragged_prefill_attention's kernel for Hopper GPUs have to do: which tokens and which tiles of context are each one's."""
+"""What the blocks of ragged_prefill_attention's kernel for GPUs have to do: which tokens and which tiles of context are each one's."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def ragged_prefill_attention(
       pool_is_finite: a promise that the pool holds no NaN or infinity anywhere, which may spare masking what lies outside a context.
       span: which of its context a token attends to; pages wholly before the spans of a tile's tokens may be anything, too, and most are not read.
       soft_cap: scores are bounded by it: soft_cap * tanh(scores / soft_cap) (Gemma 2, arXiv:2408.00118).
-      backend: 'mosaic_gpu' (Hopper GPUs), 'llvm_cpu' (CPU devices), either for what `why_not` has nothing against; 'xla' or 'reference'.
+      backend: 'mosaic_gpu' (NVIDIA GPUs from Hopper on), 'llvm_cpu' (CPU devices), either for what `why_not` has nothing against; 'xla' or 'reference'.
 
     Returns the attention output in q's type; rows of q that belong to no request come out as 0. Scores and sums are float32.
     Raises `ValueError` for shapes that do not fit together, or that the backend can't run.

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.mosaic.card import Card
+from pallas_kernels.paged_attention import mosaic_tiling
 from pallas_kernels.paged_attention.cases import CASES
 from pallas_kernels.paged_attention.mosaic_gpu import paged_attention_and_lse
 from pallas_kernels.paged_attention.mosaic_tiling import Tiling, tiling_for
@@ -64,6 +66,7 @@ def test_shares_of_a_context_are_put_together():
     """Some shares have no tile; a whole context has none."""
     check((300, 70, 0), tiling=Tiling(64, 2, 3))
     check((300,), tiling=Tiling(64, 3, 2, warpgroups=1))
+    check((300,), tiling=Tiling(64, 1, 2, warpgroups=1))
 
 
 @pytest.mark.parametrize(
@@ -164,3 +167,14 @@ def test_a_tiling_fills_the_gpu_and_no_more():
     assert tiling_for(1, 8, 4, 128, 128, 512, dtype).tokens == 128
     for page_size in (16, 64, 128, 256):
         assert tiling_for(1, 1, 128, 576, page_size, 131072, dtype, is_latent=True) == Tiling(64, 2, 66, warpgroups=1)
+
+
+def test_a_tiling_fits_a_card_with_less_shared_memory(monkeypatch):
+    """A tile for all of a page where there is room, then one warpgroup, then one stage."""
+    monkeypatch.setattr(mosaic_tiling, "card_of", lambda _: Card(False, 101_376, 188))
+    bfloat16, float8 = jnp.dtype("bfloat16"), jnp.dtype("float8_e4m3fn")
+    assert tiling_for(1, 8, 4, 128, 16, 131072, bfloat16) == Tiling(64, 2, 23)
+    assert tiling_for(1, 8, 4, 64, 128, 131072, bfloat16) == Tiling(128, 2, 23)
+    assert tiling_for(1, 8, 4, 128, 128, 131072, bfloat16) == Tiling(64, 2, 23)
+    assert tiling_for(1, 8, 4, 96, 16, 131072, float8) == Tiling(64, 4, 23, warpgroups=1)
+    assert tiling_for(1, 8, 4, 128, 16, 131072, float8) == Tiling(64, 1, 23, warpgroups=1)

@@ -26,7 +26,6 @@ from sharding.targets import target_devices
 from tests.ptx.launch import Launch, read_launch
 from tests.ptx.machine import run
 
-
 # XLA's threads, on which this is called, take denormal numbers for 0; a GPU does not.
 _OWN_THREAD = ThreadPoolExecutor(1)
 _OWN_THREAD.submit(int).result()  # begins now, as the main thread is

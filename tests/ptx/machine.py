@@ -25,7 +25,9 @@ _FLOATS = {
     "bf16": np.dtype(ml_dtypes.bfloat16),
     "e4m3": np.dtype(ml_dtypes.float8_e4m3fn),
 }
-_INTEGERS = {f"{sign}{bits}": np.dtype(f"{kind}{bits // 8}") for sign, kind in (("u", "u"), ("s", "i"), ("b", "u")) for bits in (8, 16, 32, 64)}
+_INTEGERS = {
+    f"{sign}{bits}": np.dtype(f"{kind}{bits // 8}") for sign, kind in (("u", "u"), ("s", "i"), ("b", "u")) for bits in (8, 16, 32, 64)
+}
 _TYPES = _FLOATS | _INTEGERS
 _REGISTER = {"%rs": np.uint16, "%rd": np.uint64, "%r": np.uint32, "%p": np.bool_}
 
@@ -429,7 +431,9 @@ def _wgmma(parts: list[str], operands: list[str], active: Any) -> Step:
         if a_in_registers:
             left = [np.ascontiguousarray(read(warp)).view(dtype).reshape(LANES, 2) for read in a]
         else:
-            rows = described_matrix(warp.block.shared, int(a[0](warp)[0]), 64, is_transposed=bool(transposes[0]))[16 * warp.index % 64 :][:16]
+            rows = described_matrix(warp.block.shared, int(a[0](warp)[0]), 64, is_transposed=bool(transposes[0]))[16 * warp.index % 64 :][
+                :16
+            ]
             left = [matrix_of(rows[8 * (i % 2) :, 8 * (i // 2) :][:8, :8].view(dtype), is_transposed=False) for i in range(4)]
         matrix = described_matrix(warp.block.shared, int(b(warp)[0]), columns, is_transposed=bool(transposes[-1])).view(dtype)
         for place in range(columns // 8):
@@ -618,7 +622,9 @@ def _arithmetic(parts: list[str], operands: list[str]) -> Step:
         pairs = [_reader(text, whole) for text in operands[1:]]
         operate = _OPERATIONS[name]
         return lambda warp: _write(
-            warp, operands[0], np.ascontiguousarray(operate(*(np.ascontiguousarray(r(warp)).view(dtype) for r in pairs)).astype(dtype)).view(whole)
+            warp,
+            operands[0],
+            np.ascontiguousarray(operate(*(np.ascontiguousarray(r(warp)).view(dtype) for r in pairs)).astype(dtype)).view(whole),
         )
     dtype = _TYPES[kind]
     readers = [_reader(text, dtype) for text in operands[1:]]
@@ -631,7 +637,9 @@ def _arithmetic(parts: list[str], operands: list[str]) -> Step:
     if name == "lop3":
         table = int(operands[4], 0)
         return lambda warp: _write(warp, operands[0], _lookup(table, *(read(warp) for read in readers[:3])))
-    operate = {"max": np.fmax, "min": np.fmin}[name] if name in ("max", "min") and dtype.kind == "f" and "NaN" not in parts else _OPERATIONS[name]
+    operate = (
+        {"max": np.fmax, "min": np.fmin}[name] if name in ("max", "min") and dtype.kind == "f" and "NaN" not in parts else _OPERATIONS[name]
+    )
     return lambda warp: _write(warp, operands[0], operate(*(read(warp) for read in readers)).astype(dtype))
 
 
