@@ -35,8 +35,8 @@ class OnMesh:
         return PlainForward([(self.template, self.mesh)], [self.weights]).logits(token_ids)
 
     def jit(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function(model, *arguments)` as a compiled function of the arguments, on the mesh."""
-        compiled = jax.jit(lambda weights, *arguments: function(self.template.merge(weights), *arguments))
+        """`function(model, pages, *arguments)` as a compiled function of the pages, which it may change where they lie, and the arguments, on the mesh."""
+        compiled = jax.jit(lambda weights, *arguments: function(self.template.merge(weights), *arguments), donate_argnums=1)
 
         def run(*arguments: Any) -> Any:
             with jax.set_mesh(self.mesh):

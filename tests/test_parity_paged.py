@@ -64,8 +64,8 @@ def test_prefill_and_every_decode_step_have_the_references_logits(
             batch.slots[row], batch.tokens[row], batch.positions[row] = row, golden.tokens[step], position
             batch.pages[row] = tables[row, position // model.pool.spec.page_size]
         logits, model.pool.array = decode(model.pool.array, batch, np.concatenate([tables, np.zeros_like(tables[:1])]))
-        for row, found in enumerate(steps):
-            found.append(np.asarray(logits[row]))
+        for found, of_row in zip(steps, np.asarray(logits), strict=False):
+            found.append(of_row)
     for golden, found in zip(goldens, steps, strict=True):
         difference = golden.steps.difference(np.stack(found))
         print(f"{golden.name}: decode {difference:.1e}")
@@ -81,5 +81,5 @@ def _prefill(model: model_on_mesh.OnMesh, prefill: Any, prompt: list[int], table
         batch.token_ids[: len(chunk)] = chunk
         batch.page_table[0], batch.query_len[0], batch.kv_len[0] = table, len(chunk), start + len(chunk)
         logits, model.pool.array = prefill(model.pool.array, batch)
-        parts.append(np.asarray(logits[: len(chunk)]))
+        parts.append(np.asarray(logits)[: len(chunk)])
     return np.concatenate(parts)
