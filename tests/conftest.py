@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import pytest
+from jax._src import compiler
 
 from jaxinfer.llm import LLM
 from jaxinfer.prefill.worker import Prefilled, PrefillWorker
@@ -46,6 +47,7 @@ _MOST_MAPPINGS = 20_000  # of this process's memory, when a file begins
 # take more there than they give. What real models, layers, kernels and the sampler compute is tested as it is compiled for users.
 _COMPILED_QUICKLY = {
     "decode",
+    "distributed",
     "dry_run",
     "engine",
     "families",
@@ -56,6 +58,15 @@ _COMPILED_QUICKLY = {
     "server",
     "sharding",
 }
+# Of these the ones that look at the programs themselves, what is said between devices and what memory they take: XLA's passes are users' there. In the
+# others no fusion goes through MLIR, which is half of what compiling then takes, and no program through 32 compilers.
+_PROGRAMS_ARE_LOOKED_AT = {"dry_run", "sharding"}
+_WITHOUT_MLIR = [("xla_cpu_use_fusion_emitters", False), ("xla_cpu_parallel_codegen_split_count", 1)]
+# The same for a process that a test starts.
+QUICK_COMPILATION = {
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",
+    "XLA_FLAGS": " ".join(f"--{name}={str(value).lower()}" for name, value in _WITHOUT_MLIR),
+}
 
 MakeLLM = Callable[..., LLM]
 _MADE = pytest.StashKey[dict[Any, LLM]]()
@@ -63,8 +74,24 @@ _MADE = pytest.StashKey[dict[Any, LLM]]()
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """As its folder is to be compiled."""
-    is_timed = item.get_closest_marker("measured") is not None
-    jax.config.update("jax_disable_most_optimizations", item.path.parent.name in _COMPILED_QUICKLY and not is_timed)
+    folder, is_timed = item.path.parent.name, item.get_closest_marker("measured") is not None
+    is_quick = folder in _COMPILED_QUICKLY and not is_timed
+    jax.config.update("jax_disable_most_optimizations", is_quick)
+    _more_options[:] = _WITHOUT_MLIR if is_quick and folder not in _PROGRAMS_ARE_LOOKED_AT else []
+
+
+_usual_options = compiler.get_compile_options
+_more_options: list[tuple[str, bool | int]] = []
+
+
+def _options(*args: Any, **kwargs: Any) -> Any:
+    """Of every compilation. JAX has no setting for more of XLA's than the one above, and XLA_FLAGS are the whole process's."""
+    options = _usual_options(*args, **kwargs)
+    options.env_option_overrides += _more_options
+    return options
+
+
+compiler.get_compile_options = _options
 
 
 @pytest.hookimpl(wrapper=True)
