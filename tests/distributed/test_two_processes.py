@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.conftest import TINY
+from tests.conftest import QUICK_COMPILATION, TINY
 from tests.engine.workload import alone, workload
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +42,7 @@ def test_two_processes_give_the_tokens_of_one_and_end_when_one_is_killed(tiny_mo
     follow = ["follow", "--coordinator", coordinator, "--process-id", "1", "--connect-seconds", str(SECONDS)]
     with log.open("wb") as written:
         processes = [
-            subprocess.Popen([sys.executable, "-m", *command], cwd=ROOT, stdout=written, stderr=written)
+            subprocess.Popen([sys.executable, "-m", *command], cwd=ROOT, env=os.environ | QUICK_COMPILATION, stdout=written, stderr=written)
             for command in (["tests.distributed.leader", json.dumps(settings)], ["server.cli", *follow])
         ]
         leader, follower = processes

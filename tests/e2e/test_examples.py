@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.conftest import QUICK_COMPILATION
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -24,7 +27,14 @@ EXPECTED = {
 def test_an_example_runs(example: Path) -> None:
     assert len(example.read_text(encoding="utf-8").splitlines()) <= 40
     done = subprocess.run(
-        [sys.executable, example], cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, example],
+        cwd=ROOT,
+        env=os.environ | QUICK_COMPILATION,  # that the default model's programs are right is for others to say, as test_default_model.py
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert EXPECTED[example.name] in done.stdout, done.stdout
