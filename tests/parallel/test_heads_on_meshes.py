@@ -15,6 +15,7 @@ from tests import tiny_model
 from tests.conftest import TINY
 from tests.engine.page_audit import assert_all_free
 from tests.engine.workload import tokens_of
+from tests.golden import read
 
 SMALL = {"max_batch_size": 8, "decode_buckets": (8,), "prefill_buckets": (128,)}
 PLAIN = {"matmul_backend": "xla", "attention_backend": "xla"}
@@ -93,9 +94,8 @@ def test_pages_on_disk_are_of_use_to_a_mesh_with_other_heads(folder: Path, expec
     assert restored[0] == 0 and restored[1] >= len(PROMPTS[-1]) // 16 * 16
 
 
-def test_the_default_model_says_on_two_and_four_devices_what_it_says_on_one(default_llm: LLM) -> None:
-    prompt = default_llm.tokenizer.encode("The capital of France is")
-    greedy = SamplingParams(temperature=0.0, max_tokens=8)
+def test_the_default_model_says_on_two_and_four_devices_what_the_reference_says() -> None:
+    golden = next(golden for golden in read.load() if golden.name == "fact")
     llm = LLM(
         kv_memory="64MiB",
         max_model_len=256,
@@ -106,4 +106,5 @@ def test_the_default_model_says_on_two_and_four_devices_what_it_says_on_one(defa
         prefill_devices=(0, 1),
         decode_devices=(2, 3, 4, 5),
     )
-    assert tokens_of(llm.generate([prompt], greedy)) == tokens_of(default_llm.generate([prompt], greedy))
+    [[tokens]] = tokens_of(llm.generate([golden.prompt_ids], SamplingParams(temperature=0.0, max_tokens=8)))
+    assert tokens == golden.tokens[:8]
