@@ -38,6 +38,7 @@ class _Host:
     """Runs the host's instructions: constants, addresses of arrays, sizes that are put in a row, and maps that are made of them."""
 
     def __init__(self) -> None:
+        self.addresses = ""  # the value that holds the arrays' addresses, the function's second argument
         self.values: dict[str, int] = {}
         self.pointers: dict[str, tuple[str, int]] = {}  # what a value points to: an allocation, and how far into it
         self.arrays: dict[str, int] = {}  # operands, by the values that come of their addresses
@@ -46,6 +47,8 @@ class _Host:
 
     def run(self, text: str, ptx: str) -> Launch:
         for line in text.splitlines():
+            if match := re.search(r"func\.func @\w+\(%\w+: !llvm\.ptr.*?, (%\w+): !llvm\.ptr", line):
+                self.addresses = match[1]
             line = re.sub(r" loc\(.*$", "", line.strip())
             if "gpu.launch_func" in line:
                 return self._launch(line, ptx)
@@ -60,7 +63,7 @@ class _Host:
             self.pointers[match[1]] = base, offset + int(match[3])
         elif match := re.match(r"(%\w+) = llvm.load (%\w+)", line):
             base, offset = self.pointers.get(match[2], (match[2], 0))
-            if base == "%arg1":
+            if base == self.addresses:
                 self.arrays[match[1]] = offset
             elif base in self.maps:
                 self.maps[match[1]] = self.maps[base]
