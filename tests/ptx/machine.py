@@ -341,7 +341,7 @@ def _braced(text: str) -> list[str]:
 def _load(parts: list[str], operands: list[str], active: Any) -> Step:
     dtype = _TYPES[parts[-1]]
     targets = _braced(operands[0])
-    if "param" in parts:
+    if parts[1].startswith("param"):
         number = int(re.findall(r"_param_(\d+)", operands[1])[0])
 
         def load_parameter(warp: _Warp) -> None:
@@ -397,6 +397,19 @@ def _ldmatrix(parts: list[str], operands: list[str], active: Any) -> Step:
             _write(warp, target, np.ascontiguousarray(matrix_of(matrix, is_transposed=is_transposed)).view(np.uint32).reshape(LANES))
 
     return load
+
+
+def _stmatrix(parts: list[str], operands: list[str], active: Any) -> Step:
+    address, is_transposed = _address(operands[0]), "trans" in parts
+    readers = [_reader(name, np.dtype(np.uint32)) for name in _braced(operands[1])]
+
+    def store(warp: _Warp) -> None:
+        data, at = warp.block.bytes_at(address(warp)[: 8 * len(readers)], 16)
+        matrices = [np.ascontiguousarray(read(warp)).view(np.uint16).reshape(8, 8) for read in readers]
+        rows = np.concatenate([matrix.T if is_transposed else matrix for matrix in matrices])
+        data[at] = np.ascontiguousarray(rows).view(np.uint8)
+
+    return store
 
 
 def _mma(parts: list[str], operands: list[str], active: Any) -> Step:
@@ -583,6 +596,7 @@ _CONTROL: dict[str, Callable[[list[str], list[str], Any], Step]] = {
     "ld": _load,
     "st": _store,
     "ldmatrix": _ldmatrix,
+    "stmatrix": _stmatrix,
     "mma": _mma,
     "wgmma": _wgmma,
     "shfl": _shuffle,
@@ -591,6 +605,7 @@ _CONTROL: dict[str, Callable[[list[str], list[str], Any], Step]] = {
     "mbarrier": _mbarrier,
     "cp": _copy,
     "fence": _nothing,
+    "prefetch": _nothing,
     "setmaxnreg": _nothing,
     "ret": lambda *_: lambda warp: -1,
 }
