@@ -16,7 +16,7 @@ from benchmarks.gpu.floors import Work
 from benchmarks.gpu.pools import PageShape, random_pages
 from benchmarks.gpu.problem import Check, Problem, inputs_in_turns
 from benchmarks.gpu.sizes import Sizes
-from pallas_kernels.mosaic.card import card_of, compiled_for
+from pallas_kernels.mosaic.card import HOPPER
 from pallas_kernels.paged_attention import reference
 
 _SEVERAL = 4  # tokens, as a draft of three and the one before them
@@ -71,11 +71,7 @@ def cases(sizes: Sizes) -> dict[str, Case]:
 def tilings(sizes: Sizes, case: Case) -> list[dict[str, int]]:
     """Shares of a context of 128 tokens and more, as long as there are not four times the blocks that run at a time."""
     blocks = case.batch * case.shape.num_kv_heads * max(1, case.tokens * case.num_heads // case.shape.num_kv_heads // 64)
-    splits = [
-        s
-        for s in (1, 2, 4, 8, 16, 32)
-        if s == 1 or (case.context // s >= 128 and blocks * s <= 4 * card_of(compiled_for()).multiprocessors)
-    ]
+    splits = [s for s in (1, 2, 4, 8, 16, 32) if s == 1 or (case.context // s >= 128 and blocks * s <= 4 * HOPPER.multiprocessors)]
     # Tokens, stages and warpgroups.
     tiles = ((64, 2, 1),) if case.value_size else ((64, 4, 1), (64, 6, 1), (64, 2, 2), (64, 4, 2), (64, 6, 2), (128, 2, 2))
     return [{"tokens": t, "stages": stages, "splits": s, "warpgroups": w} for t, stages, w in tiles for s in splits]

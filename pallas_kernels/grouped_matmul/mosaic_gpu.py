@@ -37,7 +37,7 @@ class Tiling:
 
     rows: int  # of a tile: a power of 2, 8 to 256; packed weights: to 128
     stages: int  # tiles of weights, and of rows, on their way or in use
-    blocks: int
+    blocks: int | None = None  # where not given, as many as the card has multiprocessors
     splits: int = 1  # shares of the inputs, each summed by itself
     together: int = 16  # tiles of outputs, at most, that all rows are multiplied by before the next ones: weights are read from memory once
 
@@ -57,7 +57,7 @@ def tiling_for(num_rows: int, weights: Weights) -> Tiling:
     splits = max(1, min(blocks // most_tiles, inputs // tiles.step // 8))  # where there are fewer tiles than multiprocessors
     while (stages := _stages(rows, tiles, splits, card)) < 2:
         rows //= 2
-    return Tiling(rows, min(8, stages), blocks, splits)
+    return Tiling(rows, min(8, stages), splits=splits)
 
 
 def _stages(rows: int, tiles: _Tiles, splits: int, card: Card) -> int:
@@ -80,9 +80,10 @@ def grouped_matmul(
 ) -> BFloat16[Array, "T F"]:
     """See op.py. `interpreted`: by JAX's interpreter on a CPU."""
     num_rows, (_, inputs, outputs) = len(x), shape_of(weights)
-    tiling = tiling or tiling_for(num_rows, weights)
+    tiling, card = tiling or tiling_for(num_rows, weights), card_of(compiled_for())
     x = jnp.pad(x, ((0, max(tiling.rows - num_rows, -num_rows % _SMALLEST)), (0, 0)))  # rows are copied by eights
-    body = _Body(Warpgroup(interpreted, card_of(compiled_for()).has_wgmma), tiling, _tiles_of(weights), len(x), inputs, outputs)
+    blocks = tiling.blocks or card.multiprocessors
+    body = _Body(Warpgroup(interpreted, card.has_wgmma), tiling, blocks, _tiles_of(weights), len(x), inputs, outputs)
     out = body.call(x, weights, work_for(group_sizes, len(x), tiling.rows, _SMALLEST))[:, :num_rows]
     return out[0] if tiling.splits == 1 else out.sum(0).astype(x.dtype)
 
@@ -204,6 +205,7 @@ class _Body:
 
     warpgroup: Warpgroup
     tiling: Tiling
+    blocks: int
     tiles: _Tiles
     num_rows: int
     inputs: int
@@ -226,7 +228,7 @@ class _Body:
             self._kernel,
             "grouped_matmul",
             out_type=jax.ShapeDtypeStruct((tiling.splits, len(x), self.outputs), _out_dtype(tiling.splits)),
-            grid=(tiling.blocks,),
+            grid=(self.blocks,),
             grid_names=("block",),
             num_threads=_MULTIPLIERS + 1,
             thread_name="warpgroup",
@@ -246,7 +248,7 @@ class _Body:
         together = max(n for n in range(1, self.tiling.together + 1) if num_output_tiles % n == 0)
         block, blocks, (num_owned, num_all) = (
             lax.axis_index("block"),
-            self.tiling.blocks,
+            self.blocks,
             num_pieces(work, self.num_rows, self.tiling.rows, _SMALLEST),
         )
         num_tiles = lax.div(num_all * (num_output_tiles * splits) - block + (blocks - 1), blocks)
