@@ -1,0 +1,280 @@
+"""Instructions that have to do with memory, barriers or other threads."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from tests.ptx.block import Barrier, Block, Step, Warp
+from tests.ptx.instructions import described_matrix, matrix_of, product
+from tests.ptx.launch import TensorMap
+from tests.ptx.registers import GLOBAL, LANES, TYPES, address_of, braced, reader, write, write_masked
+
+
+def _load(parts: list[str], operands: list[str], active: Any) -> Step:
+    dtype = TYPES[parts[-1]]
+    targets = braced(operands[0])
+    if parts[1].startswith("param"):
+        number = int(re.findall(r"_param_(\d+)", operands[1])[0])
+
+        def load_parameter(warp: Warp) -> None:
+            parameter = warp.block.launch.parameters[number]
+            assert isinstance(parameter, int)
+            write(warp, targets[0], np.full(LANES, GLOBAL + warp.block.memory.starts[parameter], np.uint64))
+
+        return load_parameter
+    address, size = address_of(operands[1]), dtype.itemsize
+
+    def load(warp: Warp) -> None:
+        mask = active(warp)
+        if not mask.any():
+            return
+        places = np.where(mask, address(warp), address(warp)[mask.argmax()])
+        data, at = warp.block.bytes_at(places, size * len(targets))
+        found = data[at].reshape(LANES, len(targets), size)
+        for i, target in enumerate(targets):
+            value = np.ascontiguousarray(found[:, i]).view(dtype).reshape(LANES)
+            write_masked(warp, target, value, mask)
+
+    return load
+
+
+def _store(parts: list[str], operands: list[str], active: Any) -> Step:
+    dtype = TYPES[parts[-1]]
+    address, sources = address_of(operands[0]), [reader(name, dtype) for name in braced(operands[1])]
+
+    def store(warp: Warp) -> None:
+        mask = active(warp)
+        if mask.any():
+            values = np.stack([np.ascontiguousarray(read(warp)) for read in sources], axis=1)
+            data, at = warp.block.bytes_at(address(warp)[mask], dtype.itemsize * len(sources))
+            data[at] = values.view(np.uint8).reshape(LANES, -1)[mask]
+
+    return store
+
+
+def _ldmatrix(parts: list[str], operands: list[str], active: Any) -> Step:
+    targets, address, is_transposed = braced(operands[0]), address_of(operands[1]), "trans" in parts
+
+    def load(warp: Warp) -> None:
+        data, at = warp.block.bytes_at(address(warp)[: 8 * len(targets)], 16)
+        rows = np.ascontiguousarray(data[at]).view(np.uint16).reshape(len(targets), 8, 8)
+        for target, matrix in zip(targets, rows, strict=True):
+            write(warp, target, np.ascontiguousarray(matrix_of(matrix, is_transposed=is_transposed)).view(np.uint32).reshape(LANES))
+
+    return load
+
+
+def _stmatrix(parts: list[str], operands: list[str], active: Any) -> Step:
+    address, is_transposed = address_of(operands[0]), "trans" in parts
+    readers = [reader(name, np.dtype(np.uint32)) for name in braced(operands[1])]
+
+    def store(warp: Warp) -> None:
+        data, at = warp.block.bytes_at(address(warp)[: 8 * len(readers)], 16)
+        matrices = [np.ascontiguousarray(read(warp)).view(np.uint16).reshape(8, 8) for read in readers]
+        rows = np.concatenate([matrix.T if is_transposed else matrix for matrix in matrices])
+        data[at] = np.ascontiguousarray(rows).view(np.uint8)
+
+    return store
+
+
+def _mma(parts: list[str], operands: list[str], active: Any) -> Step:
+    assert parts[3] == "m16n8k16", parts
+    dtype, word = TYPES[parts[7]], np.dtype(np.uint32)
+    out, a, b, c = (braced(text) for text in operands)
+    readers = [[reader(name, word) for name in group] for group in (a, b)]
+    sums = [reader(name, TYPES["f32"]) for name in c]
+
+    def multiply(warp: Warp) -> None:
+        left, right = ([np.ascontiguousarray(read(warp)).view(dtype).reshape(LANES, 2) for read in group] for group in readers)
+        for target, part, read in zip(out, product(left, right), sums, strict=True):
+            write(warp, target, part + read(warp))
+
+    return multiply
+
+
+def _wgmma(parts: list[str], operands: list[str], active: Any) -> Step:
+    if parts[1] != "mma_async":  # products are done when they are started
+        return lambda warp: None
+    _, columns, depth = map(int, re.fullmatch(r"m(\d+)n(\d+)k(\d+)", parts[4]).groups())  # type: ignore[union-attr]
+    assert parts[5] == "f32" and depth == 16, parts
+    dtype, word, wide = TYPES[parts[6]], np.dtype(np.uint32), np.dtype(np.uint64)
+    out, a_in_registers = braced(operands[0]), operands[1].startswith("{")
+    a = [reader(name, word if a_in_registers else wide) for name in braced(operands[1])]
+    b = reader(operands[2], wide)
+    adds, scale_a, scale_b, *transposes = (int(text) for text in operands[3:])
+    assert (adds, scale_a, scale_b) == (1, 1, 1)
+    sums = [reader(name, TYPES["f32"]) for name in out]
+
+    def multiply(warp: Warp) -> None:
+        if a_in_registers:
+            left = [np.ascontiguousarray(read(warp)).view(dtype).reshape(LANES, 2) for read in a]
+        else:
+            rows = described_matrix(warp.block.shared, int(a[0](warp)[0]), 64, is_transposed=bool(transposes[0]))[16 * warp.index % 64 :][
+                :16
+            ]
+            left = [matrix_of(rows[8 * (i % 2) :, 8 * (i // 2) :][:8, :8].view(dtype), is_transposed=False) for i in range(4)]
+        matrix = described_matrix(warp.block.shared, int(b(warp)[0]), columns, is_transposed=bool(transposes[-1])).view(dtype)
+        for place in range(columns // 8):
+            right = [matrix_of(matrix[8 * place : 8 * place + 8, 8 * i : 8 * i + 8], is_transposed=False) for i in range(2)]
+            for i, part in enumerate(product(left, right)):
+                write(warp, out[4 * place + i], part + sums[4 * place + i](warp))
+
+    return multiply
+
+
+def _shuffle(parts: list[str], operands: list[str], active: Any) -> Step:
+    source, other = reader(operands[1], np.dtype(np.uint32)), reader(operands[2], np.dtype(np.int32))
+    target = operands[0].split("|")[0]
+
+    def shuffle(warp: Warp) -> None:
+        lane = np.arange(LANES)
+        place = lane ^ other(warp) if "bfly" in parts else other(warp)
+        write(warp, target, source(warp)[place])
+
+    return shuffle
+
+
+def _elect(parts: list[str], operands: list[str], active: Any) -> Step:
+    target, predicate = operands[0].split("|")
+
+    def elect(warp: Warp) -> None:
+        write(warp, target, np.zeros(LANES, np.uint32))
+        write(warp, predicate, np.arange(LANES) == 0)
+
+    return elect
+
+
+def _block_barrier(parts: list[str], operands: list[str], active: Any) -> Step:
+    number = reader(operands[0], np.dtype(np.int32))
+    threads = reader(operands[1], np.dtype(np.int32)) if len(operands) > 1 else None
+
+    def wait(warp: Warp) -> Callable[[], bool]:
+        block, name = warp.block, int(number(warp)[0])
+        needed = block.launch.num_threads if threads is None else int(threads(warp)[0])
+        before = block.passed.get(name, 0)
+        block.named[name] = block.named.get(name, 0) + LANES
+        if block.named[name] == needed:
+            block.named[name], block.passed[name] = 0, before + 1
+        return lambda: block.passed.get(name, 0) > before
+
+    return wait
+
+
+def _mbarrier(parts: list[str], operands: list[str], active: Any) -> Step:
+    kind = parts[1]
+    if kind == "init":
+        address, count = address_of(operands[0]), reader(operands[1], np.dtype(np.int32))
+
+        def init(warp: Warp) -> None:
+            for lane in np.flatnonzero(active(warp)):
+                warp.block.barriers[int(address(warp)[lane])] = Barrier(int(count(warp)[lane]))
+
+        return init
+    if kind == "try_wait":
+        address, parity = address_of(operands[1]), reader(operands[2], np.dtype(np.int32))
+
+        def wait(warp: Warp) -> Callable[[], bool]:
+            barrier, wanted = warp.block.barriers[int(address(warp)[0])], int(parity(warp)[0])
+            assert (address(warp) == address(warp)[0]).all()
+            return lambda: barrier.phase & 1 != wanted
+
+        return wait
+    assert kind == "arrive", parts
+    address = address_of(operands[1])
+    expects = parts[2] == "expect_tx"
+    amount = reader(operands[2] if len(operands) > 2 else "1", np.dtype(np.int32))
+
+    def arrive(warp: Warp) -> None:
+        for lane in np.flatnonzero(active(warp)):
+            barrier, number = warp.block.barriers[int(address(warp)[lane])], int(amount(warp)[lane])
+            barrier.arrive(1, number) if expects else barrier.arrive(number)
+
+    return arrive
+
+
+def _copy(parts: list[str], operands: list[str], active: Any) -> Step:
+    """cp.async.bulk: by tensor maps, or of bytes in a row to global memory."""
+    if "commit_group" in parts:
+        return lambda warp: None
+    if "wait_group" in parts:  # copies to global memory are made when they are asked for
+        return lambda warp: None
+    if "tensor" not in parts:
+        assert parts[3] == "global", parts
+        target, source, size = address_of(operands[0]), address_of(operands[1]), reader(operands[2], np.dtype(np.int64))
+
+        def copy_row(warp: Warp) -> None:
+            for lane in np.flatnonzero(active(warp)):
+                count, start = int(size(warp)[lane]), int(source(warp)[lane])
+                place = int(target(warp)[lane]) - GLOBAL
+                warp.block.memory.check(np.array([place]), count)
+                warp.block.memory.data[place : place + count] = warp.block.shared[start : start + count]
+
+        return copy_row
+    loads = "mbarrier::complete_tx::bytes" in ".".join(parts)
+    described = operands[1] if loads else operands[0]
+    name, coordinates = re.match(r"\[\s*([%\w]+)\s*,\s*\{(.*?)\}\s*\]", described).groups()  # type: ignore[union-attr]
+    which, at = reader(name, np.dtype(np.int64)), [reader(c.strip(), np.dtype(np.int32)) for c in coordinates.split(",")]
+    shared = address_of(operands[0] if loads else operands[1])
+    barrier = address_of(operands[2]) if loads else None
+
+    def copy(warp: Warp) -> None:
+        block = warp.block
+        for lane in np.flatnonzero(active(warp)):
+            tensor = block.maps[int(which(warp)[lane])]
+            origin = [int(read(warp)[lane]) for read in reversed(at)]
+            start = int(shared(warp)[lane])
+            if barrier is None:
+                _move(block, tensor, origin, start, loads=False)
+            else:
+                arrived = block.barriers[int(barrier(warp)[lane])]
+                block.copies.append(lambda t=tensor, o=origin, s=start, b=arrived: b.complete(_move(block, t, o, s, loads=True)))
+
+    return copy
+
+
+def _move(block: Block, tensor: TensorMap, origin: Sequence[int], start: int, *, loads: bool) -> int:
+    """Copies a box, and gives its bytes. Outside of the array it is read as zeros, and not written."""
+    size = block.memory.item_sizes[tensor.buffer]
+    index = np.indices(tensor.box).reshape(len(tensor.box), -1) + np.array(origin)[:, None]
+    is_inside = ((index >= 0) & (index < np.array(tensor.sizes)[:, None])).all(axis=0)
+    elements = (index * np.array(tensor.strides)[:, None]).sum(axis=0)
+    source = block.memory.starts[tensor.buffer] + elements[:, None] * size + np.arange(size)
+    place = start + np.arange(index.shape[1] * size)
+    assert start % (128 if tensor.swizzle == 16 else 8 * tensor.swizzle) == 0, "tiles begin where their parts' order does"
+    if tensor.swizzle > 16:
+        assert tensor.box[-1] * size == tensor.swizzle, "a row of a tile is what its parts are interleaved over"
+        place = place ^ (place >> 3 & tensor.swizzle - 16)
+    place = place.reshape(-1, size)
+    block.memory.check(source[is_inside], 1)
+    if loads:
+        block.shared[place] = np.where(is_inside[:, None], block.memory.data[np.where(is_inside[:, None], source, 0)], 0)
+    else:
+        block.memory.data[source[is_inside]] = block.shared[place[is_inside]]
+    return place.size
+
+
+def _nothing(parts: list[str], operands: list[str], active: Any) -> Step:
+    return lambda warp: None
+
+
+CONTROL: dict[str, Callable[[list[str], list[str], Any], Step]] = {
+    "ld": _load,
+    "st": _store,
+    "ldmatrix": _ldmatrix,
+    "stmatrix": _stmatrix,
+    "mma": _mma,
+    "wgmma": _wgmma,
+    "shfl": _shuffle,
+    "elect": _elect,
+    "bar": _block_barrier,
+    "mbarrier": _mbarrier,
+    "cp": _copy,
+    "fence": _nothing,
+    "prefetch": _nothing,
+    "setmaxnreg": _nothing,
+    "ret": lambda *_: lambda warp: -1,
+}

@@ -1,0 +1,155 @@
+"""A block of threads: its warps by turns of any length, in any order, with shared memory, barriers and the copy engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tests.ptx.launch import Launch, TensorMap
+from tests.ptx.registers import GLOBAL, LANES, MAPS, kind_of
+
+# An instruction: gives nothing, the place of the next one, -1 at the end, or what tells whether it need not wait.
+Step = Callable[["Warp"], Any]
+_MOST_STEPS = 200  # of a warp before others have their turn
+
+
+@dataclass
+class Memory:
+    """Global memory: arrays one after the other, with gaps that no one may touch."""
+
+    data: np.ndarray
+    starts: list[int]
+    sizes: list[int]
+    item_sizes: list[int]
+
+    @classmethod
+    def of(cls, arrays: Sequence[np.ndarray]) -> Memory:
+        starts, place = [], 256
+        for i, array in enumerate(arrays):
+            before = next((j for j in range(i) if arrays[j] is array), None)
+            starts.append(place if before is None else starts[before])
+            place += 0 if before is not None else -(-array.nbytes // 256) * 256 + 256
+        data = np.zeros(place, np.uint8)
+        for start, array in zip(starts, arrays, strict=True):
+            data[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        return cls(data, starts, [array.nbytes for array in arrays], [array.itemsize for array in arrays])
+
+    def write_back(self, arrays: Sequence[np.ndarray]) -> None:
+        for start, array in zip(self.starts, arrays, strict=True):
+            array[...] = self.data[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+
+    def check(self, addresses: np.ndarray, size: int) -> None:
+        low, high = int(addresses.min()), int(addresses.max()) + size
+        if not any(start <= low and high <= start + length for start, length in zip(self.starts, self.sizes, strict=True)):
+            raise IndexError(f"global memory from {low} to {high} is no array's")
+
+
+@dataclass
+class Barrier:
+    """An mbarrier."""
+
+    expected: int
+    pending: int = 0
+    bytes: int = 0
+    phase: int = 0
+
+    def __post_init__(self) -> None:
+        self.pending = self.expected
+
+    def arrive(self, count: int = 1, expected_bytes: int = 0) -> None:
+        self.bytes += expected_bytes
+        self.pending -= count
+        assert self.pending >= 0, "more arrive than a phase has"
+        self._turn()
+
+    def complete(self, size: int) -> None:
+        self.bytes -= size
+        self._turn()
+
+    def _turn(self) -> None:
+        if self.pending == 0 and self.bytes == 0:
+            self.pending, self.phase = self.expected, self.phase + 1
+
+
+@dataclass
+class Warp:
+    block: Block
+    index: int
+    registers: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def get(self, name: str) -> np.ndarray:
+        """What was never written is anything: as a number, NaN."""
+        found = self.registers.get(name)
+        return np.full(LANES, -1).astype(kind_of(name)) if found is None else found
+
+
+class Block:
+    def __init__(self, launch: Launch, steps: Sequence[Step], memory: Memory, place: tuple[int, int, int]) -> None:
+        self.launch, self.steps, self.memory, self.place = launch, steps, memory, place
+        self.shared = np.full(launch.shared_memory, 0xFF, np.uint8)  # NaN in every type
+        self.barriers: dict[int, Barrier] = {}
+        self.named: dict[int, int] = {}  # threads that have come to a barrier of the block's
+        self.passed: dict[int, int] = {}  # how often it let them through
+        self.random = np.random.default_rng(place)
+        self.copies: list[Callable[[], None]] = []
+        self.maps: dict[int, TensorMap] = {}
+        for parameter in launch.parameters:
+            if isinstance(parameter, tuple):
+                self.maps = {MAPS + 128 * i: each for i, each in enumerate(parameter)}
+
+    def run(self) -> None:
+        warps = [Warp(self, i) for i in range(self.launch.num_threads // LANES)]
+        running = [self._steps(warp) for warp in warps]
+        waits: list[Callable[[], bool] | None] = [None] * len(warps)
+        alive = set(range(len(warps)))
+        while alive:
+            has_moved = False
+            for i in self.random.permutation(sorted(alive)).tolist():
+                wait = waits[i]
+                if wait is not None and not wait():
+                    continue
+                has_moved = True
+                try:
+                    waits[i] = next(running[i])
+                except StopIteration:
+                    alive.remove(i)
+            if not has_moved:
+                if not self.copies:
+                    raise RuntimeError(f"warps {sorted(alive)} wait for ever")
+                self.copies.pop(0)()
+        for copy in self.copies:
+            copy()
+
+    def _steps(self, warp: Warp) -> Iterator[Callable[[], bool]]:
+        steps, place, left = self.steps, 0, 0
+        while place < len(steps):
+            if not left:
+                left = int(self.random.integers(1, _MOST_STEPS))
+                yield lambda: True
+            left -= 1
+            found = steps[place](warp)
+            if found is None:
+                place += 1
+            elif callable(found):
+                place += 1
+                if not found():
+                    yield found
+            elif found < 0:
+                return
+            else:
+                place = found
+
+    def bytes_at(self, addresses: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+        """The memory that addresses lie in, and the places of their bytes, [..., size]."""
+        addresses = addresses.astype(np.int64)
+        if addresses.size and addresses.min() >= GLOBAL:
+            addresses = addresses - GLOBAL
+            self.memory.check(addresses, size)
+            data = self.memory.data
+        else:
+            data = self.shared
+        assert not (addresses % size).any(), "aligned"
+        return data, addresses[..., None] + np.arange(size)
