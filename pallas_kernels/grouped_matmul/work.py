@@ -10,8 +10,8 @@ from jaxtyping import Array, Int, Int32
 
 
 class Work(NamedTuple):
-    """What pieces follow from: nothing that one reduction over experts does not give, so that a GPU makes it in two kernels. A program that
-    multiplies by several matrices of the same experts makes it once, as it is the same expression."""
+    """What pieces follow from: nothing that two reductions over experts do not give, so that a GPU makes it in three kernels (in two where tiles may
+    begin anywhere). A program that multiplies by several matrices of the same experts makes it once, as it is the same expression."""
 
     row_ends: Int32[Array, " E"]  # of each expert and all before it: rows
     piece_ends: Int32[Array, " E"]  # and pieces
