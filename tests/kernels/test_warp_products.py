@@ -1,4 +1,4 @@
-"""Products by warp-level instructions, on a machine of NumPy that does what PTX's manual says of ldmatrix and mma (sections 9.7.14.5 and 9.7.15)."""
+"""Products by warp-level instructions: the order of their steps, on a machine of NumPy."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.mosaic.warp_products import InMemory, InRegisters, Tiles, add_product
+from tests.ptx.instructions import matrix_of, product
 
 LANES, WARPS = 32, 4
 RNG = np.random.default_rng(0)
@@ -47,21 +48,12 @@ class NumpyMachine:
             of_rows = address[:, 8 * i : 8 * i + 8]
             banks = (of_rows // 4 % 32) // 4  # that 16 bytes lie in, four of them
             assert all(len(set(row)) == 8 for row in banks), "no two rows in the same banks"
-            matrix = memory.words[of_rows[..., None] // 2 + np.arange(8)]  # [warps, 8, 8]
-            matrix = matrix.swapaxes(1, 2) if is_transposed else matrix
-            found.append(matrix.reshape(WARPS, LANES, 2))  # thread 4 r + c has row r, columns 2 c and 2 c + 1
+            rows = memory.words[of_rows[..., None] // 2 + np.arange(8)]
+            found.append(matrix_of(rows, is_transposed=is_transposed))
         return tuple(found)
 
     def multiply(self, total, a, b):
-        left = np.empty((WARPS, 16, 16), np.float32)
-        for i, register in enumerate(a):  # upper left, lower left, upper right, lower right
-            left[:, i % 2 * 8 :, i // 2 * 8 :][:, :8, :8] = register.reshape(WARPS, 8, 8)
-        right = np.concatenate(
-            [register.reshape(WARPS, 8, 8).swapaxes(1, 2) for register in b], axis=1
-        )  # a thread has two rows of a column
-        sums = left @ right.astype(np.float32)  # [warps, 16, 8]
-        parts = [sums[:, i * 8 : i * 8 + 8].reshape(WARPS, LANES, 2)[..., j] for i in range(2) for j in range(2)]
-        return tuple(before + part for before, part in zip(total, parts, strict=True))
+        return tuple(before + part for before, part in zip(total, product(a, b), strict=True))
 
 
 def random(*shape: int) -> np.ndarray:
