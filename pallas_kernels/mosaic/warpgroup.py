@@ -113,7 +113,7 @@ class Warpgroup:
         self, shape: tuple[int, int], num_steps: Int[Array, ""] | int, step: Callable[[Array, Callable[[Any, Any], None]], None]
     ) -> Float[Array, "64 X"]:
         """Sum of a @ b.T over the products that step(i, multiply) makes by multiply(a, b): a[ROWS, K] in registers or shared memory, b[X, K] in
-        shared memory. On a GPU `multiply` only starts a product: `plgpu.wgmma_wait` waits for it."""
+        shared memory. Where products run by themselves `multiply` only starts one: `wait_for_products` waits for it."""
         if not self.is_asynchronous:
 
             def one(i: Array, total: Array) -> Array:
