@@ -29,10 +29,9 @@ _HERE = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves what is compiled for these cards: what names none of its own is for Hopper's."""
-    there = {"hopper": lambda item: not _is_of_small_cards(item), "blackwell": _asks_for_a_card, "small": _is_of_small_cards}[_KIND]
-    ours = [item for item in items if _HERE in item.path.parents]
-    left_out = [item for item in ours if not there(item)]
+    """Leaves what is compiled for these cards: what names none of its own, here or elsewhere, is for Hopper's."""
+    is_for = {"hopper": lambda item: not _is_of_small_cards(item), "blackwell": _asks_for_a_card, "small": _is_of_small_cards}[_KIND]
+    left_out = [item for item in items if not is_for(item)]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
 
@@ -42,7 +41,8 @@ def _is_of_small_cards(item: pytest.Item) -> bool:
 
 
 def _asks_for_a_card(item: pytest.Item) -> bool:
-    return bool({"target", "run_as_compiled"} & set(item.fixturenames)) and not _is_of_small_cards(item)  # type: ignore[attr-defined]
+    asked = {"target", "run_as_compiled"} & set(item.fixturenames)  # type: ignore[attr-defined]
+    return bool(asked) and _HERE in item.path.parents and not _is_of_small_cards(item)
 
 
 @pytest.fixture(scope="session", autouse=True)
