@@ -246,11 +246,8 @@ class _Body:
         """Calls one(tile, steps of all tiles before it) for each tile of the result that is this block's; gives the number of all steps."""
         num_output_tiles, num_steps, splits = self.outputs // OUTPUTS, self.inputs // self.tiles.step, self.tiling.splits
         together = max(n for n in range(1, self.tiling.together + 1) if num_output_tiles % n == 0)
-        block, blocks, (num_owned, num_all) = (
-            lax.axis_index("block"),
-            self.blocks,
-            num_pieces(work, self.num_rows, self.tiling.rows, _SMALLEST),
-        )
+        block, blocks = lax.axis_index("block"), self.blocks
+        num_owned, num_all = num_pieces(work, self.num_rows, self.tiling.rows, _SMALLEST)
         num_tiles = lax.div(num_all * (num_output_tiles * splits) - block + (blocks - 1), blocks)
 
         def of_block(i: Array, steps: Array) -> Array:

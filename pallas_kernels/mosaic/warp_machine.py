@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,33 +40,22 @@ def product_in_kernel(
     return result
 
 
+def _as_operator(operation: Callable[[Any, Any], Any]) -> Callable[[_Bits, _Bits | int], _Bits]:
+    return lambda left, right: _Bits(operation(left.value, right.value if isinstance(right, _Bits) else mgpu.c(right, _i32())))
+
+
 @dataclass(frozen=True)
 class _Bits:
     """An i32 of each thread."""
 
     value: Any
 
-    @classmethod
-    def of(cls, value: _Bits | int) -> _Bits:
-        return value if isinstance(value, _Bits) else cls(mgpu.c(value, _i32()))
-
-    def __add__(self, other: _Bits | int) -> _Bits:
-        return _Bits(arith.addi(self.value, self.of(other).value))
-
-    def __mul__(self, other: int) -> _Bits:
-        return _Bits(arith.muli(self.value, self.of(other).value))
-
-    def __and__(self, other: int) -> _Bits:
-        return _Bits(arith.andi(self.value, self.of(other).value))
-
-    def __xor__(self, other: _Bits | int) -> _Bits:
-        return _Bits(arith.xori(self.value, self.of(other).value))
-
-    def __lshift__(self, other: int) -> _Bits:
-        return _Bits(arith.shli(self.value, self.of(other).value))
-
-    def __rshift__(self, other: int) -> _Bits:
-        return _Bits(arith.shrui(self.value, self.of(other).value))
+    __add__ = _as_operator(arith.addi)
+    __mul__ = _as_operator(arith.muli)
+    __and__ = _as_operator(arith.andi)
+    __xor__ = _as_operator(arith.xori)
+    __lshift__ = _as_operator(arith.shli)
+    __rshift__ = _as_operator(arith.shrui)
 
 
 @dataclass(frozen=True)

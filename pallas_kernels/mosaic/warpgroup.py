@@ -2,8 +2,8 @@
 (`warp_products`), and what stands for both where a CPU interprets them.
 
 JAX's interpreter runs a kernel's grid, its threads, copies, barriers and shared memory, and checks them; it knows no register
-layouts and no products with one factor in registers (JAX 0.10). Those are what differs here, and what only a compiler for the GPU, and a
-GPU, can say of. What JAX 0.10 and 0.11 call by other names is here too.
+layouts and no products with one factor in registers (JAX 0.10). Those are what differs here; tests that run what is compiled for
+a GPU (tests/aot/test_running.py) say of them what can be said without one. What JAX 0.10 and 0.11 call by other names is here too.
 """
 
 from __future__ import annotations

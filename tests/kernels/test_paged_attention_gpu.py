@@ -1,5 +1,5 @@
-"""paged_attention's kernel for GPUs, interpreted on a CPU: what it copies, where, and who waits for whom. What registers hold is the
-compiler's and a GPU's to check."""
+"""paged_attention's kernel for GPUs, interpreted on a CPU: what it copies, where, and who waits for whom. What registers hold
+is for tests/aot/test_running.py, which runs these tests with what is compiled."""
 
 import functools
 

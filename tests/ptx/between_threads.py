@@ -113,9 +113,8 @@ def _wgmma(parts: list[str], operands: list[str], active: Any) -> Step:
         if a_in_registers:
             left = [np.ascontiguousarray(read(warp)).view(dtype).reshape(LANES, 2) for read in a]
         else:
-            rows = described_matrix(warp.block.shared, int(a[0](warp)[0]), 64, is_transposed=bool(transposes[0]))[16 * warp.index % 64 :][
-                :16
-            ]
+            of_warpgroup = described_matrix(warp.block.shared, int(a[0](warp)[0]), 64, is_transposed=bool(transposes[0]))
+            rows = of_warpgroup[16 * (warp.index % 4) :][:16]
             left = [matrix_of(rows[8 * (i % 2) :, 8 * (i // 2) :][:8, :8].view(dtype), is_transposed=False) for i in range(4)]
         matrix = described_matrix(warp.block.shared, int(b(warp)[0]), columns, is_transposed=bool(transposes[-1])).view(dtype)
         for place in range(columns // 8):

@@ -78,7 +78,7 @@ def reader(text: str, dtype: np.dtype) -> Callable[[Warp], np.ndarray]:
         return lambda warp: np.zeros(LANES, dtype)
     if re.search(r"_param_\d+$", text):  # its address: of tensor maps alone
         return lambda warp: np.full(LANES, MAPS, dtype)
-    raise NotImplementedError(text)
+    raise ValueError(f"{text!r} is neither a register nor a constant")
 
 
 _SPECIAL: dict[str, Callable[[Warp], np.ndarray]] = {
