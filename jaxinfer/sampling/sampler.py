@@ -1,6 +1,6 @@
 """From logits to tokens, on the device, each row by its own parameters.
 
-Nothing is sorted: top-k and top-p keep what lies above a threshold that 32 passes of bisection over the floats' bits find
+Nothing is sorted: top-k and top-p keep what lies above a threshold that passes of bisection over the floats' bits find
 exactly, and one uniform number a row picks from the cumulative sum. What no row of a batch asks for is skipped.
 
 A vocabulary that is split over devices stays so: they tell each other their best, their sums and their candidates, never all scores.
@@ -21,6 +21,7 @@ from jaxinfer.request import MAX_TOP_LOGPROBS
 from jaxinfer.sampling.counting import TokenCounts
 from jaxinfer.sampling.params import SamplingRows
 from jaxinfer.sampling.penalties import has_penalty, penalize
+from pallas_kernels.mosaic.card import compiled_for
 
 _LANES = 128  # the vocabulary is summed in runs of this many
 
@@ -131,7 +132,7 @@ def _logprobs_on_part(
 
     def computed() -> tuple[Array, Array, Array]:
         total = jax.nn.logsumexp(logits, axis=-1)
-        top, top_tokens = jax.lax.top_k(logits, min(MAX_TOP_LOGPROBS, size))
+        top, top_tokens = _highest(logits, min(MAX_TOP_LOGPROBS, size))
         place = part.places(tokens, size)
         chosen = jnp.take_along_axis(logits, place[:, None], axis=1, mode="clip")[:, 0]
         if not part.is_whole:
@@ -141,11 +142,35 @@ def _logprobs_on_part(
             total = jax.nn.logsumexp(_floats(totals[..., 0]), axis=0)
             chosen = jnp.take_along_axis(_floats(of_parts[..., 0]), (tokens // size)[None], axis=0, mode="clip")[0]
             top, top_tokens = (jnp.swapaxes(of_parts, 0, 1).reshape(batch, -1) for of_parts in (_floats(top), top_tokens))
-            top, best = jax.lax.top_k(top, min(MAX_TOP_LOGPROBS, size * part.num_parts))
+            top, best = _highest(top, min(MAX_TOP_LOGPROBS, size * part.num_parts))
             top_tokens = jnp.take_along_axis(top_tokens, best, axis=1, mode="promise_in_bounds")
         return chosen - total, top_tokens, top - total[:, None]
 
     return jax.lax.cond(wanted, computed, lambda: _no_logprobs(batch, size * part.num_parts))
+
+
+def _highest(x: Float[Array, "B X"], number: int) -> tuple[Float[Array, "B k"], Int[Array, "B k"]]:
+    """Of each row the largest, falling, and their places; of equal ones the first come first."""
+    if compiled_for().platform == "cpu":
+        highest: tuple[Array, Array] = jax.lax.top_k(x, number)
+        return highest
+    # One after the other: XLA has a GPU sort whole rows for it, by a library that goes into no CUDA graph.
+    size = x.shape[1]
+    place = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), x.shape)
+
+    def higher(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
+        is_a = (a[0] > b[0]) | ((a[0] == b[0]) & (a[1] < b[1]))
+        return jnp.where(is_a, a[0], b[0]), jnp.where(is_a, a[1], b[1])
+
+    found = [(jnp.full(len(x), jnp.inf), jnp.full(len(x), -1, jnp.int32))]
+    for _ in range(number):
+        value, at = (last[:, None] for last in found[-1])
+        is_left = (x < value) | ((x == value) & (place > at))
+        left = jnp.where(is_left, x, -jnp.inf), jnp.where(is_left, place, size)
+        value, at = jax.lax.reduce(left, (np.float32(-np.inf), np.int32(size)), higher, (1,))
+        found.append((value, jnp.minimum(at, size - 1)))  # none is left of a row with what is no number
+    values, places = zip(*found[1:], strict=True)
+    return jnp.stack(values, axis=1), jnp.stack(places, axis=1)
 
 
 def _no_logprobs(batch: int, vocab_size: int) -> tuple[Array, Array, Array]:
@@ -191,23 +216,11 @@ def _ordered_bits(x: Float[Array, "B V"]) -> UInt[Array, "B V"]:
 
 
 def _threshold(part: Part, order: UInt[Array, "B V"], weights: Float[Array, "B V"], enough: Float[Array, " B"]) -> UInt[Array, " B"]:
-    """Of each row the largest t such that the weights of places with order >= t sum to at least `enough`, bit by bit."""
-    if not part.is_whole:
-        return _threshold_of_parts(part, order, weights, enough)
-
-    def one_bit(i: Int[Array, ""], found: UInt[Array, " B"]) -> UInt[Array, " B"]:
-        tried = found | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
-        mass = jnp.sum(jnp.where(order >= tried[:, None], weights, 0.0), axis=1)
-        return jnp.where(mass >= enough, tried, found)
-
-    return jax.lax.fori_loop(0, 32, one_bit, jnp.zeros(order.shape[0], jnp.uint32))
-
-
-def _threshold_of_parts(
-    part: Part, order: UInt[Array, "B V"], weights: Float[Array, "B V"], enough: Float[Array, " B"]
-) -> UInt[Array, " B"]:
-    """The same over all parts, four bits at a time: eight exchanges of sums instead of 32."""
-    num_bits = 4
+    """Of each row the largest t such that the weights of places with order >= t sum to at least `enough`, some bits at a time."""
+    # A CPU pays for each comparison. Parts pay for each exchange of sums, and a GPU for each launch; its loops are unrolled, for XLA makes no
+    # CUDA graph of what has one: the host would wait for every step of decode up to here before it may launch the rest.
+    is_cpu = compiled_for().platform == "cpu"
+    num_bits = 1 if part.is_whole and is_cpu else 4
     digits = jnp.arange(1, 1 << num_bits, dtype=jnp.uint32)
 
     def one_digit(i: Int[Array, ""], found: UInt[Array, " B"]) -> UInt[Array, " B"]:
@@ -217,7 +230,7 @@ def _threshold_of_parts(
         # Of falling sums, which they are in floats too when all are made in one order: as many digits are low enough as the largest that is.
         return found | (jnp.sum(mass >= enough[:, None], axis=1, dtype=jnp.uint32) << shift)
 
-    return jax.lax.fori_loop(0, 32 // num_bits, one_digit, jnp.zeros(order.shape[0], jnp.uint32))
+    return jax.lax.fori_loop(0, 32 // num_bits, one_digit, jnp.zeros(order.shape[0], jnp.uint32), unroll=not is_cpu)
 
 
 def _uniform(seed: UInt[Array, "B 2"], num_generated: Int[Array, " B"]) -> Float[Array, " B"]:

@@ -1,5 +1,7 @@
 """The sampler against a plain model of it, on one device and with the vocabulary split over several."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from jax.sharding import PartitionSpec, reshard
 from jaxinfer.layers.argmax import argmax_of_columns, argmax_of_rows
 from jaxinfer.layers.vocabulary import Part, over_parts
 from jaxinfer.request import RequestError, SamplingParams
+from jaxinfer.sampling import sampler
 from jaxinfer.sampling.counting import TokenCounts, reset, reset_arguments
 from jaxinfer.sampling.params import neutral_rows, set_row
 from jaxinfer.sampling.penalties import add_sampled
@@ -21,14 +24,17 @@ DRAWS = 8192
 END_TOKENS = [7, 299]
 
 
-@pytest.fixture(params=[1, 3], ids=["whole", "three parts"], autouse=True)
-def num_parts(request):
+@pytest.fixture(params=["whole", "whole, as on a GPU", "three parts"], autouse=True)
+def num_parts(request, monkeypatch):
     """Over how many devices the vocabulary is split."""
-    if request.param == 1:
+    run.clear_cache()
+    if request.param == "whole, as on a GPU":
+        monkeypatch.setattr(sampler, "compiled_for", lambda: SimpleNamespace(platform="gpu"))
+    if request.param != "three parts":
         yield 1
         return
-    with jax.set_mesh(make_mesh(range(request.param))):
-        yield request.param
+    with jax.set_mesh(make_mesh(range(3))):
+        yield 3
 
 
 def split(arrays, dimension: int = 1):
