@@ -11,6 +11,14 @@ from jaxtyping import Array, Float
 from jaxinfer.layers.matrices import MatrixFormat, weight
 
 
+def inverse_rms(wide: Float[Array, "*T D"], epsilon: float, factor: float = 1) -> Float[Array, "*T 1"]:
+    """1 / sqrt(mean square * factor + epsilon)."""
+    square = wide * wide if factor == 1 else wide * wide * factor
+    # Nothing but the root is left to do with the sum: of one row that is a scalar, and other arithmetic with it keeps XLA from normalising in
+    # one launch on a GPU.
+    return jax.lax.rsqrt(jnp.sum((square + epsilon) * (1 / wide.shape[-1]), axis=-1, keepdims=True))
+
+
 class RMSNorm(nnx.Module):
     """Root mean square norm (arXiv:1910.07467), computed in float32 whatever x's type."""
 
@@ -20,11 +28,11 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         wide = x.astype(jnp.float32)
-        wide = wide * jax.lax.rsqrt(self._mean_square(wide) + self.epsilon)
+        wide = wide * self._inverse_rms(wide)
         return wide.astype(x.dtype) * self.scale[...].astype(x.dtype)
 
-    def _mean_square(self, wide: Float[Array, "T D"]) -> Float[Array, "T 1"]:
-        return jnp.mean(wide * wide, axis=-1, keepdims=True)
+    def _inverse_rms(self, wide: Float[Array, "T D"]) -> Float[Array, "T 1"]:
+        return inverse_rms(wide, self.epsilon)
 
 
 class HeadsRMSNorm(RMSNorm):
@@ -42,9 +50,8 @@ class HeadsRMSNorm(RMSNorm):
         wide = jax.lax.reshape(x, (num_tokens, num_heads * head_size), out_sharding=flat)
         return jax.lax.reshape(super().__call__(wide), x.shape, out_sharding=apart)
 
-    def _mean_square(self, wide: Float[Array, "T D"]) -> Float[Array, "T 1"]:
-        of_all = super()._mean_square(wide)
-        return of_all if self.too_many == 1 else of_all * self.too_many
+    def _inverse_rms(self, wide: Float[Array, "T D"]) -> Float[Array, "T 1"]:
+        return inverse_rms(wide, self.epsilon, self.too_many)
 
 
 class OffsetRMSNorm(RMSNorm):
@@ -52,7 +59,7 @@ class OffsetRMSNorm(RMSNorm):
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         wide = x.astype(jnp.float32)
-        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
+        wide = wide * self._inverse_rms(wide)
         return (wide * (1 + self.scale[...].astype(jnp.float32))).astype(x.dtype)
 
 
@@ -67,5 +74,5 @@ class LayerNorm(nnx.Module):
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         wide = x.astype(jnp.float32)
         wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
-        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
+        wide = wide * inverse_rms(wide, self.epsilon)
         return (wide * self.scale[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)).astype(x.dtype)

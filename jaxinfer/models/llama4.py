@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -17,7 +16,7 @@ from jaxinfer.layers.attention import Attend, AttendInLayers, Attention, How
 from jaxinfer.layers.matrices import MatrixFormat
 from jaxinfer.layers.mlp import GatedMLP
 from jaxinfer.layers.moe import MixtureOfExperts
-from jaxinfer.layers.norm import RMSNorm
+from jaxinfer.layers.norm import RMSNorm, inverse_rms
 from jaxinfer.layers.parts import axis_of_tokens
 from jaxinfer.layers.rope import CosSin, angles, inverse_frequencies, rotate, rotated_amplitude
 from jaxinfer.models.base import run_blocks
@@ -182,7 +181,7 @@ def _temper(positions: Int[Array, " T"], floor: float, growth: float) -> Float[A
 
 def _normalised(x: Float[Array, "T N H"], epsilon: float) -> Float[Array, "T N H"]:
     wide = x.astype(jnp.float32)
-    return (wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)).astype(x.dtype)
+    return (wide * inverse_rms(wide, epsilon)).astype(x.dtype)
 
 
 def _routing(config: Mapping[str, Any]) -> Routing:

@@ -1,5 +1,4 @@
-"""What attention kernels for GPUs have in common: how scores are counted, how tiles go through stages of shared memory, and how shares of a
-context are put together."""
+"""What attention kernels for GPUs have in common: how scores are counted, and how tiles go through stages of shared memory."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 LOG2_E = math.log2(math.e)  # exponents are of 2
 NOTHING = -1e30  # a score that counts for nothing; -inf less itself would be NaN
@@ -29,9 +28,3 @@ def drain(consumed: Sequence[Any], num_tiles: Int[Array, ""], stages: int) -> No
     def _wait(i: Array) -> None:
         for barrier in consumed:
             plgpu.barrier_wait(barrier.at[lax.rem(i, stages)])
-
-
-def together(out: Float[Array, "*A S *B V"], weight: Float[Array, "*A S *B"], axis: int) -> Float[Array, "*A *B V"]:
-    """Results of S shares of a context, along this axis, each with the log2 of its softmax's denominator (Flash-Decoding)."""
-    shares = jnp.exp2(weight - weight.max(axis, keepdims=True))
-    return (out.astype(jnp.float32) * (shares / shares.sum(axis, keepdims=True))[..., None]).sum(axis)

@@ -24,9 +24,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.mosaic.attention import LOG2_E, drain, together, wait_if
+from pallas_kernels.mosaic.attention import LOG2_E, drain, wait_if
 from pallas_kernels.mosaic.card import card_of, compiled_for
 from pallas_kernels.mosaic.in_place import kernel_in_place
+from pallas_kernels.mosaic.shares import together
+from pallas_kernels.mosaic.warp_products import TILE_ROWS
 from pallas_kernels.mosaic.warpgroup import ROWS, Warpgroup, interleaved
 from pallas_kernels.page_write import write
 from pallas_kernels.paged_attention.mosaic_multiplier import Multiplier, Options, Part
@@ -144,10 +146,15 @@ def _attend(
     options = Options(num_queries, tokens, value_size, pool_is_finite, span, soft_cap)
     body = _Body(Warpgroup(interpreted, card_of(compiled_for()).has_wgmma), tiling, page_size, page_table.shape[1], options)
     out, weight = body.call(rows, kv_pages, scales, layer, page_table, kv_len, new)
+    out = out[..., :num_queries, :]
+    if tiling.splits > 1:
+        shares = out.reshape(tiling.splits, -1, *out.shape[3:]), weight.reshape(tiling.splits, -1, weight.shape[-1])
+        out = together(body.warpgroup, *shares, rows.dtype).reshape(out.shape[1:])
+    else:
+        out = out[0]
     weight = weight[..., :num_queries]
-    out = together(out[:, :, :, :num_queries], weight, axis=2) if tiling.splits > 1 else out[:, :, 0, :num_queries]
     # Of shares: where none has a token the largest is about NOTHING, and so is what they come to.
-    lse = (weight.max(2) + jnp.log2(jnp.exp2(weight - weight.max(2, keepdims=True)).sum(2))) / LOG2_E
+    lse = (weight.max(0) + jnp.log2(jnp.exp2(weight - weight.max(0)).sum(0))) / LOG2_E
     if kv_scales is not None:
         out = out.astype(jnp.float32) * kv_scales[layer, -1][:, None, None]
     if tokens > 1:  # a token before the context's first has seen nothing, which the softmax shares out to all
@@ -171,9 +178,14 @@ class _Body:
         hold anything; no row's result depends on another's."""
         return padded(self.options.num_queries)
 
+    @property
+    def num_results(self) -> int:
+        """Rows of them that are written: the queries' alone, where one block has them all."""
+        return self.num_rows if num_row_tiles(self.num_rows) > 1 else self.options.num_queries
+
     def call(
         self, rows: Array, kv_pages: Any, scales: Array, layer: Array, page_table: Array, kv_len: Array, new: NewTokens | None
-    ) -> tuple[Float[Array, "B K S R V"], Float[Array, "B K S R"]]:
+    ) -> tuple[Float[Array, "S B K R V"], Float[Array, "S B K W"]]:
         batch, num_kv_heads, _, head_size = rows.shape
         tiling, num_rows, dtype = self.tiling, self.num_rows, kv_pages.dtype
         value_size = self.options.value_size or head_size
@@ -181,7 +193,9 @@ class _Body:
         tiles = plgpu.SMEM((tiling.stages, tiling.tokens, head_size), dtype, transforms=interleaved(head_size, dtype))
         num_parts = self._num_parts(value_size)
         out_shape = (num_parts, ROWS, value_size // num_parts)
-        out_tile = plgpu.SMEM(out_shape, out_dtype, transforms=interleaved(out_shape[-1], out_dtype))
+        # Rows that are no whole tiles are copied from where they lie one after the other.
+        are_tiles = self.num_results % TILE_ROWS == 0
+        out_tile = plgpu.SMEM(out_shape, out_dtype, transforms=interleaved(out_shape[-1], out_dtype) if are_tiles else ())
         turns = tiling.warpgroups
         totals = (
             plgpu.SMEM((turns - 1, ROWS, value_size), jnp.float32, transforms=interleaved(value_size, jnp.float32))
@@ -210,8 +224,8 @@ class _Body:
             self._kernel,
             "paged_attention",
             out_type=[
-                jax.ShapeDtypeStruct((batch, num_kv_heads, tiling.splits, num_rows, value_size), out_dtype),
-                jax.ShapeDtypeStruct((batch, num_kv_heads, tiling.splits, num_row_tiles(num_rows) * ROWS), jnp.float32),
+                jax.ShapeDtypeStruct((tiling.splits, batch, num_kv_heads, self.num_results, value_size), out_dtype),
+                jax.ShapeDtypeStruct((tiling.splits, batch, num_kv_heads, num_row_tiles(num_rows) * ROWS), jnp.float32),
             ],
             grid=(tiling.splits, num_kv_heads * num_row_tiles(num_rows), batch),
             grid_names=("share", "tile", "request"),
@@ -228,7 +242,7 @@ class _Body:
         request, tile, share = (lax.axis_index(name) for name in ("request", "tile", "share"))
         head = lax.div(tile, num_row_tiles(self.num_rows))
         first_row = pl.multiple_of(lax.rem(tile, num_row_tiles(self.num_rows)) * ROWS, ROWS)
-        rows = pl.ds(first_row, min(self.num_rows, ROWS))
+        rows, results = (pl.ds(first_row, min(number, ROWS)) for number in (self.num_rows, self.num_results))
         pool, context = kv.at[layer[0]], kv_len[request]
         part = Part.of_share(self.options, context, share, self.tiling, num_new=0 if new_at is None else 1)
         num_parts, turns = self._num_parts(out.shape[-1]), self.tiling.warpgroups
@@ -242,7 +256,7 @@ class _Body:
 
             @pl.when(lax.axis_index("warpgroup") == index)
             def _multiply(index: int = index) -> None:
-                goes_to = out.at[request, head, share, rows], weight.at[request, head, share, pl.ds(first_row, ROWS)]
+                goes_to = out.at[share, request, head, results], weight.at[share, request, head, pl.ds(first_row, ROWS)]
                 about_call, about_block = (self.warpgroup, self.tiling, self.options), (part, first_row)
                 multiplier = Multiplier(*about_call, *about_block, index // turns, num_parts, index % turns, scales[head], token)
                 multiplier.run(q.at[request, head, rows], *goes_to, **scratch)

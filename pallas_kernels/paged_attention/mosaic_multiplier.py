@@ -121,7 +121,7 @@ class Multiplier:
         if self.index == 0:
             weight_tile[...] = top + jnp.log2(sum_)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(out_tile.at[self.index, rows], out.at[:, columns])
+        plgpu.copy_smem_to_gmem(out_tile.at[self.index, pl.ds(0, out.shape[0])], out.at[:, columns])
         if self.index == 0:
             plgpu.copy_smem_to_gmem(weight_tile, weight)
         plgpu.wait_smem_to_gmem(0)

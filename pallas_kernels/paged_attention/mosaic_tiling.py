@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.mosaic.card import Card, card_of, compiled_for
 from pallas_kernels.mosaic.tuned import tuned
+from pallas_kernels.mosaic.warp_products import TILE_ROWS
 from pallas_kernels.mosaic.warpgroup import ROWS
 
 _MOST_STAGES = 8
@@ -15,7 +16,6 @@ _SHORTEST_SHARE = 256  # tokens that are worth a block
 _LARGEST_HEAD = 256  # columns that a warpgroup has registers to sum up
 _LARGEST_LATENT = 576
 _RESERVED = 4096  # bytes of shared memory for barriers and alignment
-_ROW_TILE = 8  # rows of shared memory are copied by eights
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def num_row_tiles(group: int) -> int:
 
 def padded(group: int) -> int:
     """Rows that those queries are, with what follows them up to a whole tile of shared memory, or to a block's tile where they are several."""
-    unit = _ROW_TILE if group <= ROWS else ROWS
+    unit = TILE_ROWS if group <= ROWS else ROWS
     return -(-group // unit) * unit
 
 

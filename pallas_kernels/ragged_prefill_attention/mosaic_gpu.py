@@ -21,8 +21,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.mosaic.attention import LOG2_E, NOTHING, drain, together, wait_if
+from pallas_kernels.mosaic.attention import LOG2_E, NOTHING, drain, wait_if
 from pallas_kernels.mosaic.card import Card, card_of, compiled_for
+from pallas_kernels.mosaic.shares import together
 from pallas_kernels.mosaic.tuned import tuned
 from pallas_kernels.mosaic.warpgroup import ROWS, Warpgroup, interleaved
 from pallas_kernels.ragged_prefill_attention.mosaic_work import (
@@ -95,7 +96,7 @@ def ragged_prefill_attention(
     out, *weights = body.call(q.astype(kv_pages.dtype), kv_pages, layer, page_table, jnp.stack(work, axis=1))
     if not weights:
         return out[0].astype(q.dtype)
-    return together(out, of_tokens(weights[0], work, num_tokens, tiling, piece), axis=0).astype(q.dtype)
+    return together(body.warpgroup, out, of_tokens(weights[0], work, num_tokens, tiling, piece), q.dtype)
 
 
 @dataclass(frozen=True)

@@ -87,8 +87,14 @@ def compile_for(target, card) -> Compile:
 
 
 def num_kernels(compiled: jax.stages.Compiled) -> int:
-    """Mosaic GPU kernels in a program, as often as they are called."""
-    return compiled.as_text().count('custom_call_target="mosaic_gpu')
+    """Mosaic GPU kernels in a program, as often as they are called, but for those that put shares of a context together."""
+    return len(re.findall(r'custom_call_target="mosaic_gpu.*op_name="(?!\S*/together/)', compiled.as_text()))
+
+
+def launches(compiled: jax.stages.Compiled) -> int:
+    """Launches of a program, but for those of what it calls."""
+    text = compiled.as_text()
+    return len(re.findall(r" (?:fusion|custom-call)\(", text[text.index("\nENTRY ") :]))
 
 
 def makers(compiled: jax.stages.Compiled, shape: tuple[int, ...]) -> set[str]:

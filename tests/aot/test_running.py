@@ -8,6 +8,7 @@ import pytest
 from tests.kernels import test_grouped_matmul as grouped_matmul
 from tests.kernels import test_paged_attention_gpu as paged_attention
 from tests.kernels import test_ragged_prefill_attention_gpu as ragged_prefill_attention
+from tests.kernels import test_shares as shares
 from tests.kernels import test_write_and_attend_gpu as write_and_attend
 
 pytestmark = [pytest.mark.aot, pytest.mark.usefixtures("run_as_compiled")]
@@ -19,6 +20,7 @@ test_decode_attention_over_float8_pages = paged_attention.test_float8_pages_are_
 test_prefill_attention_of_any_requests = ragged_prefill_attention.test_requests_of_any_length_in_any_order
 test_prefill_attention_over_shares = ragged_prefill_attention.test_shares_of_a_context_are_put_together
 test_writing_with_decode_attention = write_and_attend.test_contexts_that_end_anywhere_in_a_page_and_in_a_tile
+test_putting_shares_together = shares.test_each_counts_for_what_it_weighs
 test_products_with_experts_in_shares = grouped_matmul.test_the_gpus_kernel_with_one_experts_rows_and_with_few_and_with_none
 
 

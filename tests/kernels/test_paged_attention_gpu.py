@@ -67,6 +67,7 @@ def test_shares_of_a_context_are_put_together():
     check((300, 70, 0), tiling=Tiling(64, 2, 3))
     check((300,), tiling=Tiling(64, 3, 2, warpgroups=1))
     check((300,), tiling=Tiling(64, 1, 2, warpgroups=1))
+    check((300, 0), tiling=Tiling(64, 2, 3), head_size=128)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,47 @@
+"""Shares of a context that several blocks attended over, put together (Flash-Decoding, pytorch.org/blog/flash-decoding)."""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from pallas_kernels.mosaic.warpgroup import Warpgroup
+
+_THREADS = 128  # of a warpgroup: each has as many columns as another
+
+
+def together(warpgroup: Warpgroup, out: Float[Array, "S X G V"], weight: Float[Array, "S X W"], dtype: jnp.dtype) -> Float[Array, "X G V"]:
+    """The mean of S shares' results, each weighed by 2 to its `weight`, the log2 of its softmax's denominator; of W weights the first G count."""
+    num_groups, group, columns = out.shape[1:]
+    if columns % _THREADS:
+        return _by_xla(out, weight[..., :group]).astype(dtype)
+    kernel = warpgroup.kernel(
+        _kernel,
+        "together",
+        out_type=jax.ShapeDtypeStruct((num_groups, group, columns), dtype),
+        grid=(num_groups, group),
+        grid_names=("group", "row"),
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+    )
+    return kernel(out, weight)
+
+
+def _kernel(out: Any, weight: Any, result: Any) -> None:
+    """A row; XLA would make three launches of it."""
+    group, row = lax.axis_index("group"), lax.axis_index("row")
+    weights = [weight[share, group, row] for share in range(len(out))]
+    top = reduce(jnp.maximum, weights)
+    factors = [jnp.exp2(weight - top) for weight in weights]
+    total = sum(out[share, group, row].astype(jnp.float32) * factor for share, factor in enumerate(factors))
+    result[group, row] = (total / sum(factors)).astype(result.dtype)
+
+
+def _by_xla(out: Float[Array, "S X G V"], weight: Float[Array, "S X G"]) -> Float[Array, "X G V"]:
+    factors = jnp.exp2(weight - weight.max(0))
+    return (out.astype(jnp.float32) * (factors / factors.sum(0))[..., None]).sum(0)
