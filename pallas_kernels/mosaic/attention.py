@@ -13,7 +13,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int
 
 LOG2_E = math.log2(math.e)  # exponents are of 2
-NOTHING = -1e30  # a score that counts for nothing; -inf less itself would be NaN
+# A score that counts for nothing, and what the largest of a row is before it has any that counts. The first is far below the second, whatever more
+# than SMALLEST_FACTOR scores are multiplied by: less each other they are nothing too. (-inf less itself would be NaN, and so, where the
+# product and the difference are rounded at once, would be what is made of the one less the same.)
+NOTHING, LOWEST = -3e38, -1e30
+SMALLEST_FACTOR = 1e-8
 
 
 def wait_if(condition: Array, barrier: Any) -> None:

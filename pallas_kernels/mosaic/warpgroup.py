@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams  # public from JAX 0.11 on
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu.fragmented_array import Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
@@ -79,6 +80,15 @@ class Warpgroup:
         """[ROWS] or [ROWS, X] of shared memory."""
         layout = plgpu.Layout.WGMMA if len(ref.shape) == 2 else plgpu.Layout.WGMMA.reduce(1)
         return ref[...] if self.interpreted else load_as(layout, ref, optimized=False)
+
+    def load_to_widen(self, ref: Any) -> Array:
+        """[ROWS, X] of bytes of shared memory, X a multiple of 32, to be stored there as 16 bits: each thread has eights that lie together, and as many
+        threads as there may be have a row, so that neither meets in a bank."""
+        if self.interpreted:
+            return ref[...]
+        lanes = next(lanes for lanes in (16, 8, 4) if ref.shape[1] % (8 * lanes) == 0)
+        tiling = Tiling(((ROWS, 8 * lanes), (16, 8 * lanes), (32 // lanes, 8 * lanes), (8,)))
+        return load_as(plgpu.Layout.TILED(tiling, warp_dims=(-7,), lane_dims=(-3, -2), vector_dim=-1), ref)
 
     def times_transposed(self, a: Any, b: Any, meanwhile: Callable[[], None] = lambda: None) -> Float[Array, "64 X"]:
         """a @ b.T in float32, of a[ROWS, H] and b[X, H] in shared memory; `meanwhile` runs while the product does."""

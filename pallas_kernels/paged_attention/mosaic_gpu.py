@@ -34,7 +34,7 @@ from pallas_kernels.page_write import write
 from pallas_kernels.paged_attention.mosaic_multiplier import Multiplier, Options, Part
 from pallas_kernels.paged_attention.mosaic_new_token import NewToken, NewTokens
 from pallas_kernels.paged_attention.mosaic_tiling import Tiling, num_row_tiles, padded, tiling_for
-from pallas_kernels.paged_attention.tokens import by_kv_head, by_token, ends_of_rows, num_tokens
+from pallas_kernels.paged_attention.tokens import by_kv_head, by_token, num_tokens
 from pallas_kernels.span import EVERYTHING, Span
 
 _COLUMNS = 256  # of the result that a warpgroup has registers to sum up
@@ -90,7 +90,7 @@ def paged_attention_and_lse(
     tiling: Tiling | None = None,
     interpreted: bool = False,
 ) -> tuple[Float[Array, "B *T N V"], Float[Array, "B *T N"]]:
-    """See op.py. `interpreted`: by JAX's interpreter on a CPU."""
+    """See op.py. `interpreted`: by JAX's interpreter on a CPU. Raises `ValueError` for a scale that the kernel can't have."""
     return _attend(
         q,
         kv_pages,
@@ -132,6 +132,8 @@ def _attend(
     value_size: int | None = None,
     new: NewTokens | None = None,
 ) -> tuple[Float[Array, "B *T N V"], Float[Array, "B *T N"]]:
+    if scale <= 0:
+        raise ValueError(f"paged_attention: for mosaic_gpu scale {scale} must be positive")
     num_kv_heads, page_size = kv_pages.shape[3:5]
     dtype, tokens = kv_pages.dtype, num_tokens(q)
     factor = jnp.float16 if dtype.itemsize == 1 else dtype  # what is multiplied: float8 is converted to no other type
@@ -153,12 +155,10 @@ def _attend(
     else:
         out = out[0]
     weight = weight[..., :num_queries]
-    # Of shares: where none has a token the largest is about NOTHING, and so is what they come to.
+    # Of shares: where none has a token the largest is about LOWEST, and so is what they come to.
     lse = (weight.max(0) + jnp.log2(jnp.exp2(weight - weight.max(0)).sum(0))) / LOG2_E
     if kv_scales is not None:
         out = out.astype(jnp.float32) * kv_scales[layer, -1][:, None, None]
-    if tokens > 1:  # a token before the context's first has seen nothing, which the softmax shares out to all
-        out = jnp.where(ends_of_rows(kv_len, num_queries, tokens)[:, None, :, None] > 0, out, 0)
     return by_token(out, q).astype(q.dtype), by_token(lse, q)
 
 

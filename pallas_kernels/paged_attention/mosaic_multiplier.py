@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from pallas_kernels.mosaic.attention import LOG2_E, NOTHING
+from pallas_kernels.mosaic.attention import LOG2_E, LOWEST, NOTHING, SMALLEST_FACTOR
 from pallas_kernels.mosaic.in_place import spread
 from pallas_kernels.mosaic.warpgroup import ROWS, Warpgroup
 from pallas_kernels.paged_attention.mosaic_new_token import NewToken
@@ -129,12 +129,12 @@ class Multiplier:
     def _start(self, size: int, q_tile: Any, new: tuple[Array, Array] | None) -> Sums:
         """What there is before the first tile: nothing, or the new token where the block attends to it."""
         warpgroup = self.warpgroup
-        nothing = warpgroup.full((ROWS, size), 0.0), warpgroup.full((ROWS,), NOTHING), warpgroup.full((ROWS,), 0.0)
+        nothing = warpgroup.full((ROWS, size), 0.0), warpgroup.full((ROWS,), LOWEST), warpgroup.full((ROWS,), 0.0)
         if new is None or self.new is None:
             return nothing
         key, value = (spread(warpgroup, row, ROWS) for row in new)
-        score = self._capped((warpgroup.load(q_tile).astype(jnp.float32) * key).sum(axis=1))
-        token = value, score, warpgroup.full((ROWS,), 1.0)
+        score, factor = self._capped((warpgroup.load(q_tile).astype(jnp.float32) * key).sum(axis=1))
+        token = value, score * factor, warpgroup.full((ROWS,), 1.0)
         total, top, sum_ = (jnp.where(self.new.is_here, a, b) for a, b in zip(token, nothing, strict=True))
         return total, top, sum_
 
@@ -149,13 +149,13 @@ class Multiplier:
             stage, position = lax.rem(tile, tiling.stages), (self.part.start + tile) * tokens
             plgpu.barrier_wait(arrivals[0].at[stage])
             key_tile = self._widened(keys.at[stage], wide[0]) if wide else keys.at[stage]
-            scores = self._capped(warpgroup.times_transposed(q_tile, key_tile))
+            scores, factor = self._capped(warpgroup.times_transposed(q_tile, key_tile))
             if values:
                 plgpu.barrier_arrive(consumed[0].at[stage])
             scores = jnp.where(self._is_seen(warpgroup.iota((ROWS, tokens), 1), position), scores, NOTHING)
-            new_top = jnp.maximum(top, scores.max(axis=1))
+            new_top = jnp.maximum(top, scores.max(axis=1) * factor)
             shrink = jnp.exp2(top - new_top)
-            weights = jnp.exp2(scores - lax.broadcast_in_dim(new_top, scores.shape, [0]))
+            weights = jnp.exp2(scores * factor - lax.broadcast_in_dim(new_top, scores.shape, [0]))
             sum_ = sum_ * shrink + weights.sum(axis=1)
             total = total * lax.broadcast_in_dim(shrink, total.shape, [0])
             if values:
@@ -181,11 +181,11 @@ class Multiplier:
         total += other_total * lax.broadcast_in_dim(other_shrink, total.shape, [0])
         return total, new_top, sum_ * shrink + other_sum * other_shrink
 
-    def _capped(self, scores: Array) -> Array:
-        """Products as exponents of 2."""
+    def _capped(self, products: Array) -> tuple[Array, Array | float]:
+        """Scores, and what makes them exponents of 2. A float8 pool's keys may be scaled by 0."""
         if self.options.soft_cap is None:
-            return scores * (self.scale * LOG2_E)
-        return jnp.tanh(scores * (self.scale / self.options.soft_cap)) * (self.options.soft_cap * LOG2_E)
+            return products, jnp.maximum(self.scale * LOG2_E, SMALLEST_FACTOR)
+        return jnp.tanh(products * (self.scale / self.options.soft_cap)), self.options.soft_cap * LOG2_E
 
     # What is the same for a whole tile stands on one side, as a scalar: added to every place it takes registers, which ptxas then spills.
 
@@ -218,7 +218,7 @@ class Multiplier:
 
     def _widened(self, tile: Any, wide: Any) -> Any:
         """A tile of float8 as the products take it."""
-        wide[...] = self.warpgroup.load(tile).astype(wide.dtype)
+        wide[...] = self.warpgroup.load_to_widen(tile).astype(wide.dtype)
         plgpu.commit_smem()
         return wide
 

@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.mosaic.attention import LOG2_E, NOTHING, drain, wait_if
+from pallas_kernels.mosaic.attention import LOG2_E, LOWEST, NOTHING, SMALLEST_FACTOR, drain, wait_if
 from pallas_kernels.mosaic.card import Card, card_of, compiled_for
 from pallas_kernels.mosaic.shares import together
 from pallas_kernels.mosaic.tuned import tuned
@@ -252,7 +252,7 @@ class _Body:
             return total, top, sum_
 
         pl.when(index == 1)(take_turn)  # half a tile behind the other
-        carry = warpgroup.full((ROWS, head_size), 0.0), warpgroup.full((ROWS,), NOTHING), warpgroup.full((ROWS,), 0.0)
+        carry = warpgroup.full((ROWS, head_size), 0.0), warpgroup.full((ROWS,), LOWEST), warpgroup.full((ROWS,), 0.0)
         if self.span != EVERYTHING:
             carry = lax.fori_loop(0, work.whole, lambda i, carry: one(i, carry, is_whole=False), carry)
         carry = lax.fori_loop(work.whole, work.edge, lambda i, carry: one(i, carry, is_whole=True), carry)
@@ -265,7 +265,7 @@ class _Body:
         rows[...] = jnp.where(self._query((ROWS, head_size), index) < work.num_queries, total, 0).astype(rows.dtype)
         for weight in weights:
             is_query = ((warpgroup.places() + index * ROWS) & (self.tiling.queries - 1)) < work.num_queries
-            weight[...] = jnp.where(is_query, top + jnp.log2(sum_), NOTHING)  # a row that is no query may be NaN
+            weight[...] = jnp.where(is_query, top + jnp.log2(sum_), LOWEST)  # a row that is no query may be NaN
         plgpu.commit_smem()
         for place in range(0, ROWS, self.piece):
             head, offset = _divmod(index * ROWS + place, self.tiling.queries)
@@ -288,7 +288,7 @@ class _Body:
     def _capped(self, scores: Array) -> tuple[Array, float]:
         """Scores, and what makes them exponents of 2."""
         if self.soft_cap is None:
-            return scores, self.scale * LOG2_E
+            return scores, max(self.scale * LOG2_E, SMALLEST_FACTOR)
         return jnp.tanh(scores * (self.scale / self.soft_cap)), self.soft_cap * LOG2_E
 
     def _is_seen(self, position: Array, key: Array, index: Array) -> Array:

@@ -112,14 +112,23 @@ def test_pages_before_a_span_are_not_read():
     np.testing.assert_allclose(found.astype(jnp.float32), expected.astype(jnp.float32), atol=0.02)
 
 
-@pytest.mark.parametrize("is_finite", [False, True])
-def test_float8_pages_are_widened_and_scaled(is_finite):
+def test_a_scale_that_turns_scores_around_is_refused():
+    kv, table = poisoned_pool(np.random.default_rng(2), (5,), 1, 16, 64)
+    arguments = jnp.zeros((1, 1, 64), jnp.bfloat16), jnp.asarray(kv, jnp.bfloat16), jnp.int32(0), jnp.asarray(table), jnp.full(1, 5)
+    with pytest.raises(ValueError, match="scale -1 must be positive"):
+        paged_attention_and_lse(*arguments, scale=-1, pool_is_finite=False, tiling=Tiling(64, 2, 1), interpreted=True)
+
+
+@pytest.mark.parametrize(("is_finite", "head_size"), [(False, 64), (True, 96), (True, 128)])
+def test_float8_pages_are_widened_and_scaled(is_finite, head_size):
+    """A head's keys by 0, so that all tokens count the same, but for those that are none."""
     random, context, num_kv_heads = np.random.default_rng(2), (70, 5), 2
-    kv, table = poisoned_pool(random, context, num_kv_heads, 16, 64)
+    kv, table = poisoned_pool(random, context, num_kv_heads, 16, head_size)
     scales = jnp.asarray(random.uniform(0.01, 0.1, (len(kv), 2, num_kv_heads)), jnp.float32)
     kv = jnp.asarray(np.nan_to_num(kv) if is_finite else kv)
     narrow = (kv / scales[:, :, None, :, None, None]).astype(jnp.float8_e4m3fn)
-    q = jnp.asarray(random.standard_normal((2, 6, 64)), jnp.bfloat16)
+    scales = scales.at[:, 0, 1].set(0)
+    q = jnp.asarray(random.standard_normal((2, 6, head_size)), jnp.bfloat16)
     arguments = q, narrow, jnp.int32(LAYER), jnp.asarray(table), jnp.asarray(context, jnp.int32)
     options = {"scale": 0.125, "pool_is_finite": is_finite, "kv_scales": scales}
     expected = op(q.astype(jnp.float32), *arguments[1:], backend="reference", **options)

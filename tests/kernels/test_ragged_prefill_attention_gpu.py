@@ -66,6 +66,14 @@ def test_shares_of_a_context_are_put_together(splits, options):
     check(inputs, Tiling(2, 64, 2), splits=splits, **options)
 
 
+@pytest.mark.parametrize("scale", [0.0625, 0.08838835, 0.125])
+def test_queries_that_see_nothing_of_a_tile_before_others(scale):
+    """What counts for nothing is as large as numbers get, and products of it with a scale are rounded, up or down."""
+    inputs = arguments((0,), (100,), (120,), 128, unused=0)
+    check(inputs, Tiling(1, 64, 2), query_tile=64, span=Span(window=50), scale=scale)
+    check(inputs, Tiling(1, 64, 2), query_tile=64, splits=3, scale=scale)
+
+
 @pytest.mark.parametrize("span", [Span(window=40), Span(chunk=250)])
 def test_pages_before_a_span_are_not_read(span):
     """Promised finite, yet NaN: a weight of 0 would bring it out."""

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.mosaic.attention import NOTHING
+from pallas_kernels.mosaic.attention import LOWEST
 from pallas_kernels.mosaic.shares import together
 from pallas_kernels.mosaic.warpgroup import Warpgroup
 
@@ -16,7 +16,7 @@ def test_each_counts_for_what_it_weighs(num_shares, columns, dtype):
     random = np.random.default_rng(columns)
     out = random.normal(size=(num_shares, 4, 3, columns)).astype(np.float32)
     weight = random.uniform(-40, 40, (num_shares, 4, 8)).astype(np.float32)
-    weight[1:, 2], weight[:, 1, 2], weight[..., 3:] = NOTHING, NOTHING, np.nan
+    weight[1:, 2], weight[:, 1, 2], weight[..., 3:] = LOWEST, LOWEST, np.nan
     found = jax.jit(lambda *shares: together(Warpgroup(interpreted=True), *shares, dtype))(out, weight)
     factors = np.exp2((weight - weight.max(0))[..., :3, None].astype(np.float64))
     assert found.dtype == dtype

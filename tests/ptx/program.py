@@ -22,7 +22,9 @@ def steps_of(ptx: str) -> list[Step]:
     # And so does a product, from what says whether it adds to what there is.
     body = re.sub(r"\{\s*\.reg \.pred p; setp\.ne\.b32 p, (\S+), 0; (wgmma[^;]*), p, ([^;]*);\s*\}", r"\2, \1, \3;", body)
     body = re.sub(r"^\s*[{}]\s*$", "", body, flags=re.MULTILINE)
-    body = re.sub(r"\bresult_pair(\d+)", r"%rpair\1", body)  # a name of inline assembly's own
+    # Names of inline assembly's own, of 32 bits and of 16.
+    body = re.sub(r"\bresult_pair(\d+)", r"%rpair\1", body)
+    body = re.sub(r"\bsource_pair(\d+)", r"%rspair\1", body)
     body = re.sub(r"\$L__tmp\d+:|\$L__func_\w+:", "", body)
     labels: dict[str, int] = {}
     lines: list[str] = []
