@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Int
 
-from pallas_kernels.grouped_matmul.formats import LINE, OUTPUTS, WORDS, Fp8, Int4, Weights, fp8_tile, int4_tile, shape_of
+from pallas_kernels.grouped_matmul.formats import INPUTS, LINE, OUTPUTS, WORDS, Fp8, Int4, Weights, fp8_tile, int4_tile, shape_of
 from pallas_kernels.grouped_matmul.mosaic_unpack import HALF, Halves, fp8_in_registers, int4_in_registers
 from pallas_kernels.grouped_matmul.work import Piece, Work, num_pieces, piece, tile_for, work_for
 from pallas_kernels.mosaic.card import Card, card_of, compiled_for
@@ -28,6 +28,7 @@ from pallas_kernels.mosaic.tuned import tuned
 from pallas_kernels.mosaic.warpgroup import ROWS, Turned, Warpgroup, interleaved
 
 _MULTIPLIERS = OUTPUTS // ROWS  # warpgroups
+_FEW = 16  # rows: that leave shared memory for two tiles of packed weights a step, which is then nearly twice the work for each wait and each copy
 _SMALLEST = 8  # rows of a tile: tiles begin at multiples of as many, since the copy engine finds rows by eights, and zeros past the eighth
 
 
@@ -45,22 +46,24 @@ class Tiling:
 def tiling_for(num_rows: int, weights: Weights) -> Tiling:
     """What was the quickest on this card; where nothing like it was measured, a tiling that keeps an expert's rows together and fills a
     block's shared memory."""
-    tiles, (num_experts, inputs, outputs) = _tiles_of(weights), shape_of(weights)
+    num_experts, inputs, outputs = shape_of(weights)
     name = "int4" if isinstance(weights, Int4) else "fp8" if isinstance(weights, Fp8) else "bfloat16"
     shape = {"format": name, "experts": num_experts, "inputs": inputs, "outputs": outputs, "rows": num_rows}
     if best := tuned("grouped_matmul", shape):
         return Tiling(**best)
     card = card_of(compiled_for())
     blocks = card.multiprocessors
-    rows = tile_for(num_rows, num_experts, _SMALLEST, 256 if isinstance(tiles, _Plain) else 128)  # accumulators are registers
+    rows = tile_for(num_rows, num_experts, _SMALLEST, 256 if name == "bfloat16" else 128)  # accumulators are registers
+    tiles = tiles_of(weights, rows)
     most_tiles = min(num_rows, num_experts) * (outputs // OUTPUTS) if rows == _SMALLEST else blocks
     splits = max(1, min(blocks // most_tiles, inputs // tiles.step // 8))  # where there are fewer tiles than multiprocessors
     while (stages := _stages(rows, tiles, splits, card)) < 2:
         rows //= 2
+        tiles = tiles_of(weights, rows)
     return Tiling(rows, min(8, stages), splits=splits)
 
 
-def _stages(rows: int, tiles: _Tiles, splits: int, card: Card) -> int:
+def _stages(rows: int, tiles: Tiles, splits: int, card: Card) -> int:
     """That a block's shared memory has room for."""
     stage = rows * tiles.step * 2 + sum(math.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in tiles.shapes)
     return (card.shared_memory - rows * OUTPUTS * _out_dtype(splits).itemsize - 2048) // stage
@@ -83,7 +86,7 @@ def grouped_matmul(
     tiling, card = tiling or tiling_for(num_rows, weights), card_of(compiled_for())
     x = jnp.pad(x, ((0, max(tiling.rows - num_rows, -num_rows % _SMALLEST)), (0, 0)))  # rows are copied by eights
     blocks = tiling.blocks or card.multiprocessors
-    body = _Body(Warpgroup(interpreted, card.has_wgmma), tiling, blocks, _tiles_of(weights), len(x), inputs, outputs)
+    body = _Body(Warpgroup(interpreted, card.has_wgmma), tiling, blocks, tiles_of(weights, tiling.rows), len(x), inputs, outputs)
     out = body.call(x, weights, work_for(group_sizes, len(x), tiling.rows, _SMALLEST))[:, :num_rows]
     return out[0] if tiling.splits == 1 else out.sum(0).astype(x.dtype)
 
@@ -117,57 +120,73 @@ class _Plain:
         return warpgroup.sum_of_products((ROWS, rows.shape[1]), num_steps, one)
 
 
+@dataclass(frozen=True)
 class _Packed:
-    """Tiles of packed weights, and of their scales."""
+    """Tiles of packed weights, and of their scales: so many at once."""
 
-    step = 128
-    shapes: tuple[Any, ...]
+    together: int
     num_copies = 2
+
+    @property
+    def step(self) -> int:
+        return INPUTS * self.together
 
     def transforms(self) -> list[Any]:
         return [(), ()]
 
     def fetch(self, sources: Any, targets: Any, arrival: Any, expert: Array, output_tile: Array, i: Array) -> None:
         for source, target in zip(sources, targets, strict=True):
-            plgpu.copy_gmem_to_smem(source.at[expert, output_tile, i], target, arrival)
+            plgpu.copy_gmem_to_smem(source.at[expert, output_tile, pl.ds(i * self.together, self.together)], target, arrival)
 
 
 class _OfInt4(_Packed):
-    shapes = (((OUTPUTS, WORDS), jnp.int32), ((_MULTIPLIERS, 256), jnp.bfloat16))
+    @property
+    def shapes(self) -> tuple[Any, ...]:
+        return ((self.together, OUTPUTS, WORDS), jnp.int32), ((self.together, _MULTIPLIERS, 256), jnp.bfloat16)
 
     def sum(self, warpgroup: Warpgroup, half: Array, num_steps: Array, tiles: Any, rows: Any, arrived: Any, done: Any) -> Array:
         """As `_Plain.sum`."""
 
         def one(i: Array, multiply: Any) -> None:
             stage = arrived(i)
-            words, scale = tiles[0].at[stage, pl.ds(half * ROWS, ROWS)], tiles[1].at[stage, half]
-            weights = _halves(int4_tile(words[...], scale[...])) if warpgroup.interpreted else int4_in_registers(words, scale)
-            _multiply_halves(warpgroup, multiply, weights, rows.at[stage])
+            for tile in range(self.together):
+                words, scale = tiles[0].at[stage, tile, pl.ds(half * ROWS, ROWS)], tiles[1].at[stage, tile, half]
+                weights = _halves(int4_tile(words[...], scale[...])) if warpgroup.interpreted else int4_in_registers(words, scale)
+                _multiply_halves(multiply, weights, rows.at[stage], tile)
+            warpgroup.wait_for_products()
             done(i)
 
         return warpgroup.sum_of_products((ROWS, rows.shape[1]), num_steps, one)
 
 
 class _OfFp8(_Packed):
-    shapes = (((2 * OUTPUTS, WORDS), jnp.int32), ((LINE,), jnp.float32))
+    @property
+    def shapes(self) -> tuple[Any, ...]:
+        return ((self.together, 2 * OUTPUTS, WORDS), jnp.int32), ((self.together, LINE), jnp.float32)
 
     def sum(self, warpgroup: Warpgroup, half: Array, num_steps: Array, tiles: Any, rows: Any, arrived: Any, done: Any) -> Array:
         """As `_Plain.sum`. A tile's products are scaled rather than its weights: they are fewer, and nothing is rounded."""
         shape = ROWS, rows.shape[1]
 
-        def one(i: Array, total: Array) -> Array:
-            stage = arrived(i)
-            first, second = (tiles[0].at[stage, pl.ds(part * OUTPUTS + half * ROWS, ROWS)] for part in range(2))
+        def of_tile(stage: Array, tile: int) -> Array:
+            first, second = (tiles[0].at[stage, tile, pl.ds(part * OUTPUTS + half * ROWS, ROWS)] for part in range(2))
             if warpgroup.interpreted:
                 weights = _halves(fp8_tile(jnp.concatenate([first[...], second[...]])))
             else:
                 weights = fp8_in_registers(first, second)
-            product = warpgroup.sum_of_products(
-                shape, 1, lambda _, multiply: _multiply_halves(warpgroup, multiply, weights, rows.at[stage])
-            )
-            scale = tiles[1][stage, 0]
+
+            def one(_: Array, multiply: Any) -> None:
+                _multiply_halves(multiply, weights, rows.at[stage], tile)
+                warpgroup.wait_for_products()
+
+            return warpgroup.sum_of_products(shape, 1, one) * tiles[1][stage, tile, 0]
+
+        def one(i: Array, total: Array) -> Array:
+            stage = arrived(i)
+            for tile in range(self.together):
+                total += of_tile(stage, tile)
             done(i)
-            return total + product * scale
+            return total
 
         return lax.fori_loop(0, num_steps, one, warpgroup.full(shape, 0.0))
 
@@ -176,17 +195,18 @@ def _halves(weights: Array) -> Halves:
     return lambda: weights[:, :HALF], lambda: weights[:, HALF:]
 
 
-def _multiply_halves(warpgroup: Warpgroup, multiply: Any, weights: Halves, rows: Any) -> None:
+def _multiply_halves(multiply: Any, weights: Halves, rows: Any, tile: int) -> None:
     for part, of_half in enumerate(weights):
-        multiply(of_half(), rows.at[:, pl.ds(part * HALF, HALF)])
-    warpgroup.wait_for_products()
+        multiply(of_half(), rows.at[:, pl.ds(tile * INPUTS + part * HALF, HALF)])
 
 
-_Tiles = _Plain | _OfInt4 | _OfFp8
+Tiles: TypeAlias = _Plain | _OfInt4 | _OfFp8
 
 
-def _tiles_of(weights: Weights) -> _Tiles:
-    return _OfInt4() if isinstance(weights, Int4) else _OfFp8() if isinstance(weights, Fp8) else _Plain()
+def tiles_of(weights: Weights, rows: int) -> Tiles:
+    """How such weights are multiplied by tiles of so many rows."""
+    together = 2 if rows <= _FEW and shape_of(weights)[1] % (2 * INPUTS) == 0 else 1
+    return _OfInt4(together) if isinstance(weights, Int4) else _OfFp8(together) if isinstance(weights, Fp8) else _Plain()
 
 
 class _Tile(NamedTuple):
@@ -206,7 +226,7 @@ class _Body:
     warpgroup: Warpgroup
     tiling: Tiling
     blocks: int
-    tiles: _Tiles
+    tiles: Tiles
     num_rows: int
     inputs: int
     outputs: int

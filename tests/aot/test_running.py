@@ -28,3 +28,8 @@ test_products_with_experts_in_shares = grouped_matmul.test_the_gpus_kernel_with_
 @pytest.mark.parametrize("case", grouped_matmul.TINY, ids=lambda case: case.format)
 def test_products_with_experts(case):
     grouped_matmul.test_rows_and_experts_do_not_touch_each_other(case, grouped_matmul.interpreted)
+
+
+@pytest.mark.parametrize("case", grouped_matmul.TINY[1:], ids=lambda case: case.format)
+def test_products_of_many_rows_with_packed_experts(case):
+    grouped_matmul.test_rows_and_experts_do_not_touch_each_other(case, grouped_matmul.of_many_rows)

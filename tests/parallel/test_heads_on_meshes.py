@@ -38,7 +38,7 @@ COSTS = {
 HEAD_BYTES = 2 * tiny_model.LAYERS * 16 * tiny_model.HEAD * 4  # of a page of 16 tokens
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 # Prompts of one begin, so that the prefix cache is of use, and more of them than there is room for.
-PROMPTS = [[*range(7, 7 + 33), *np.random.default_rng(60 + i).integers(0, 400, 1 + 5 * i).tolist()] for i in range(10)]
+PROMPTS = [[*range(7, 7 + 33), *np.random.default_rng(140 + i).integers(0, 400, 1 + 5 * i).tolist()] for i in range(10)]
 
 
 @pytest.fixture(scope="module")

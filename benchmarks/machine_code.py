@@ -1,0 +1,216 @@
+"""What NVIDIA's assembler makes of the kernels for GPUs: how many instructions a tile takes, next to what a multiprocessor can do while the tile comes.
+
+    JAX_PLATFORMS=cpu python -m benchmarks.machine_code
+
+Needs no GPU, only the extra `aot` (JAX's compiler, NVIDIA's assembler and disassembler). It compiles each kernel in the size of a model for an H200,
+and finds in the machine code the shortest loop that multiplies and the shortest one that starts copies: what is done for a tile, again and
+again. Each of a multiprocessor's four schedulers starts at most one instruction a cycle, of one warp of each warpgroup. A share near 1 says that
+instructions, not memory, bound the kernel; a small one says nothing of latencies. No time is measured.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from benchmarks.gpu import grouped
+from benchmarks.gpu.floors import DATASHEET
+from pallas_kernels.grouped_matmul import mosaic_gpu as grouped_matmul
+from pallas_kernels.grouped_matmul.cases import CASES as EXPERTS
+from pallas_kernels.grouped_matmul.formats import OUTPUTS
+from pallas_kernels.mosaic.card import HOPPER
+from pallas_kernels.paged_attention import mosaic_gpu as paged_attention
+from pallas_kernels.ragged_prefill_attention import mosaic_gpu as ragged_prefill_attention
+from sharding.targets import target_devices
+
+TARGET = "h200"
+_PRODUCTS = 2048  # multiplications and additions of bfloat16 that a multiprocessor's tensor cores do a cycle
+_BATCH, _CONTEXT, _PAGE = 32, 4096, 16
+_TILE, _ROWS = 64, 128  # tokens of a tile of decode attention; rows and tokens of prefill attention's
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    kernel: str  # in the compiled program
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]  # shapes and types
+    multipliers: int  # warpgroups that have each tile
+    num_bytes: int  # that come for a tile
+    num_products: int  # multiplications and additions of a tile
+
+
+@dataclass(frozen=True)
+class Found:
+    case: Case
+    spilled: int  # bytes that are stored for want of registers, anywhere in the kernel
+    multiplying: int  # instructions of a warp a tile
+    copying: int
+
+    @property
+    def issued(self) -> int:
+        """By each scheduler a tile."""
+        return self.multiplying * self.case.multipliers + self.copying
+
+    @property
+    def cycles(self) -> dict[str, float]:
+        """That a tile takes at least of memory and of tensor cores, by the datasheet."""
+        rates = DATASHEET[TARGET]
+        clock = rates.flops_per_s / (2 * _PRODUCTS * HOPPER.multiprocessors)
+        memory = self.case.num_bytes / (rates.bytes_per_s / HOPPER.multiprocessors) * clock
+        return {"memory": memory, "tensor cores": self.case.num_products / _PRODUCTS}
+
+    @property
+    def share(self) -> float:
+        """Of the time that the slower of the two takes."""
+        return self.issued / max(self.cycles.values())
+
+
+def _decode(name: str, heads: int, kv_heads: int, size: int, dtype: str, page: int, multipliers: int, *work: int, **options: Any) -> Case:
+    pages = _BATCH * _CONTEXT // page
+    pool = (2, 1 if "value_size" in options else 2, pages, kv_heads, page, size)
+    types = [((_BATCH, heads, size), "bfloat16"), (pool, dtype), ((), "int32"), ((_BATCH, pages // _BATCH), "int32"), ((_BATCH,), "int32")]
+    if dtype != "bfloat16":
+        types.append(((2, 2, kv_heads), "float32"))
+
+    def attend(*arguments: Any) -> Any:
+        scales = arguments[5] if len(arguments) > 5 else None
+        return paged_attention.paged_attention(*arguments[:5], scale=size**-0.5, pool_is_finite=True, kv_scales=scales, **options)
+
+    return Case(name, "paged_attention", attend, _shapes(types), multipliers, *work)
+
+
+def _decode_llama(dtype: str) -> Case:
+    num_bytes = 2 * _TILE * 128 * jnp.dtype(dtype).itemsize
+    return _decode(f"decode attention, {dtype}", 32, 8, 128, dtype, _PAGE, 1, num_bytes, 2 * _TILE * _TILE * 128)
+
+
+def _decode_latents() -> Case:
+    """DeepSeek-V3's and Kimi's, of the heads that a card of eight has: each of two warpgroups has all scores, and half of the values' columns."""
+    products = _TILE * _TILE * (2 * 576 + 512)
+    return _decode("decode attention, latents", 16, 1, 576, "bfloat16", 64, 2, _TILE * 576 * 2, products, value_size=512)
+
+
+def _prefill(num_tokens: int = 8192) -> Case:
+    heads, kv_heads, size, one = 32, 8, 128, ((1,), "int32")
+    pool = (2, 2, num_tokens // _PAGE, kv_heads, _PAGE, size)
+    types = [((num_tokens, heads, size), "bfloat16"), (pool, "bfloat16"), ((), "int32"), ((1, num_tokens // _PAGE), "int32"), one, one, one]
+
+    def attend(*arguments: Any) -> Any:
+        options = {"scale": size**-0.5, "query_tile": _ROWS, "pool_is_finite": True}
+        return ragged_prefill_attention.ragged_prefill_attention(*arguments, **options)
+
+    # What tiles of a prompt read another has read just before: it comes from the cache.
+    return Case("prefill attention", "ragged_prefill_attention", attend, _shapes(types), 2, 0, 2 * _ROWS * _ROWS * size)
+
+
+def _experts(name: str, num_tokens: int = 64) -> Case:
+    case = next(case for case in EXPERTS if case.name == name)
+    weights = jax.eval_shape(lambda: grouped.weights(case, 0))
+    rows = num_tokens * case.experts_per_token
+    tiling = grouped_matmul.tiling_for(rows, weights)
+    tiles = grouped_matmul.tiles_of(weights, tiling.rows)
+    num_bytes = sum(int(np.prod(shape)) * jnp.dtype(dtype).itemsize for shape, dtype in tiles.shapes)  # rows come from the cache
+    products = OUTPUTS * tiles.step * tiling.rows
+    arguments = *_shapes([((rows, case.inputs), "bfloat16")]), weights, *_shapes([((case.num_experts,), "int32")])
+    return Case(f"experts' products, {case.format}", "grouped_matmul", grouped_matmul.grouped_matmul, arguments, 2, num_bytes, products)
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "decode bfloat16": partial(_decode_llama, "bfloat16"),
+    "decode float8": partial(_decode_llama, "float8_e4m3fn"),
+    "decode latents": _decode_latents,
+    "prefill": _prefill,
+    "experts bfloat16": partial(_experts, "llama-4-scout"),
+    "experts fp8": partial(_experts, "deepseek-v3"),
+    "experts int4": partial(_experts, "kimi-k2.5"),
+}
+
+
+def _shapes(types: list[tuple[tuple[int, ...], str]]) -> tuple[jax.ShapeDtypeStruct, ...]:
+    return tuple(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in types)
+
+
+def found(case: Case) -> Found:
+    """Compiles and reads it."""
+    with tempfile.TemporaryDirectory() as folder:
+        ptx, cubin = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
+        ptx.write_text(_ptx(case, Path(folder)))
+        said = _run("ptxas", "-v", "-O3", "--gpu-name", "sm_90a", str(ptx), "-o", str(cubin))
+        code = _run("nvdisasm", "-c", str(cubin))
+    spilled = re.search(r"(\d+) bytes spill stores", said)
+    assert spilled, said
+    loops = _loops(code)
+    return Found(case, int(spilled[1]), _shortest(loops, "HGMMA"), _shortest(loops, "UTMALDG"))
+
+
+def _ptx(case: Case, folder: Path) -> str:
+    mesh = Mesh(np.array(target_devices(TARGET, 1)), ("x",), axis_types=(AxisType.Explicit,))
+    whole = NamedSharding(mesh, PartitionSpec())
+    abstract = jax.tree.map(lambda of: jax.ShapeDtypeStruct(of.shape, of.dtype, sharding=whole), case.arguments)
+    os.environ["MOSAIC_GPU_DUMP_TO"] = str(folder)
+    try:
+        with jax.set_mesh(mesh):
+            jax.jit(case.function).lower(*abstract).compile()
+    finally:
+        del os.environ["MOSAIC_GPU_DUMP_TO"]
+    texts = [path.read_text() for path in folder.glob("*.ptx")]
+    return next(text for text in texts if re.search(rf"\.entry {case.kernel}", text))
+
+
+def _run(tool: str, *arguments: str) -> str:
+    """What one of NVIDIA's tools says."""
+    spec = importlib.util.find_spec("nvidia.cu13")
+    if spec is None or not spec.submodule_search_locations:
+        raise SystemExit("NVIDIA's assembler is not installed: it is part of the extra `aot`")
+    path = Path(next(iter(spec.submodule_search_locations))) / "bin" / tool
+    done = subprocess.run([path, *arguments], capture_output=True, text=True, check=True)
+    return done.stdout + done.stderr
+
+
+def _loops(code: str) -> list[list[str]]:
+    """Instructions between each label and each branch back to it."""
+    labels: dict[str, int] = {}
+    instructions: list[str] = []
+    loops = []
+    for line in code.splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label[1]] = len(instructions)
+        elif instruction := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", line):
+            instructions.append(instruction[1])
+            if (branch := re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", instruction[1])) and branch[1] in labels:
+                loops.append(instructions[labels[branch[1]] :])
+    return loops
+
+
+def _shortest(loops: list[list[str]], operation: str) -> int:
+    return min(len(loop) for loop in loops if any(operation in instruction for instruction in loop))
+
+
+def main() -> None:
+    print(f"| for an {TARGET.upper()} | multiplying | copying | issued | memory | tensor cores | issued, of the slower | spilled |")
+    print("|---|---|---|---|---|---|---|---|")
+    for make in CASES.values():
+        case = make()
+        one = found(case)
+        cycles = " | ".join(f"{cycles:,.0f}" if cycles else "-" for cycles in one.cycles.values())
+        print(f"| {case.name} | {one.multiplying} | {one.copying} | {one.issued} | {cycles} | {one.share:.0%} | {one.spilled} bytes |")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
