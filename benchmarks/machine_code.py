@@ -33,14 +33,17 @@ from pallas_kernels.grouped_matmul import mosaic_gpu as grouped_matmul
 from pallas_kernels.grouped_matmul.cases import CASES as EXPERTS
 from pallas_kernels.grouped_matmul.formats import OUTPUTS
 from pallas_kernels.mosaic.card import HOPPER
+from pallas_kernels.mosaic.warpgroup import ROWS
 from pallas_kernels.paged_attention import mosaic_gpu as paged_attention
+from pallas_kernels.paged_attention.mosaic_tiling import tiling_for as paged_tiling
 from pallas_kernels.ragged_prefill_attention import mosaic_gpu as ragged_prefill_attention
+from pallas_kernels.ragged_prefill_attention.mosaic_work import TILE_ROWS, WARPGROUPS
+from pallas_kernels.ragged_prefill_attention.mosaic_work import tiling_for as ragged_tiling
 from sharding.targets import target_devices
 
 TARGET = "h200"
 _PRODUCTS = 2048  # multiplications and additions of bfloat16 that a multiprocessor's tensor cores do a cycle
 _BATCH, _CONTEXT, _PAGE = 32, 4096, 16
-_TILE, _ROWS = 64, 128  # tokens of a tile of decode attention; rows and tokens of prefill attention's
 
 
 @dataclass(frozen=True)
@@ -80,29 +83,24 @@ class Found:
         return self.issued / max(self.cycles.values())
 
 
-def _decode(name: str, heads: int, kv_heads: int, size: int, dtype: str, page: int, multipliers: int, *work: int, **options: Any) -> Case:
+def _decode(name: str, dtype: str, heads: int, kv_heads: int, size: int, page: int = _PAGE, value_size: int | None = None) -> Case:
+    sides, multipliers = (2, 1) if value_size is None else (1, 2)
+    kind = {"is_latent": value_size is not None}
+    tokens = paged_tiling(_BATCH, kv_heads, heads // kv_heads, size, page, _CONTEXT, jnp.dtype(dtype), **kind).tokens
     pages = _BATCH * _CONTEXT // page
-    pool = (2, 1 if "value_size" in options else 2, pages, kv_heads, page, size)
+    pool = (2, sides, pages, kv_heads, page, size)
     types = [((_BATCH, heads, size), "bfloat16"), (pool, dtype), ((), "int32"), ((_BATCH, pages // _BATCH), "int32"), ((_BATCH,), "int32")]
     if dtype != "bfloat16":
         types.append(((2, 2, kv_heads), "float32"))
 
     def attend(*arguments: Any) -> Any:
-        scales = arguments[5] if len(arguments) > 5 else None
-        return paged_attention.paged_attention(*arguments[:5], scale=size**-0.5, pool_is_finite=True, kv_scales=scales, **options)
+        options = {"scale": size**-0.5, "pool_is_finite": True, "value_size": value_size}
+        return paged_attention.paged_attention(*arguments[:5], **options, kv_scales=arguments[5] if len(arguments) > 5 else None)
 
-    return Case(name, "paged_attention", attend, _shapes(types), multipliers, *work)
-
-
-def _decode_llama(dtype: str) -> Case:
-    num_bytes = 2 * _TILE * 128 * jnp.dtype(dtype).itemsize
-    return _decode(f"decode attention, {dtype}", 32, 8, 128, dtype, _PAGE, 1, num_bytes, 2 * _TILE * _TILE * 128)
-
-
-def _decode_latents() -> Case:
-    """DeepSeek-V3's and Kimi's, of the heads that a card of eight has: each of two warpgroups has all scores, and half of the values' columns."""
-    products = _TILE * _TILE * (2 * 576 + 512)
-    return _decode("decode attention, latents", 16, 1, 576, "bfloat16", 64, 2, _TILE * 576 * 2, products, value_size=512)
+    num_bytes = sides * tokens * size * jnp.dtype(dtype).itemsize
+    # Each warpgroup that has a tile has all its scores, and of latents half of the values' columns.
+    products = ROWS * tokens * (multipliers * size + (value_size or size))
+    return Case(name, "paged_attention", attend, _shapes(types), multipliers, num_bytes, products)
 
 
 def _prefill(num_tokens: int = 8192) -> Case:
@@ -111,11 +109,12 @@ def _prefill(num_tokens: int = 8192) -> Case:
     types = [((num_tokens, heads, size), "bfloat16"), (pool, "bfloat16"), ((), "int32"), ((1, num_tokens // _PAGE), "int32"), one, one, one]
 
     def attend(*arguments: Any) -> Any:
-        options = {"scale": size**-0.5, "query_tile": _ROWS, "pool_is_finite": True}
+        options = {"scale": size**-0.5, "query_tile": TILE_ROWS, "pool_is_finite": True}
         return ragged_prefill_attention.ragged_prefill_attention(*arguments, **options)
 
+    products = 2 * TILE_ROWS * ragged_tiling(heads // kv_heads, size, HOPPER).tokens * size
     # What tiles of a prompt read another has read just before: it comes from the cache.
-    return Case("prefill attention", "ragged_prefill_attention", attend, _shapes(types), 2, 0, 2 * _ROWS * _ROWS * size)
+    return Case("prefill attention", "ragged_prefill_attention", attend, _shapes(types), WARPGROUPS, 0, products)
 
 
 def _experts(name: str, num_tokens: int = 64) -> Case:
@@ -130,10 +129,11 @@ def _experts(name: str, num_tokens: int = 64) -> Case:
     return Case(f"experts' products, {case.format}", "grouped_matmul", grouped_matmul.grouped_matmul, arguments, 2, num_bytes, products)
 
 
+# Llama-3.1-8B's attention, over DeepSeek-V3's and Kimi's latents with the heads that a card of eight has, and experts of a few rows each.
 CASES: dict[str, Callable[[], Case]] = {
-    "decode bfloat16": partial(_decode_llama, "bfloat16"),
-    "decode float8": partial(_decode_llama, "float8_e4m3fn"),
-    "decode latents": _decode_latents,
+    "decode bfloat16": partial(_decode, "decode attention, bfloat16", "bfloat16", 32, 8, 128),
+    "decode float8": partial(_decode, "decode attention, float8", "float8_e4m3fn", 32, 8, 128),
+    "decode latents": partial(_decode, "decode attention, latents", "bfloat16", 16, 1, 576, 64, 512),
     "prefill": _prefill,
     "experts bfloat16": partial(_experts, "llama-4-scout"),
     "experts fp8": partial(_experts, "deepseek-v3"),
