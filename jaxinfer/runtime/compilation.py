@@ -20,11 +20,16 @@ from jax.sharding import Mesh, NamedSharding
 from jaxinfer.runtime.program_cache import ProgramCache
 from jaxinfer.runtime.program_key import UnknownOriginError, describe, surroundings
 from jaxinfer.runtime.program_key import sources as source_digest
+from sharding.mesh import is_cpu
 
 _LOG = logging.getLogger(__name__)
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 _HIT_EVENT = "/jax/compilation_cache/cache_hits"
+
+# XLA counts a pool of pages that is written to in place as often as it is written to, thinks that memory is short, and makes what is small and used
+# in all layers anew in each: three launches more a layer of decode, and not a byte less.
+_ACCELERATOR_OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
 
 
 class _Counter(threading.local):
@@ -147,7 +152,9 @@ def _lower(source: ProgramSource) -> jax.stages.Lowered:
 def _compile(lowered: jax.stages.Lowered, source: ProgramSource) -> jax.stages.Compiled:
     with COUNTER.compiling(), jax.set_mesh(source.mesh):
         try:
-            return lowered.compile(compiler_options=dict(source.options))
+            return lowered.compile(
+                compiler_options={**_ACCELERATOR_OPTIONS, **source.options} if not is_cpu(source.mesh) else dict(source.options)
+            )
         except jax.errors.JaxRuntimeError as error:
             if "No such compile option" not in str(error):
                 raise

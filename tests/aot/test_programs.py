@@ -36,8 +36,9 @@ def test_llama_3_1_8b(target, name):
         assert not re.search(r" (while|sort)\(", program.compiled.as_text()), (
             "XLA makes no CUDA graph of what has a loop, or sorts by a library"
         )
-        # Products 4, norms and what is added before them 4, rotations and new keys 2, attention 1, the MLP's activation 1.
-        a_layer = 12 if int(size) > 1 else 13  # shares of a context are put together
+        # Products 4, norms and what is added before them 4, rotations and new keys 2, attention 1, the MLP's activation 1. Of one row the
+        # shares of its context are put together; of 128 for an H100 XLA adds up a product's shares before it rotates.
+        a_layer = 13 if size == "1" or (target, size) == ("h100", "128") else 12
         assert launches(program.compiled) <= a_layer * config.num_layers + 20
 
 
