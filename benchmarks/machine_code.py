@@ -16,7 +16,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -149,7 +149,9 @@ def found(case: Case) -> Found:
     """Compiles and reads it."""
     with tempfile.TemporaryDirectory() as folder:
         ptx, cubin = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
-        ptx.write_text(_ptx(case, Path(folder)))
+        dump(case.function, case.arguments, TARGET, Path(folder))
+        texts = [path.read_text() for path in Path(folder).glob("*.ptx")]
+        ptx.write_text(next(text for text in texts if re.search(rf"\.entry {case.kernel}", text)))
         said = _run("ptxas", "-v", "-O3", "--gpu-name", "sm_90a", str(ptx), "-o", str(cubin))
         code = _run("nvdisasm", "-c", str(cubin))
     spilled = re.search(r"(\d+) bytes spill stores", said)
@@ -158,18 +160,17 @@ def found(case: Case) -> Found:
     return Found(case, int(spilled[1]), _shortest(loops, "HGMMA"), _shortest(loops, "UTMALDG"))
 
 
-def _ptx(case: Case, folder: Path) -> str:
-    mesh = Mesh(np.array(target_devices(TARGET, 1)), ("x",), axis_types=(AxisType.Explicit,))
+def dump(function: Callable[..., Any], arguments: Sequence[Any], target: str, folder: Path) -> None:
+    """Compiles a function of such arguments for a card, with what JAX writes down of each kernel in this folder: its PTX, and how it came to that."""
+    mesh = Mesh(np.array(target_devices(target, 1)), ("x",), axis_types=(AxisType.Explicit,))
     whole = NamedSharding(mesh, PartitionSpec())
-    abstract = jax.tree.map(lambda of: jax.ShapeDtypeStruct(of.shape, of.dtype, sharding=whole), case.arguments)
+    abstract = jax.tree.map(lambda of: jax.ShapeDtypeStruct(of.shape, of.dtype, sharding=whole), arguments)
     os.environ["MOSAIC_GPU_DUMP_TO"] = str(folder)
     try:
         with jax.set_mesh(mesh):
-            jax.jit(case.function).lower(*abstract).compile()
+            jax.jit(function).lower(*abstract).compile()
     finally:
         del os.environ["MOSAIC_GPU_DUMP_TO"]
-    texts = [path.read_text() for path in folder.glob("*.ptx")]
-    return next(text for text in texts if re.search(rf"\.entry {case.kernel}", text))
 
 
 def _run(tool: str, *arguments: str) -> str:

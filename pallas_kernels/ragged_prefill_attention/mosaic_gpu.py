@@ -240,7 +240,8 @@ class _Body:
             weights = jnp.exp2(scores * factor - lax.broadcast_in_dim(new_top, scores.shape, [0]))
             sum_ = sum_ * shrink + weights.sum(axis=1)
             total = total * lax.broadcast_in_dim(shrink, total.shape, [0])
-            # The softmax comes before the other's turn, in what ptxas is given at least; it orders this as it does JAX's own kernel.
+            # The softmax comes before the other's turn in what ptxas is given. It moves the arrival before it: the other may begin its own softmax
+            # at once, and the order of the products stays.
             total, sum_, top, weights = lax.optimization_barrier((total, sum_, new_top, weights.astype(rows.dtype)))
             plgpu.barrier_arrive(turn)
             plgpu.barrier_wait(arrivals[1].at[stage])

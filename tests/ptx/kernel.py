@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,8 +13,8 @@ import numpy as np
 import pytest
 from jax._src.state.types import AbstractRef
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from benchmarks.machine_code import dump
 from pallas_kernels.grouped_matmul import mosaic_gpu as grouped_matmul
 from pallas_kernels.mosaic import in_place
 from pallas_kernels.mosaic.card import card_of
@@ -78,14 +77,6 @@ def _runner(target: str, kernel: Callable[..., Any], out_type: Any) -> Callable[
 
 
 def _launch(target: str, compiled: Callable[..., Any], values: Any) -> Launch:
-    mesh = Mesh(np.array(target_devices(target, 1)), ("x",), axis_types=(AxisType.Explicit,))
-    whole = NamedSharding(mesh, PartitionSpec())
-    abstract = [jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=whole) for value in values]
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["MOSAIC_GPU_DUMP_TO"] = folder
-        try:
-            with jax.set_mesh(mesh):
-                jax.jit(compiled).lower(*abstract).compile()
-        finally:
-            del os.environ["MOSAIC_GPU_DUMP_TO"]
+        dump(compiled, values, target, Path(folder))
         return read_launch(Path(folder))
