@@ -112,7 +112,7 @@ def _prefill(num_tokens: int = 8192) -> Case:
         options = {"scale": size**-0.5, "query_tile": TILE_ROWS, "pool_is_finite": True}
         return ragged_prefill_attention.ragged_prefill_attention(*arguments, **options)
 
-    products = 2 * TILE_ROWS * ragged_tiling(heads // kv_heads, size, HOPPER).tokens * size
+    products = 2 * TILE_ROWS * ragged_tiling(heads // kv_heads, size, size, HOPPER).tokens * size
     # What tiles of a prompt read another has read just before: it comes from the cache.
     return Case("prefill attention", "ragged_prefill_attention", attend, _shapes(types), WARPGROUPS, 0, products)
 
@@ -160,17 +160,20 @@ def found(case: Case) -> Found:
     return Found(case, int(spilled[1]), _shortest(loops, "HGMMA"), _shortest(loops, "UTMALDG"))
 
 
-def dump(function: Callable[..., Any], arguments: Sequence[Any], target: str, folder: Path) -> None:
-    """Compiles a function of such arguments for a card, with what JAX writes down of each kernel in this folder: its PTX, and how it came to that."""
+def dump(function: Callable[..., Any], arguments: Sequence[Any], target: str, folder: Path) -> str:
+    """Compiles a function of such arguments for a card, with what JAX writes down of each kernel in this folder: its PTX, and how it came to that.
+    Of a kernel that this process has compiled before it writes nothing. Returns the text of what was compiled."""
     mesh = Mesh(np.array(target_devices(target, 1)), ("x",), axis_types=(AxisType.Explicit,))
     whole = NamedSharding(mesh, PartitionSpec())
     abstract = jax.tree.map(lambda of: jax.ShapeDtypeStruct(of.shape, of.dtype, sharding=whole), arguments)
     os.environ["MOSAIC_GPU_DUMP_TO"] = str(folder)
     try:
         with jax.set_mesh(mesh):
-            jax.jit(function).lower(*abstract).compile()
+            lowered = jax.jit(function).lower(*abstract)
+            lowered.compile()
     finally:
         del os.environ["MOSAIC_GPU_DUMP_TO"]
+    return lowered.as_text()
 
 
 def _run(tool: str, *arguments: str) -> str:

@@ -18,7 +18,7 @@ from jaxinfer.config import ConfigError, EngineConfig, ModelConfig, format_bytes
 from jaxinfer.kv_cache.spec import PageSpec, default_page_size
 from jaxinfer.layers import moe
 from jaxinfer.layers.matrices import ExpertFormat, MatrixFormat
-from jaxinfer.models.config import ArchitectureConfig
+from jaxinfer.models.config import ArchitectureConfig, LatentSizes
 from jaxinfer.runtime.buckets import query_tile
 from jaxinfer.runtime.cut import cut, stage_layers
 from jaxinfer.runtime.expert_packing import choose_packing, dequantised
@@ -210,8 +210,10 @@ def choose_attention(
     spec: PageSpec,
     prefill_buckets: Sequence[int],
     soft_cap: float | None = None,
+    latent: LatentSizes | None = None,
 ) -> Backend:
-    """How a role's attention runs on such a device, over its part of pages of this type: in all layers alike.
+    """How a role's attention runs on such a device, over its part of pages of this type: in all layers alike. `latent`: what prefill makes of
+    pages of latents.
 
     Raises `ConfigError` for a named backend that can't run here."""
     wanted = cast(Backend, _ATTENTION_KERNELS.get(device.platform, "xla") if name == "auto" else name)
@@ -224,8 +226,9 @@ def choose_attention(
         if role == "decode":
             is_plain = span == EVERYTHING and soft_cap is None and not is_latent
             against = paged_attention.why_not(*pages, is_plain=is_plain, is_latent=is_latent, card=card.card_of(device))
-        elif is_latent:
-            against = latent_prefill_attention.why_not(wanted)
+        elif latent is not None:
+            sizes = (latent.nope_size, latent.rope_size), latent.value_size
+            against = latent_prefill_attention.why_not(wanted, dtype, *sizes, spec.page_size, tile, card.card_of(device))
         else:
             against = ragged_prefill_attention.why_not(*pages, tile, span, soft_cap, card.card_of(device))
     if name != "auto" and against:
@@ -298,6 +301,7 @@ def _plan_role(
         of_device[0],
         config.schedule.prefill_buckets,
         architecture.soft_cap,
+        architecture.latent,
     )
     return RolePlan(role, layout, stages, rules, num_pages, max(part.page_bytes for part in of_device), attention)
 

@@ -57,7 +57,7 @@ def role_stages(role: str, shape: RoleShape, spec: PageSpec, target: Target, fir
         mesh = make_mesh(device_ids, devices)
         pool = PagePool(spec, num_pages, dtype, mesh, shape.rules, template.heads, template.layers_of_group)
         of_device = spec.on_device(mesh.size, config.num_kv_heads, template.layers_of_group)
-        attention = choose_attention(role, "auto", mesh.devices.flat[0], dtype, of_device, (size,), config.soft_cap)
+        attention = choose_attention(role, "auto", mesh.devices.flat[0], dtype, of_device, (size,), config.soft_cap, config.latent)
         return Stage(template, mesh, shape.rules, pool, attention, "auto")
 
     return list(map(stage, cut(shape.template, [of_stage.layers for of_stage in shape.stages]), of_stages))

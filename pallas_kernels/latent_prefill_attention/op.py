@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import Backend
-from pallas_kernels.latent_prefill_attention import reference, xla
+from pallas_kernels.latent_prefill_attention import mosaic_gpu, reference, xla
+from pallas_kernels.mosaic.card import Card, card_of, compiled_for
 
 _IMPLEMENTATIONS: dict[Backend, Callable[..., Array]] = {
+    "mosaic_gpu": mosaic_gpu.latent_prefill_attention,
     "xla": xla.latent_prefill_attention,
     "reference": reference.latent_prefill_attention,
 }
@@ -50,11 +54,11 @@ def latent_prefill_attention(
       pool_is_finite: a promise that the pool holds no NaN or infinity anywhere, which may spare masking what lies outside a context.
       axis: of the mesh, within a `shard_map`, whose devices each have G of every page's tokens, in turn; None where pages are whole. All else but
         heads is the same on all of them, and each gets what its own heads attend to in all of the context.
-      backend: 'xla' or 'reference'; no other has a kernel, as `why_not` says.
+      backend: 'mosaic_gpu' (NVIDIA GPUs from Hopper on) for what `why_not` has nothing against; 'xla' or 'reference'.
 
     Returns the attention output in q's type; rows of q that belong to no request come out as 0. Scores and sums are float32, keys and values
-    of q's type where the pages have it too, float32 otherwise. Raises `ValueError` for shapes that do not fit together, or for a backend that
-    has no kernel.
+    of q's type where the pages have it too, float32 otherwise; mosaic_gpu's of the pages' type. Raises `ValueError` for shapes that do not fit
+    together, or that the backend can't run.
     """
     if q.ndim != 3 or latent_pages.ndim != 6 or latent_pages.shape[1] != 1 or latent_pages.shape[3] != 1:
         raise ValueError(
@@ -71,13 +75,27 @@ def latent_prefill_attention(
     num_rows = page_table.shape[0]
     if any(a.shape != (num_rows,) for a in (query_start, query_len, kv_len)):
         raise ValueError(f"latent_prefill_attention: query_start, query_len and kv_len must each have page_table's {num_rows} rows")
-    if against := why_not(backend):
+    sizes = (q.shape[2] - rope, rope), up.shape[2] - (q.shape[2] - rope)
+    page_size = latent_pages.shape[4] * (1 if axis is None else jax.lax.axis_size(axis))
+    if against := why_not(backend, latent_pages.dtype, *sizes, page_size, query_tile):
         raise ValueError(f"latent_prefill_attention: {backend} can't run: {against}")
     rows = (page_table, query_start, query_len, kv_len)
     options = {"scale": scale, "query_tile": query_tile, "pool_is_finite": pool_is_finite, "axis": axis}
     return _IMPLEMENTATIONS[backend](q, latent_pages, layer, *rows, up, **options)
 
 
-def why_not(backend: Backend) -> str | None:
-    """Why a backend can't attend over latents while it expands them; None if it can."""
+def why_not(
+    backend: Backend,
+    dtype: jnp.dtype,
+    key_sizes: tuple[int, int],
+    value_size: int,
+    page_size: int,
+    query_tile: int,
+    card: Card | None = None,
+) -> str | None:
+    """Why a backend can't attend over such latents, in pages of so many tokens on all devices, while it expands them; None if it can, on a device of
+    its kind. `key_sizes`: columns of a key that are a head's own, and that heads share. `card`: the one that 'mosaic_gpu' is meant for, if it
+    isn't being compiled for."""
+    if backend == "mosaic_gpu":
+        return mosaic_gpu.why_not(dtype, key_sizes, value_size, page_size, query_tile, card or card_of(compiled_for()))
     return None if backend in _IMPLEMENTATIONS else "it has no kernel that expands latents: prefill over them takes 'xla'"

@@ -20,6 +20,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.latent_prefill_attention.page_list import PageList
+
 # Tokens: of context that are expanded at once, and of queries that then go by at once. Products should be large, for a GPU starts several kernels for
 # each; but one run is the least that is expanded, and a chunk of several requests' queries is masked for each.
 _SHORTEST_RUN, _LONGEST_RUN = 128, 512
@@ -49,9 +51,9 @@ def latent_prefill_attention(
 ) -> Float[Array, "T N V"]:
     """See op.py."""
     del query_tile, pool_is_finite  # a chunk may hold parts of several requests; what is not a number is masked where it costs nothing
-    num_layers, _, num_pages, _, part_size, width = latent_pages.shape
-    num_parts = 1 if axis is None else jax.lax.axis_size(axis)
-    page_size = num_parts * part_size
+    pages = PageList.of_rows(latent_pages, layer, page_table, jnp.where(query_len > 0, kv_len, 0), axis)
+    part_size, width = latent_pages.shape[4:]
+    num_parts, page_size = pages.num_parts, pages.page_size
     num_tokens, num_heads, head_size = q.shape
     num_rows = len(page_table)
     dtype = q.dtype if q.dtype == latent_pages.dtype else jnp.dtype("float32")
@@ -68,25 +70,11 @@ def latent_prefill_attention(
     query_row = jnp.argmax(is_of_row, axis=1).reshape(num_chunks, chunk)
     position = jnp.where(is_of_row, cached + place, -1).max(axis=1).reshape(num_chunks, chunk)
 
-    pool = latent_pages.reshape(num_layers * num_pages, part_size * width)
-    end_of_row = jnp.cumsum(jnp.where(query_len > 0, (kv_len + page_size - 1) // page_size, 0))  # in the list of all pages
-
-    num_runs = (end_of_row[-1] + run_pages - 1) // run_pages
-
-    def in_list(place: Int[Array, " C"]) -> tuple[Int[Array, " C"], Int[Array, " C"]]:
-        """The row of each of the list's pages, and which of its pages it is."""
-        row = jnp.minimum(jnp.sum(place[:, None] >= end_of_row, axis=1), num_rows - 1)
-        return row, place - jnp.where(row > 0, end_of_row[row - 1], 0)  # past the list's end, past all that queries see
-
-    def read(place: Int[Array, " C"]) -> Float[Array, "C g*W"]:
-        """This device's part of each of the list's pages."""
-        # "clip": page numbers are the allocator's, always in range, and the default mode would mask every element.
-        ids = page_table.at[in_list(place)].get(mode="clip")
-        return jnp.take(pool, layer * num_pages + ids, axis=0, mode="clip")
+    num_runs = pages.num_runs(run_pages)
 
     def one_run(i: Int[Array, ""], parts: Float[Array, "*D C g*W"], sums: Sums) -> Sums:
         place = i * run_pages + jnp.arange(run_pages)
-        row, page = in_list(place)
+        row, page = pages.of(place)
         keys, values = _expanded(parts.reshape(run_pages * page_size, width), up, head_size, dtype)
         # Tokens are part by part.
         part = jnp.arange(num_parts)[:, None, None] * part_size
@@ -99,7 +87,7 @@ def latent_prefill_attention(
             return sums[0].at[j].set(top), sums[1].at[j].set(total), sums[2].at[j].set(out)
 
         # The queries that see any of these pages: of their requests, those that don't come before the page.
-        first = jnp.where(place < end_of_row[-1], query_start[row] + jnp.maximum(page * page_size - cached[row], 0), num_tokens).min()
+        first = jnp.where(place < pages.end[-1], query_start[row] + jnp.maximum(page * page_size - cached[row], 0), num_tokens).min()
         end = (query_start + query_len)[row].max()
         return jax.lax.fori_loop(first // chunk, (end + chunk - 1) // chunk, one_chunk, sums)
 
@@ -107,13 +95,15 @@ def latent_prefill_attention(
     value_size = up.shape[2] - (head_size - (width - len(up)))
     start = (jnp.full(shape, _MASKED), jnp.zeros(shape), jnp.zeros((*shape, value_size)))
     if axis is None:
-        _, total, out = jax.lax.fori_loop(0, num_runs, lambda i, sums: one_run(i, read(i * run_pages + jnp.arange(run_pages)), sums), start)
+        _, total, out = jax.lax.fori_loop(
+            0, num_runs, lambda i, sums: one_run(i, pages.read(i * run_pages + jnp.arange(run_pages)), sums), start
+        )
     else:
         most = min(_RUNS_GATHERED, -(-page_table.size // run_pages))
 
         def one_gathering(i: Int[Array, ""], sums: Sums) -> Sums:
             # All devices count the same runs, so that none waits for one that is done.
-            parts = jax.lax.all_gather(read(i * most * run_pages + jnp.arange(most * run_pages)), axis)
+            parts = jax.lax.all_gather(pages.read(i * most * run_pages + jnp.arange(most * run_pages)), axis)
 
             def one(j: Int[Array, ""], sums: Sums) -> Sums:
                 return one_run(j, jax.lax.dynamic_slice_in_dim(parts, (j - i * most) * run_pages, run_pages, axis=1), sums)

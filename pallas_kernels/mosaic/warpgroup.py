@@ -90,19 +90,23 @@ class Warpgroup:
         tiling = Tiling(((ROWS, 8 * lanes), (16, 8 * lanes), (32 // lanes, 8 * lanes), (8,)))
         return load_as(plgpu.Layout.TILED(tiling, warp_dims=(-7,), lane_dims=(-3, -2), vector_dim=-1), ref)
 
-    def times_transposed(self, a: Any, b: Any, meanwhile: Callable[[], None] = lambda: None) -> Float[Array, "64 X"]:
-        """a @ b.T in float32, of a[ROWS, H] and b[X, H] in shared memory; `meanwhile` runs while the product does."""
+    def times_transposed(self, *factors: tuple[Any, Any], meanwhile: Callable[[], None] = lambda: None) -> Float[Array, "64 X"]:
+        """The sum of a @ b.T in float32, of a[ROWS, H] and b[X, H] in shared memory; `meanwhile` runs while the products do."""
+        num_columns = factors[0][1].shape[0]
         if not self.is_asynchronous:
-            product = self._add_at_once(self.full((ROWS, b.shape[0]), 0.0), a, b, b_is_transposed=True)
+            total = self.full((ROWS, num_columns), 0.0)
+            for a, b in factors:
+                total = self._add_at_once(total, a, b, b_is_transposed=True)
             meanwhile()
-            return product
+            return total
 
         def multiply(accumulator: Any) -> Array:
-            plgpu.wgmma(accumulator, a, transposed(b))
+            for a, b in factors:
+                plgpu.wgmma(accumulator, a, transposed(b))
             meanwhile()
             return accumulator[...]
 
-        return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((a.shape[0], b.shape[0]), jnp.float32))
+        return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((ROWS, num_columns), jnp.float32))
 
     def add_product(
         self, total: Float[Array, "64 H"], a: Array, b: Any, meanwhile: Callable[[], None] = lambda: None

@@ -149,7 +149,7 @@ class Multiplier:
             stage, position = lax.rem(tile, tiling.stages), (self.part.start + tile) * tokens
             plgpu.barrier_wait(arrivals[0].at[stage])
             key_tile = self._widened(keys.at[stage], wide[0]) if wide else keys.at[stage]
-            scores, factor = self._capped(warpgroup.times_transposed(q_tile, key_tile))
+            scores, factor = self._capped(warpgroup.times_transposed((q_tile, key_tile)))
             if values:
                 plgpu.barrier_arrive(consumed[0].at[stage])
             scores = jnp.where(self._is_seen(warpgroup.iota((ROWS, tokens), 1), position), scores, NOTHING)

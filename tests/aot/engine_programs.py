@@ -58,7 +58,7 @@ def compile_for(
     pool = PagePool(spec, num_pages, BFLOAT16, mesh, TENSOR_PARALLEL, own.heads)
     role, _, size = name.partition("/")
     of_device = spec.on_device(num_devices, own.num_kv_heads, template.layers_of_group)
-    attention = choose_attention(role, "auto", mesh.devices.flat[0], BFLOAT16, of_device, (int(size),), config.soft_cap)
+    attention = choose_attention(role, "auto", mesh.devices.flat[0], BFLOAT16, of_device, (int(size),), config.soft_cap, config.latent)
     runner = {"decode": DecodeRunner, "prefill": PrefillRunner}[role]
     stage = Stage(template, mesh, TENSOR_PARALLEL, pool, attention, sequence_parallel)
     programs = {p.name: p for p in runner([stage], (int(size),), context).programs()}

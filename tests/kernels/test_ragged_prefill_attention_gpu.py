@@ -10,7 +10,7 @@ import pytest
 
 from pallas_kernels.mosaic.card import HOPPER
 from pallas_kernels.ragged_prefill_attention.mosaic_gpu import ragged_prefill_attention
-from pallas_kernels.ragged_prefill_attention.mosaic_work import Tiling, Work, share_of, splits_for, tiling_for, work_of
+from pallas_kernels.ragged_prefill_attention.mosaic_work import Tiling, Work, share_of, splits_for, tiles_of, tiling_for, work_of
 from pallas_kernels.ragged_prefill_attention.op import ragged_prefill_attention as op
 from pallas_kernels.ragged_prefill_attention.op import why_not
 from pallas_kernels.seen import first_seen
@@ -103,7 +103,11 @@ SPANS = (EVERYTHING, Span(window=1), Span(window=40), Span(chunk=1), Span(chunk=
 def test_every_tile_has_the_work_of_its_queries(tiling, span):
     """All tokens once, and of keys no fewer and no more than they see: against what each query sees, one by one."""
     random, run, num_tokens = np.random.default_rng(3), 16, 512
-    worked_out = jax.jit(functools.partial(work_of, num_tokens=num_tokens, tiling=tiling, piece=32, run=run, span=span))
+
+    @jax.jit
+    def worked_out(query_start, query_len, kv_len):
+        return work_of(tiles_of(query_start, query_len, num_tokens, tiling, 32), kv_len, kv_len, tiling, run, span)
+
     for _ in range(8):
         order = random.permutation(6)
         lengths = [int(random.choice([0, random.integers(1, 90)])) for _ in order]
@@ -146,8 +150,9 @@ def test_every_tile_has_the_work_of_its_queries(tiling, span):
 @pytest.mark.parametrize("splits", [2, 5])
 def test_shares_have_all_of_a_tiles_work_between_them(splits, span):
     tokens, run = 64, 16
-    rows = (jnp.asarray(a, jnp.int32) for a in ((0, 160, 320), (150, 3, 0), (700, 40, 0)))
-    work = work_of(*rows, 512, Tiling(4, tokens, 2), 32, run, span)
+    start, length, kv_len = (jnp.asarray(a, jnp.int32) for a in ((0, 160, 320), (150, 3, 0), (700, 40, 0)))
+    tiling = Tiling(4, tokens, 2)
+    work = work_of(tiles_of(start, length, 512, tiling, 32), kv_len, kv_len, tiling, run, span)
     shares = [Work(*map(np.asarray, share_of(work, jnp.int32(share), splits, tokens, run))) for share in range(splits)]
     for tile in range(len(work.first)):
         first = int(work.start[tile]) * run // tokens
@@ -170,9 +175,9 @@ def test_few_blocks_have_shares():
 
 def test_a_tiling_has_full_rows_and_fits_shared_memory():
     for group, heads in ((1, 1), (2, 2), (3, 1), (4, 4), (6, 2), (8, 4), (16, 4)):
-        assert tiling_for(group, 128, HOPPER) == Tiling(heads, 128, 3)
+        assert tiling_for(group, 128, 128, HOPPER) == Tiling(heads, 128, 3)
     for head_size, tokens, stages in ((64, 128, 4), (80, 128, 4), (96, 128, 4), (192, 64, 3), (256, 64, 2)):
-        assert tiling_for(4, head_size, HOPPER) == Tiling(4, tokens, stages)
+        assert tiling_for(4, head_size, head_size, HOPPER) == Tiling(4, tokens, stages)
 
 
 def test_what_the_kernel_can_not_do_is_said():

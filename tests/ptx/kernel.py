@@ -16,6 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from benchmarks.machine_code import dump
 from pallas_kernels.grouped_matmul import mosaic_gpu as grouped_matmul
+from pallas_kernels.latent_prefill_attention import mosaic_gpu as latent_prefill_attention
 from pallas_kernels.mosaic import in_place
 from pallas_kernels.mosaic.card import card_of
 from pallas_kernels.mosaic.warpgroup import Warpgroup
@@ -28,6 +29,7 @@ from tests.ptx.machine import run
 # XLA's threads, on which this is called, take denormal numbers for 0; a GPU does not.
 _OWN_THREAD = ThreadPoolExecutor(1)
 _OWN_THREAD.submit(int).result()  # begins now, as the main thread is
+_LAUNCHES: dict[str, Launch] = {}  # by what was compiled, which is written down once
 
 
 def run_interpreted_kernels_as_compiled(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,7 +44,7 @@ def run_interpreted_kernels_as_compiled(target: str, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(Warpgroup, "kernel", kernel)
     monkeypatch.setattr(paged_attention, "kernel_in_place", kernel_in_place)
-    for module in (grouped_matmul, paged_attention, ragged_prefill_attention):
+    for module in (grouped_matmul, latent_prefill_attention, paged_attention, ragged_prefill_attention):
         monkeypatch.setattr(module, "Warpgroup", lambda *_: Warpgroup(interpreted=False, has_wgmma=has_wgmma))
 
 
@@ -78,5 +80,7 @@ def _runner(target: str, kernel: Callable[..., Any], out_type: Any) -> Callable[
 
 def _launch(target: str, compiled: Callable[..., Any], values: Any) -> Launch:
     with tempfile.TemporaryDirectory() as folder:
-        dump(compiled, values, target, Path(folder))
-        return read_launch(Path(folder))
+        text = dump(compiled, values, target, Path(folder))
+        if text not in _LAUNCHES:
+            _LAUNCHES[text] = read_launch(Path(folder))
+        return _LAUNCHES[text]
