@@ -32,6 +32,7 @@ from benchmarks.gpu.floors import DATASHEET
 from pallas_kernels.grouped_matmul import mosaic_gpu as grouped_matmul
 from pallas_kernels.grouped_matmul.cases import CASES as EXPERTS
 from pallas_kernels.grouped_matmul.formats import OUTPUTS
+from pallas_kernels.latent_prefill_attention import mosaic_gpu as latent_prefill_attention
 from pallas_kernels.mosaic.card import HOPPER
 from pallas_kernels.mosaic.warpgroup import ROWS
 from pallas_kernels.paged_attention import mosaic_gpu as paged_attention
@@ -117,6 +118,28 @@ def _prefill(num_tokens: int = 8192) -> Case:
     return Case("prefill attention", "ragged_prefill_attention", attend, _shapes(types), WARPGROUPS, 0, products)
 
 
+def _prefill_of_latents(num_tokens: int = 8192) -> Case:
+    heads, rank, own, shared, one = 16, 512, 128, 64, ((1,), "int32")
+    pool = (2, 1, num_tokens // _PAGE, 1, _PAGE, rank + shared)
+    types = [
+        ((num_tokens, heads, own + shared), "bfloat16"),
+        (pool, "bfloat16"),
+        ((), "int32"),
+        ((1, num_tokens // _PAGE), "int32"),
+        one,
+        one,
+        one,
+    ]
+
+    def attend(*arguments: Any) -> Any:
+        options = {"scale": (own + shared) ** -0.5, "query_tile": TILE_ROWS, "pool_is_finite": True}
+        return latent_prefill_attention.latent_prefill_attention(*arguments, **options)
+
+    products = TILE_ROWS * ragged_tiling(1, own + shared, own, HOPPER).tokens * (2 * own + shared)
+    arguments = _shapes([*types, ((rank, heads, 2 * own), "bfloat16")])
+    return Case("prefill attention, latents", "ragged_prefill_attention", attend, arguments, WARPGROUPS, 0, products)
+
+
 def _experts(name: str, num_tokens: int = 64) -> Case:
     case = next(case for case in EXPERTS if case.name == name)
     weights = jax.eval_shape(lambda: grouped.weights(case, 0))
@@ -135,6 +158,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "decode float8": partial(_decode, "decode attention, float8", "float8_e4m3fn", 32, 8, 128),
     "decode latents": partial(_decode, "decode attention, latents", "bfloat16", 16, 1, 576, 64, 512),
     "prefill": _prefill,
+    "prefill latents": _prefill_of_latents,
     "experts bfloat16": partial(_experts, "llama-4-scout"),
     "experts fp8": partial(_experts, "deepseek-v3"),
     "experts int4": partial(_experts, "kimi-k2.5"),

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.gpu import grouped, paged, prefill, written
+from benchmarks.gpu import grouped, latents, paged, prefill, written
 from benchmarks.gpu.absent import stand_in
 from benchmarks.gpu.floors import DATASHEET
 from benchmarks.gpu.measure import Found, Measure
@@ -49,6 +49,7 @@ class Kernel:
 KERNELS = (
     Kernel("paged_attention", paged.cases, paged.problem, paged.tilings),
     Kernel("ragged_prefill_attention", prefill.cases, prefill.problem, prefill.tilings),
+    Kernel("latent_prefill_attention", latents.cases, latents.problem, latents.tilings),
     Kernel("grouped_matmul", grouped.cases, grouped.problem, grouped.tilings),
     Kernel("write_and_attend", written.cases, written.problem, written.tilings, "paged_attention", written.all_cases, written.VERSIONS),
 )

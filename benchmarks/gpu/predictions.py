@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from benchmarks.gpu import floors, grouped, paged, prefill, written
+from benchmarks.gpu import floors, grouped, latents, paged, prefill, written
 from benchmarks.gpu.floors import DATASHEET, Work
 from benchmarks.gpu.report import seconds
 from benchmarks.gpu.sizes import DECODE, PREFILL, Sizes
@@ -21,6 +21,8 @@ def works(sizes: Sizes) -> Iterator[tuple[str, str, Work]]:
         yield "write_and_attend", case, written.work(step)
     for case, prompt in prefill.cases(sizes).items():
         yield "ragged_prefill_attention", case, sizes.prefill_attention(prompt.num_new, prompt.num_cached)
+    for case, expanded in latents.cases(sizes).items():
+        yield "latent_prefill_attention", case, expanded.work
     for case, (model, num_tokens) in grouped.cases(sizes).items():
         yield "grouped_matmul, there and back", case, grouped.work(model, grouped.groups(model, num_tokens, 0))
     for case, batch_and_context in paged.plain_cases(sizes).items():

@@ -68,7 +68,7 @@ def problem(sizes: Sizes, prompt: Prompt, seed: int) -> Problem:
         kv, table, row = shared
         # Results become queries; this scale keeps the scores of such small ones spread.
         scale = 0.2 * (prompt.context / sizes.model.head_size) ** 0.5
-        return function(q, kv, layer, table, *row, scale=scale, query_tile=_tile(num_tokens), pool_is_finite=True)
+        return function(q, kv, layer, table, *row, scale=scale, query_tile=query_tile(num_tokens), pool_is_finite=True)
 
     checks = {
         "several requests": _several_requests(sizes, min(num_tokens, _RAGGED_TOKENS), int(random.integers(2**31))),
@@ -82,7 +82,7 @@ def problem(sizes: Sizes, prompt: Prompt, seed: int) -> Problem:
 def _several_requests(sizes: Sizes, num_tokens: int, seed: int) -> Check:
     """Runs of any length that start at tiles, each after a prefix of any length; some tokens are no request's; what no one may read is NaN."""
     random = np.random.default_rng(seed)
-    tile = _tile(num_tokens)
+    tile = query_tile(num_tokens)
     starts = np.sort(random.choice(np.arange(1, num_tokens // tile), min(3, num_tokens // tile - 1), replace=False)) * tile
     starts = np.concatenate([[0], starts])
     query_len = random.integers(1, np.diff([*starts, num_tokens]) + 1)
@@ -100,7 +100,7 @@ def _one_prompt(sizes: Sizes, prompt: Prompt, seed: int) -> Check:
     """A few tiles of its queries, as rows of their own: the reference gathers the context anew for each query."""
     random, num_tokens = np.random.default_rng(seed), prompt.num_new
     kv, table = random_pages(random, np.asarray([prompt.context]), 2, _pages(sizes), fill=np.nan)
-    q, tile = _queries(random, num_tokens, sizes), _tile(num_tokens)
+    q, tile = _queries(random, num_tokens, sizes), query_tile(num_tokens)
     num_tiles = num_tokens // tile
     chosen = np.append(random.choice(num_tiles - 1, min(_NUM_SAMPLES, num_tiles) - 1, replace=False), num_tiles - 1)
     tokens = (chosen[:, None] * tile + np.arange(tile)).reshape(-1)
@@ -128,7 +128,8 @@ def _pages(sizes: Sizes) -> PageShape:
     return PageShape(sizes.model.num_kv_heads, sizes.page_size, sizes.model.head_size, sizes.dtype)
 
 
-def _tile(num_tokens: int) -> int:
+def query_tile(num_tokens: int) -> int:
+    """Tokens of a tile of queries, in a step of so many."""
     return math.gcd(num_tokens, _QUERY_TILE)
 
 

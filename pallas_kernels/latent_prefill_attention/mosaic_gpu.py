@@ -2,8 +2,8 @@
 
 What a token of context is expanded to is never put together: the kernel's copy engine brings a head's own columns of keys, and its values, from
 where the product left them, and the columns that all heads share from the latents. As in xla.py no token is expanded twice, and the pages of all
-requests follow one another in one list that runs are cut from. A run is as long as the step (a prompt without a prefix is one), and holds at
-most 256 MB in DeepSeek-V3's sizes; what queries find in several runs is put together after each.
+requests follow one another in one list that runs are cut from. A run is as long as the step or longer (a prompt without a prefix is one), and
+what it is expanded to is at most 268 MB in DeepSeek-V3's sizes; what queries find in several runs is put together after each, in the pages' type.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from pallas_kernels.ragged_prefill_attention.mosaic_work import (
 )
 from pallas_kernels.span import EVERYTHING
 
-# Tokens of context that are expanded at once, at least, for products should be large; and heads times tokens, at most, for what they make is held.
-_SHORTEST_RUN = 2048
-_LONGEST_RUN = 2**19
+# Tokens of context that are expanded at once, times heads, at least, for each run takes the host's word, and at most, for what is made is held.
+_SHORTEST_RUN, _LONGEST_RUN = 2**16, 2**19
+_FEWEST_TOKENS = 1024  # of a run, however many heads: products should be large
 _LARGEST_VALUE = 256  # columns that a warpgroup has registers to sum up
 _COLUMNS = 16  # that rows of shared memory are multiples of
 
@@ -85,7 +85,7 @@ def latent_prefill_attention(
     shape = {"num_heads": num_heads, "head_size": head_size, "page_size": pages.page_size, "tokens": num_tokens}
     best = tuned("latent_prefill_attention", {"dtype": dtype.name, **shape})
     tiling = tiling or (Tiling(**best) if best else tiling_for(1, head_size, up.shape[2] - own_size, card))
-    of_run = run_tokens or min(max(num_tokens, _SHORTEST_RUN), _LONGEST_RUN // num_heads)
+    of_run = run_tokens or min(max(num_tokens, _SHORTEST_RUN // num_heads, _FEWEST_TOKENS), _LONGEST_RUN // num_heads)
     run_pages = max(1, min(of_run // pages.page_size, page_table.size))
     of_run = run_pages * pages.page_size
     run, piece = math.gcd(pages.page_size, tiling.tokens), math.gcd(query_tile, tiling.queries, ROWS)
@@ -121,9 +121,9 @@ def latent_prefill_attention(
         if splits > 1:
             here, weight = together(warpgroup, out, weights, dtype), _total(weights)
         mean, before = sums
-        both = _total(jnp.stack([before, weight]))
-        shares = ((mean, before), (here, weight))
-        return jnp.stack([each.astype(jnp.float32) * jnp.exp2(of - both)[..., None] for each, of in shares]).sum(0).astype(dtype), both
+        both = jnp.logaddexp2(before, weight)
+        earlier, later = (each.astype(jnp.float32) * jnp.exp2(of - both)[..., None] for each, of in ((mean, before), (here, weight)))
+        return (earlier + later).astype(dtype), both
 
     nothing = jnp.zeros((num_tokens, num_heads, own_size), dtype), jnp.full((num_tokens, num_heads), LOWEST)
     return lax.fori_loop(0, pages.num_runs(run_pages), add, nothing)[0].astype(q.dtype)

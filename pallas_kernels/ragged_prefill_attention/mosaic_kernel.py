@@ -79,7 +79,7 @@ class Kernel:
         num_tokens, num_heads, _ = q.shape
         num_groups, num_tiles = num_heads // self.tiling.heads, len(work.first)
         weights = jax.ShapeDtypeStruct((self.splits, num_groups, num_tiles, TILE_ROWS), jnp.float32)
-        tiling, num_runs = self.tiling, self.tiling.tokens // context.run
+        tiling, num_runs, operands = self.tiling, self.tiling.tokens // context.run, context.operands
 
         def tile(rows: tuple[int, int], size: int) -> Any:
             return plgpu.SMEM((*rows, size), dtype, transforms=interleaved(size, dtype))
@@ -89,7 +89,7 @@ class Kernel:
 
         consumed = plgpu.Barrier(num_barriers=tiling.stages, num_arrivals=WARPGROUPS)
         kernel = self.warpgroup.kernel(
-            lambda *refs, **scratch: self._kernel(context, *refs, **scratch),
+            lambda q, work, *refs, **scratch: self._kernel(context, q, work, refs[: len(operands)], *refs[len(operands) :], **scratch),
             "ragged_prefill_attention",
             out_type=[
                 jax.ShapeDtypeStruct((self.splits, num_tokens, num_heads, context.value_size), dtype),
@@ -112,16 +112,14 @@ class Kernel:
             # Without barriers around every copy: where a warpgroup writes what it reads, it says so itself.
             compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         )
-        out, *weighed = kernel(q.astype(dtype), jnp.stack(work, axis=1), *context.operands)
+        out, *weighed = kernel(q.astype(dtype), jnp.stack(work, axis=1), *operands)
         return out, weighed[0] if weighed else None
 
     @property
     def _has_weights(self) -> bool:
         return self.splits > 1 or self.is_part
 
-    def _kernel(self, context: Context, q: Any, work: Any, *refs: Any, **scratch: Any) -> None:
-        num_operands = len(context.operands)
-        operands, out, weights = refs[:num_operands], refs[num_operands], refs[num_operands + 1 :]
+    def _kernel(self, context: Context, q: Any, work: Any, operands: Sequence[Any], out: Any, *weights: Any, **scratch: Any) -> None:
         # The last tiles of a prompt have the most to do: they come first.
         tile = work.shape[0] - 1 - lax.axis_index("tile")
         of_tile = Work(*(work[tile, i] for i in range(len(Work._fields))))

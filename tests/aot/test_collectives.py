@@ -26,9 +26,9 @@ CASES = [Case("llama-3.1-70b", 1), Case("kimi-k2.5", 1, "int4")]
 
 
 # Latents that eight cards share out, of 64 heads: every card's queries, and each head's results with the logarithm of its sum in two words of 16 bits,
-# or in prefill the latents of 4,096 tokens of context, in a loop over it.
+# or in prefill the latents of 8,192 tokens of context, in a loop over it.
 KIMI_DECODE = {Collective("all-gather", ("bf16[256,8,576]",)): 1, Collective("all-to-all", ("u16[8,32,8,514]",)): 1}
-KIMI_PREFILL = {Collective("all-gather", ("bf16[8,32,9216]",)): 1}
+KIMI_PREFILL = {Collective("all-gather", ("bf16[64,8,9216]",)): 1}
 MORE = {("kimi-k2.5", "decode/32"): KIMI_DECODE, ("kimi-k2.5", "prefill/2048"): KIMI_PREFILL}
 
 

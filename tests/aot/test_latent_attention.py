@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -12,6 +13,7 @@ from jaxinfer.layers.matrices import MatrixFormat
 from jaxinfer.models.registry import read_config
 from jaxinfer.models.shapes import model_shape
 from pallas_kernels.latent_prefill_attention.op import latent_prefill_attention
+from tests.aot.conftest import Compile, num_kernels
 from tests.aot.engine_programs import BFLOAT16, first_layers, large_copies
 from tests.aot.engine_programs import compile_for as compile_for_cards
 
@@ -21,16 +23,35 @@ MB = 10**6
 
 
 @pytest.mark.parametrize(("num_heads", "most"), [(128, 900 * MB), (16, 115 * MB)], ids=["one-device", "one-of-eight"])
-def test_prefill_of_4096_tokens_holds_what_its_docstring_says(compile_for, num_heads, most):
-    def temporaries(num_pages: int, row_pages: int) -> int:
-        shapes = [((4096, num_heads, 192), jnp.bfloat16), ((2, 1, num_pages, 1, 16, 576), jnp.bfloat16), ((), jnp.int32)]
-        shapes += [((8, row_pages), jnp.int32), *[((8,), jnp.int32)] * 3, ((512, num_heads, 256), jnp.bfloat16)]
-        attend = partial(latent_prefill_attention, scale=0.1, query_tile=32, pool_is_finite=True, backend="xla")
-        return compile_for(attend, *shapes).memory_analysis().temp_size_in_bytes
-
-    few = temporaries(1_000, 100)
+def test_prefill_of_4096_tokens_by_xla_holds_what_its_docstring_says(compile_for, num_heads, most):
+    few, many = (
+        compile_latents(compile_for, num_heads, 4096, num_pages, num_pages // 10, "xla").memory_analysis().temp_size_in_bytes
+        for num_pages in (1_000, 100_000)
+    )
     assert few < most
-    assert abs(temporaries(100_000, 10_000) - few) < MB
+    assert abs(many - few) < MB
+
+
+@pytest.mark.parametrize(("num_heads", "num_tokens", "most"), [(128, 4096, 560 * MB), (16, 8192, 115 * MB), (16, 32, 45 * MB)])
+def test_the_kernel_holds_a_run_of_context_expanded_and_no_copy_of_it(compile_for, num_heads, num_tokens, most):
+    """What a run is expanded to, what is found there, and what was found before; whatever the pool's size and contexts' lengths."""
+    few, many = (compile_latents(compile_for, num_heads, num_tokens, num_pages, num_pages // 10) for num_pages in (10_000, 100_000))
+    assert num_kernels(many) == 1
+    assert not large_copies(many.as_text(), 2**22)
+    temporaries = [program.memory_analysis().temp_size_in_bytes for program in (few, many)]
+    print(f"{num_heads} heads, {num_tokens} tokens: temporaries {temporaries[1] / MB:.0f} MB")
+    assert temporaries[1] < most
+    assert abs(temporaries[1] - temporaries[0]) < MB
+
+
+def compile_latents(
+    compile_for: Compile, num_heads: int, num_tokens: int, num_pages: int, row_pages: int, backend: str = "mosaic_gpu"
+) -> jax.stages.Compiled:
+    """Prefill of eight requests whose pages are so many at most."""
+    shapes = [((num_tokens, num_heads, 192), jnp.bfloat16), ((2, 1, num_pages, 1, 16, 576), jnp.bfloat16), ((), jnp.int32)]
+    shapes += [((8, row_pages), jnp.int32), *[((8,), jnp.int32)] * 3, ((512, num_heads, 256), jnp.bfloat16)]
+    options = {"scale": 0.1, "query_tile": 32, "pool_is_finite": True, "backend": backend}
+    return compile_for(partial(latent_prefill_attention, **options), *shapes)
 
 
 @pytest.mark.parametrize("role", ["decode/32", "prefill/2048"])
@@ -40,7 +61,7 @@ def test_cards_that_share_latents_out_hold_little_more(role):
     few, many = (compile_for_cards("h100", 8, config, MatrixFormat(BFLOAT16), role, num_pages=n, context=32768) for n in (2**10, 2**15))
     assert many.spec.page_size == 128
     assert many.pool_bytes == 2**15 * 16 * 576 * 2
-    assert few.attention == many.attention == ("mosaic_gpu" if role.startswith("decode") else "xla")
+    assert few.attention == many.attention == "mosaic_gpu"
     temporaries = [program.compiled.memory_analysis().temp_size_in_bytes for program in (few, many)]
     print(f"{role}: temporaries {temporaries[1] / MB:.1f} MB")
     assert abs(temporaries[1] - temporaries[0]) < MB

@@ -8,7 +8,8 @@ from benchmarks.machine_code import CASES, found
 
 pytestmark = pytest.mark.aot
 
-MOST_SPILLED = {"decode latents": 128}  # more is summed up than a warpgroup has registers for
+# Of the first more is summed up than a warpgroup has registers for; of the second nothing in the loops over tiles.
+MOST_SPILLED = {"decode latents": 128, "prefill latents": 32}
 MOST_ISSUED = {"decode bfloat16": 0.4, "prefill": 0.65}
 
 

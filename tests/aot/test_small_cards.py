@@ -11,6 +11,7 @@ from pallas_kernels.paged_attention.op import why_not as why_not_decode
 from pallas_kernels.ragged_prefill_attention.op import why_not as why_not_prefill
 from tests.aot.conftest import num_kernels
 from tests.aot.test_grouped_matmul import compile_grouped
+from tests.aot.test_latent_attention import compile_latents
 from tests.aot.test_paged_attention import compile_paged
 from tests.aot.test_ragged_prefill_attention import compile_ragged
 
@@ -36,6 +37,11 @@ def test_decode_attention(compile_for, card, num_heads, num_kv_heads, head_size,
 def test_prefill_attention(compile_for, card, num_heads, num_kv_heads, head_size):
     assert why_not_prefill("mosaic_gpu", BFLOAT16, head_size, 16, 32, card=card) is None
     assert num_kernels(compile_ragged(compile_for, 512, num_heads, num_kv_heads, head_size)) == 1
+
+
+def test_prefill_attention_over_latents(compile_for):
+    compiled = compile_latents(compile_for, num_heads=16, num_tokens=512, num_pages=1000, row_pages=100)
+    assert num_kernels(compiled) == 1
 
 
 @pytest.mark.parametrize("num_tokens", [1, 8192])

@@ -1,6 +1,7 @@
 """Which attention runs: chosen once, with the reason in the log; one that was asked for and can't run is an error."""
 
 import logging
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -56,7 +57,19 @@ def test_devices_that_share_latents_out_attend_to_their_part(page_size, num_devi
     config = read_config(model_shape("kimi-k2.5")).on_devices(num_devices)
     of_device = PageSpec.of(config, page_size, 2).on_device(num_devices, config.num_kv_heads, 61)
     assert of_device.part_size == part_size
-    assert choose_attention("decode", "auto", HOPPER, BFLOAT16, of_device, (512,)) == "mosaic_gpu"
+    for role in ("decode", "prefill"):
+        assert choose_attention(role, "auto", HOPPER, BFLOAT16, of_device, (512,), latent=config.latent) == "mosaic_gpu"
+
+
+def test_latents_that_prefill_has_no_kernel_for(caplog):
+    caplog.set_level(logging.INFO, "jaxinfer.plan")
+    config = read_config(model_shape("kimi-k2.5"))
+    pages = PageSpec.of(config, 16, 2)
+    odd = replace(config.latent, rope_size=8)
+    assert choose_attention("prefill", "auto", HOPPER, BFLOAT16, pages, (512,), latent=odd) == "xla"
+    assert "latents' keys of 128 and 8 columns" in caplog.text
+    assert choose_attention("prefill", "auto", CPU, FLOAT32, pages, (512,), latent=config.latent) == "xla"
+    assert choose_attention("prefill", "auto", SMALL, BFLOAT16, pages, (512,), latent=config.latent) == "mosaic_gpu"
 
 
 @ROLES

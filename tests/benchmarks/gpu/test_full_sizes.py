@@ -26,6 +26,8 @@ CASES = (
     ("ragged_prefill_attention", "512 tokens"),
     ("ragged_prefill_attention", "8192 tokens"),
     ("ragged_prefill_attention", "32 tokens after 8192"),
+    ("latent_prefill_attention", "8192 tokens"),
+    ("latent_prefill_attention", "512 tokens after 8192"),
     ("grouped_matmul", "llama-4-scout, 64 tokens"),
     ("grouped_matmul", "deepseek-v3, 64 tokens"),
     ("grouped_matmul", "kimi-k2.5, 4096 tokens"),

@@ -1,0 +1,122 @@
+"""latent_prefill_attention: a prompt's tokens over themselves, and some after a long cached prefix, in the sizes of DeepSeek-V3 and Kimi K2.5."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.gpu.floors import Work
+from benchmarks.gpu.pools import PageShape, random_pages
+from benchmarks.gpu.prefill import Prompt, query_tile
+from benchmarks.gpu.problem import Check, Problem, inputs_in_turns
+from benchmarks.gpu.sizes import Sizes
+from pallas_kernels.latent_prefill_attention import reference
+
+_QUESTION = 512  # tokens, after a long conversation
+_MOST_CHECKED = 512  # tokens of context that the reference, which expands them for each query, is given
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Of a model: how many there are on a card, and their columns."""
+
+    number: int
+    rank: int  # of latents
+    own: int  # of keys, and of values
+    shared: int  # of keys
+
+
+_KIMI = Heads(16, 512, 128, 64)  # DeepSeek-V3's on one of eight cards, Kimi K2.5's on one of four
+_SMALL = Heads(4, 32, 16, 16)
+
+
+@dataclass(frozen=True)
+class Case:
+    prompt: Prompt
+    heads: Heads
+    page_size: int
+    dtype: str
+
+    @property
+    def work(self) -> Work:
+        """Every token of context is expanded once; a query attends to those before it."""
+        prompt, heads, itemsize = self.prompt, self.heads, jnp.dtype(self.dtype).itemsize
+        latents, up = prompt.context * (heads.rank + heads.shared), heads.rank * heads.number * 2 * heads.own
+        rows = prompt.num_new * heads.number * (2 * heads.own + heads.shared)
+        seen = prompt.num_new * (prompt.num_cached + (prompt.num_new + 1) / 2)
+        return Work((latents + up + rows) * itemsize, 2 * prompt.context * up + 2 * heads.number * (2 * heads.own + heads.shared) * seen)
+
+
+def cases(sizes: Sizes) -> dict[str, Case]:
+    longest, question = max(sizes.prefill), min(_QUESTION, max(sizes.prefill) // 2)
+    prompts = {f"{longest} tokens": Prompt(longest), f"{question} tokens after {longest}": Prompt(question, longest)}
+    heads = _SMALL if sizes.is_small else _KIMI
+    return {name: Case(prompt, heads, sizes.page_size, sizes.dtype) for name, prompt in prompts.items()}
+
+
+def tilings(sizes: Sizes, case: Case) -> list[dict[str, int]]:
+    """Each head has keys of its own."""
+    return [{"heads": 1, "tokens": tokens, "stages": stages} for tokens, stages in ((64, 2), (64, 4), (128, 2))]
+
+
+def problem(sizes: Sizes, case: Case, seed: int) -> Problem:
+    prompt, heads, num_inputs = case.prompt, case.heads, inputs_in_turns(case.work, sizes)
+    random = np.random.default_rng([seed, prompt.context])
+    latents, table = random_pages(random, np.asarray([prompt.context]), num_inputs, _pages(case), fill=0.0)
+    row = tuple(jnp.asarray([value], jnp.int32) for value in (0, prompt.num_new, prompt.context))
+    q = _queries(random, prompt.num_new, case)
+    # Results become queries; this scale keeps the scores of such small ones spread.
+    scale = 0.2 * (prompt.context / q.shape[-1]) ** 0.5
+
+    def step(function: Callable[..., Any], q: jax.Array, shared: Any, layer: jax.Array) -> jax.Array:
+        latents, table, row, up, columns = shared
+        options = {"scale": scale, "query_tile": query_tile(prompt.num_new), "pool_is_finite": True}
+        return jnp.concatenate([function(q, latents, layer, table, *row, up, **options), columns], -1)
+
+    checks = {"several requests": _check(random, case, several=True), "one prompt": _check(random, case, several=False)}
+    layers = [jnp.int32(layer) for layer in range(num_inputs)]
+    shape = {"dtype": case.dtype, "num_heads": heads.number, "head_size": heads.own + heads.shared, "page_size": case.page_size}
+    shared = latents, table, row, _up(random, case), q[..., heads.own :]
+    return Problem(case.work, q, shared, layers, step, checks, shape | {"tokens": prompt.num_new})
+
+
+def _check(random: np.random.Generator, case: Case, *, several: bool) -> Check:
+    """Several requests, or the prompt, each after a prefix, as long as the reference can have them; what no one may read is NaN."""
+    num_tokens = min(case.prompt.num_new, _MOST_CHECKED // 2)
+    tile = query_tile(num_tokens)
+    starts = np.arange(0, num_tokens, max(tile, num_tokens // 4)) if several else np.zeros(1, np.int64)
+    query_len = random.integers(1, np.diff([*starts, num_tokens]) + 1) if several else np.asarray([num_tokens])
+    cached = (
+        random.integers(0, _MOST_CHECKED // 2, len(starts)) if several else np.asarray([min(case.prompt.num_cached, _MOST_CHECKED // 2)])
+    )
+    starts, query_len, kv_len = (np.append(values, 0) for values in (starts, query_len, query_len + cached))  # an unused row
+    latents, table = random_pages(random, kv_len, 2, _pages(case), fill=np.nan)
+    rows = (jnp.asarray(values, jnp.int32) for values in (starts, query_len, kv_len))
+    arguments = (_queries(random, num_tokens, case), latents, jnp.int32(1), table, *rows, _up(random, case))
+    options: dict[str, Any] = {"scale": (case.heads.own + case.heads.shared) ** -0.5, "query_tile": tile, "pool_is_finite": False}
+
+    def expected() -> np.ndarray:
+        q, *rest = arguments
+        return np.asarray(jax.jit(partial(reference.latent_prefill_attention, **options))(q.astype(jnp.float32), *rest))
+
+    return Check(lambda function, *arguments: function(*arguments, **options), arguments, expected)
+
+
+def _pages(case: Case) -> PageShape:
+    return PageShape(1, case.page_size, case.heads.rank + case.heads.shared, case.dtype, num_sides=1)
+
+
+def _queries(random: np.random.Generator, num_tokens: int, case: Case) -> jax.Array:
+    shape = (num_tokens, case.heads.number, case.heads.own + case.heads.shared)
+    return jnp.asarray(random.standard_normal(shape, np.float32), case.dtype)
+
+
+def _up(random: np.random.Generator, case: Case) -> jax.Array:
+    shape = (case.heads.rank, case.heads.number, 2 * case.heads.own)
+    return jnp.asarray(random.standard_normal(shape, np.float32) * case.heads.rank**-0.5, case.dtype)
