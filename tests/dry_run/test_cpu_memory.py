@@ -40,8 +40,10 @@ def live_bytes(num_devices: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("layout", ["tp=1", "tp=2", "tp=2,pp=2"])
-@pytest.mark.parametrize("model", ["tiny", "smollm2-135m"])
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [("tiny", "tp=1"), ("tiny", "tp=2"), ("tiny", "tp=2,pp=2"), ("smollm2-135m", "tp=1"), ("smollm2-135m", "tp=2,pp=2")],
+)
 def test_a_plan_says_what_an_engine_allocates(tiny_model_path: Path, model: str, layout: str) -> None:
     shape, checkpoint = (str(tiny_model_path),) * 2 if model == "tiny" else (model, "default")
     run = planned(shape, layout)

@@ -6,7 +6,7 @@ from jaxinfer.llm import LLM
 
 def test_the_default_model_loses_little(default_llm):
     integers = LLM(weights="int8", max_batch_size=1, decode_buckets=(1,), prefill_chunk_size=32, prefill_buckets=(32,))
-    tokens = default_llm.tokenizer.encode(TEXT.read_text(encoding="utf-8"))[:512]
+    tokens = default_llm.tokenizer.encode(TEXT.read_text(encoding="utf-8"))[:256]
     wide = default_llm.logits(tokens)
     here, there = likeness(wide, [tokens]), likeness(integers.logits(tokens), [tokens], wide)
     assert there.perplexity < here.perplexity * 1.02
