@@ -109,9 +109,9 @@ class Warpgroup:
         return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((ROWS, num_columns), jnp.float32))
 
     def add_product(
-        self, total: Float[Array, "64 H"], a: Array, b: Any, meanwhile: Callable[[], None] = lambda: None
+        self, total: Float[Array, "64 H"], a: Any, b: Any, meanwhile: Callable[[], None] = lambda: None
     ) -> Float[Array, "64 H"]:
-        """total + a @ b, of a[ROWS, X] in registers and b[X, H] in shared memory; `meanwhile` runs while the product does."""
+        """total + a @ b, of a[ROWS, X] in registers or shared memory and b[X, H] there; `meanwhile` runs while the product does."""
         if not self.is_asynchronous:
             total = self._add_at_once(total, a, b, b_is_transposed=False)
             meanwhile()

@@ -4,7 +4,8 @@ A block of threads has one KV head of one request, and a share of its context: o
 values from their pages, several ahead; others take them by turns, multiply and keep an online softmax (FlashAttention, arXiv:2205.14135), and
 put together what they have. All query heads of the KV head are rows of one tile, so every page is read once. Shares of a context are put
 together afterwards (Flash-Decoding). Of latents (MLA, arXiv:2405.04434) the values are columns of the keys' tile, and two
-warpgroups sum up half of them each.
+warpgroups sum up half of them each: one has the scores and their softmax, and hands the weights to the other through the columns that are keys alone,
+which nobody needs any more.
 
 The new token's key and value may be written by the same launch. Their place's old contents are then on their way to shared memory, or not, while
 they are written over; no one looks at that place. The softmax of one block a KV head begins with the new token instead, from registers, and
@@ -219,6 +220,7 @@ class _Body:
             "consumed": (consumed,) * num_sides,
             "done": plgpu.Barrier(num_arrivals=num_parts * turns),
             "handed_over": plgpu.Barrier(num_arrivals=max(turns - 1, 1)),
+            "weighed": self._weighed(head_size, value_size, rows.dtype),
         }
         kernel = (self.warpgroup.kernel if new is None else partial(kernel_in_place, self.warpgroup))(
             self._kernel,
@@ -287,6 +289,16 @@ class _Body:
 
         lax.fori_loop(0, part.num_tiles, fetch, None)
         drain(consumed, part.num_tiles, stages)
+
+    def _weighed(self, head_size: int, value_size: int, dtype: jnp.dtype) -> tuple[Any, ...]:
+        """What one part of the result's columns hands to another of each tile: what its sums so far are multiplied by, and when weights are there too;
+        and room for those, where the keys' tile has none."""
+        if self._num_parts(value_size) == 1:
+            return ()
+        stages, tokens = self.tiling.stages, self.tiling.tokens
+        shrinks, arrivals = plgpu.SMEM((stages, ROWS), jnp.float32), plgpu.Barrier(num_barriers=stages)
+        room = plgpu.SMEM((stages, ROWS, tokens), dtype, transforms=interleaved(tokens, dtype))
+        return (shrinks, arrivals) if head_size - value_size >= tokens else (shrinks, arrivals, room)
 
     def _num_parts(self, value_size: int) -> int:
         """Warpgroups that share the columns of a result."""

@@ -58,7 +58,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Multiplier:
-    """A warpgroup that attends over tiles as they come: over those of its turns, for its part of the result's columns."""
+    """A warpgroup that attends over tiles as they come: over those of its turns, for its part of the result's columns. The first part has the scores,
+    and hands what they weigh to the others."""
 
     warpgroup: Warpgroup
     tiling: Tiling
@@ -88,6 +89,7 @@ class Multiplier:
         consumed: Any,
         done: Any,
         handed_over: Any,
+        weighed: Any,
     ) -> None:
         plgpu.set_max_registers(232, action="increase")
         keys, totals, out_tile = keys_or_totals_or_out
@@ -98,12 +100,19 @@ class Multiplier:
         # While the queries are on their way.
         new = None if self.new is None or self.turn > 0 else self.new.write(self.warpgroup)
         plgpu.barrier_wait(q_arrival)
-        sums = self._attend(
-            self._start(size, q_tile, new), columns, q_tile, keys, values, [w.at[self.turn] for w in wide], arrivals, consumed
-        )
+        start = self._start(size, q_tile, new)
+        if self.index > 0:
+            sums = self._follow(start, columns, keys, arrivals, consumed, weighed)
+        else:
+            sums = self._attend(start, columns, q_tile, keys, values, [w.at[self.turn] for w in wide], arrivals, consumed, weighed)
+            if self.num_parts > 1:
+                softmaxes[1, 0] = sums[2]
+                plgpu.commit_smem()
         if self.num_parts * turns > 1:  # the others may still read the keys that totals are written over
             plgpu.barrier_arrive(done)
             plgpu.barrier_wait(done)
+        if self.index > 0:
+            sums = sums[0], sums[1], self.warpgroup.load(softmaxes.at[1, 0])
         if self.turn > 0:
             totals[self.turn - 1], softmaxes[0, self.turn], softmaxes[1, self.turn] = sums
             plgpu.commit_smem()
@@ -138,7 +147,9 @@ class Multiplier:
         total, top, sum_ = (jnp.where(self.new.is_here, a, b) for a, b in zip(token, nothing, strict=True))
         return total, top, sum_
 
-    def _attend(self, start: Sums, columns: Any, q_tile: Any, keys: Any, values: Any, wide: Any, arrivals: Any, consumed: Any) -> Sums:
+    def _attend(
+        self, start: Sums, columns: Any, q_tile: Any, keys: Any, values: Any, wide: Any, arrivals: Any, consumed: Any, weighed: Any
+    ) -> Sums:
         """Over the tiles of its turns."""
         warpgroup, tiling = self.warpgroup, self.tiling
         tokens, turns = tiling.tokens, tiling.warpgroups
@@ -157,6 +168,11 @@ class Multiplier:
             shrink = jnp.exp2(top - new_top)
             weights = jnp.exp2(scores * factor - lax.broadcast_in_dim(new_top, scores.shape, [0]))
             sum_ = sum_ * shrink + weights.sum(axis=1)
+            weights = weights.astype(q_tile.dtype)
+            if weighed:
+                weighed[0][stage], self._weights(keys, stage, weighed)[...] = shrink, weights
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(weighed[1].at[stage])
             total = total * lax.broadcast_in_dim(shrink, total.shape, [0])
             if values:
                 plgpu.barrier_wait(arrivals[1].at[stage])
@@ -165,11 +181,35 @@ class Multiplier:
                 value_tile = self._widened(value_tile, wide[1])
             if not self.options.pool_is_finite:
                 self._clear(value_tile, position)
-            total = warpgroup.add_product(total, weights.astype(q_tile.dtype), value_tile)
+            total = warpgroup.add_product(total, weights, value_tile)
             plgpu.barrier_arrive(consumed[-1].at[stage])
             return total, new_top, sum_
 
         return lax.fori_loop(0, lax.div(self.part.num_tiles + (turns - 1 - self.turn), turns), one, start)
+
+    def _follow(self, start: Sums, columns: Any, keys: Any, arrivals: Any, consumed: Any, weighed: Any) -> Sums:
+        """Over all tiles, by the weights that the first part hands over."""
+
+        def one(i: Array, total: Array) -> Array:
+            stage = lax.rem(i, self.tiling.stages)
+            plgpu.barrier_wait(arrivals[0].at[stage])
+            value_tile = keys.at[stage, :, columns]
+            if not self.options.pool_is_finite:
+                self._clear(value_tile, (self.part.start + i) * self.tiling.tokens)
+            plgpu.barrier_wait(weighed[1].at[stage])
+            total = total * lax.broadcast_in_dim(self.warpgroup.load(weighed[0].at[stage]), total.shape, [0])
+            total = self.warpgroup.add_product(total, self._weights(keys, stage, weighed), value_tile)
+            plgpu.barrier_arrive(consumed[-1].at[stage])
+            return total
+
+        total, top, sum_ = start
+        return lax.fori_loop(0, self.part.num_tiles, one, total), top, sum_
+
+    def _weights(self, keys: Any, stage: Array, weighed: Any) -> Any:
+        """Where a tile's weights are handed over."""
+        if len(weighed) > 2:
+            return weighed[2].at[stage]
+        return keys.at[stage, :, pl.ds(self.options.value_size or 0, self.tiling.tokens)]
 
     def _both(self, sums: Sums, others: tuple[Any, Any, Any]) -> Sums:
         """Its own and another warpgroup's, as if one had had all tiles."""

@@ -137,11 +137,12 @@ def test_float8_pages_are_widened_and_scaled(is_finite, head_size):
 
 
 @pytest.mark.parametrize(
-    ("num_heads", "head_size", "value_size", "page_size", "splits"), [(16, 192, 128, 64, 1), (128, 576, 512, 64, 2), (16, 192, 128, 128, 2)]
+    ("num_heads", "head_size", "value_size", "page_size", "splits"),
+    [(16, 192, 128, 64, 1), (128, 576, 512, 64, 2), (16, 192, 128, 128, 2), (16, 384, 384, 64, 1)],
 )
 def test_latents(num_heads, head_size, value_size, page_size, splits):
-    """Values that are columns of the keys; query heads of several tiles; results of two warpgroups; pages of several tiles; a share and a context
-    without tokens, whose weight is nothing."""
+    """Values that are columns of the keys, or all of them; query heads of several tiles; results of two warpgroups, of which one has the scores; pages
+    of several tiles; a share and a context without tokens, whose weight is nothing."""
     random, context = np.random.default_rng(3), (150, 20, 0)
     kv, table = poisoned_pool(random, context, 1, page_size, head_size)
     q = jnp.asarray(random.standard_normal((len(context), num_heads, head_size)), jnp.bfloat16)
