@@ -212,7 +212,8 @@ def _run(tool: str, *arguments: str) -> str:
 
 
 def _loops(code: str) -> list[list[str]]:
-    """Instructions between each label and each branch back to it."""
+    """Instructions between each label and each branch back to it, but for arithmetic that a branch in between passes over: what is done for the tiles at
+    a context's ends alone."""
     labels: dict[str, int] = {}
     instructions: list[str] = []
     loops = []
@@ -222,8 +223,19 @@ def _loops(code: str) -> list[list[str]]:
         elif instruction := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", line):
             instructions.append(instruction[1])
             if (branch := re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", instruction[1])) and branch[1] in labels:
-                loops.append(instructions[labels[branch[1]] :])
-    return loops
+                loops.append((labels[branch[1]], len(instructions)))
+    return [_without_detours(instructions[begin:end], begin, labels) for begin, end in loops]
+
+
+def _without_detours(loop: list[str], begin: int, labels: dict[str, int]) -> list[str]:
+    kept, place = [], 0
+    while place < len(loop):
+        kept.append(loop[place])
+        branch = re.match(r"@!?U?P\d BRA `\((\.L_x_\d+)\)", loop[place])
+        end = labels[branch[1]] - begin if branch else 0
+        is_arithmetic = not any(re.search("HGMMA|UTMALDG|SYNCS|BAR|BRA", each) for each in loop[place + 1 : end])
+        place = end if place < end <= len(loop) and is_arithmetic else place + 1
+    return kept
 
 
 def _shortest(loops: list[list[str]], operation: str, number: int) -> tuple[int, ...]:

@@ -163,7 +163,7 @@ class Multiplier:
             scores, factor = self._capped(warpgroup.times_transposed((q_tile, key_tile)))
             if values:
                 plgpu.barrier_arrive(consumed[0].at[stage])
-            scores = jnp.where(self._is_seen(warpgroup.iota((ROWS, tokens), 1), position), scores, NOTHING)
+            scores = lax.cond(self._is_cut(position, tokens), lambda scores: self._masked(scores, position), lambda scores: scores, scores)
             new_top = jnp.maximum(top, scores.max(axis=1) * factor)
             shrink = jnp.exp2(top - new_top)
             weights = jnp.exp2(scores * factor - lax.broadcast_in_dim(new_top, scores.shape, [0]))
@@ -226,6 +226,18 @@ class Multiplier:
         if self.options.soft_cap is None:
             return products, jnp.maximum(self.scale * LOG2_E, SMALLEST_FACTOR)
         return jnp.tanh(products * (self.scale / self.options.soft_cap)), self.options.soft_cap * LOG2_E
+
+    def _is_cut(self, position: Array, tokens: int) -> Array:
+        """Whether any query doesn't see all of a tile that begins at this position: most tiles are spared the mask."""
+        context, num_tokens, span = self.part.context, self.options.num_tokens, self.options.span
+        is_cut = position + tokens > jnp.maximum(context - num_tokens, 0) + 1
+        if span == EVERYTHING:
+            return is_cut
+        return is_cut | (position < (self.part.first if num_tokens == 1 else first_seen(span, context - 1)))
+
+    def _masked(self, scores: Array, position: Array) -> Array:
+        """Without those that a query doesn't see."""
+        return jnp.where(self._is_seen(self.warpgroup.iota((ROWS, scores.shape[1]), 1), position), scores, NOTHING)
 
     # What is the same for a whole tile stands on one side, as a scalar: added to every place it takes registers, which ptxas then spills.
 
