@@ -9,8 +9,8 @@ from benchmarks.machine_code import CASES, found
 pytestmark = pytest.mark.aot
 
 # Of the first more is summed up than a warpgroup has registers for; of the second nothing in the loops over tiles.
-MOST_SPILLED = {"decode latents": 128, "prefill latents": 32}
-MOST_ISSUED = {"decode bfloat16": 0.4, "prefill": 0.65}
+MOST_SPILLED = {"decode latents": 160, "prefill latents": 32}
+MOST_ISSUED = {"decode bfloat16": 0.36, "decode float8": 0.75, "decode latents": 0.25, "prefill": 0.65, "prefill latents": 0.55}
 
 
 @pytest.mark.parametrize("name", CASES)
