@@ -166,6 +166,31 @@ def test_shares_have_all_of_a_tiles_work_between_them(splits, span):
         assert of_kind == {"before": list(range(first, whole)), "whole": list(range(whole, edge)), "after": list(range(edge, end))}
 
 
+@pytest.mark.parametrize("of_run", [64, 112])
+def test_runs_of_a_context_have_all_of_it_between_them(of_run):
+    """Of tiles that begin in a run, before it and after it: what their queries see of it, by `last`, and which of its tiles they see all of."""
+    start, length, kv_len = (np.asarray(a, np.int32) for a in ((0, 96, 160), (70, 3, 0), (300, 40, 0)))
+    tiling = Tiling(4, 64, 2)
+    tiles = tiles_of(jnp.asarray(start), jnp.asarray(length), 192, tiling, 32)
+    seen = np.zeros((192, 320), int)  # how often, of each token of q and each key
+    for begin in range(0, 320, of_run):
+        before = np.minimum(begin, kv_len)
+        work = work_of(tiles, jnp.asarray(kv_len - before), jnp.asarray(np.clip(kv_len - begin, 0, of_run)), tiling, 16, EVERYTHING)
+        work = Work(*map(np.asarray, work))
+        for tile in range(len(work.first)):
+            for i in range(work.num_queries[tile]):
+                position, token = work.position[tile] + i, work.first[tile] * 32 + i
+                keys = np.arange(work.num_tiles[tile] * tiling.tokens)
+                is_seen = keys <= min(position, work.last[tile])
+                assert is_seen[: work.edge[tile] * tiling.tokens].all(), "no mask is needed before the edge"
+                seen[token, begin + keys[is_seen]] += 1
+    for row in range(2):
+        for i in range(length[row]):
+            position = kv_len[row] - length[row] + i
+            np.testing.assert_array_equal(seen[start[row] + i], np.arange(320) <= position)
+    assert seen.sum() == sum(sum(range(c - n + 1, c + 1)) for n, c in zip(length, kv_len, strict=True))
+
+
 def test_few_blocks_have_shares():
     assert splits_for(num_blocks=8, max_context=131072, card=HOPPER) == 16
     assert splits_for(num_blocks=8, max_context=4096, card=HOPPER) == 8, "a share is worth its block"
