@@ -44,18 +44,28 @@ def check(case, inputs, found):
 @pytest.mark.parametrize(
     ("case", "given"),
     [
-        (TWO, {}),
-        # Five runs of a page: the first has all of one request, the third begins within the other, and the last before that one's queries end.
-        (TWO, {"run_tokens": 32}),
+        # Three runs: the first has all of one request and begins the other, the last begins before that one's queries end.
         (TWO, {"run_tokens": 48, "splits": 2}),
-        (Case("own", 1, 32, 16, 0, 16, 16, 32, 32, ((40, 20),)), {"run_tokens": 32}),  # of a key nothing is shared
         (Case("kimi", 1, 512, 128, 64, 128, 16, 32, 32, ((9, 20),)), {"tiling": Tiling(1, 128, 2)}),
     ],
-    ids=["one-run", "runs", "runs-in-shares", "nothing-shared", "kimis-sizes"],
+    ids=["runs-in-shares", "kimis-sizes"],
 )
 def test_it_is_attention_over_expanded_latents(case, given):
     inputs = arguments(case, 0, jnp.bfloat16, num_rows=len(case.rows))
     check(case, inputs, attend(case, inputs, **given))
+
+
+@pytest.mark.parametrize(
+    ("case", "given"),
+    [
+        (TWO, {}),
+        (TWO, {"run_tokens": 32}),  # of two pages each, of which the first has one request whole
+        (Case("own", 1, 32, 16, 0, 16, 16, 32, 32, ((40, 20),)), {"run_tokens": 32}),  # of a key nothing is shared
+    ],
+    ids=["one-run", "runs", "nothing-shared"],
+)
+def test_however_context_is_cut_and_keys_are_shared(case, given):
+    test_it_is_attention_over_expanded_latents(case, given)
 
 
 def test_a_batch_with_an_unused_row_and_tokens_of_no_request():

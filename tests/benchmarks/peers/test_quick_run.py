@@ -55,9 +55,10 @@ def test_the_short_way_measures_rates_alone(tmp_path: Path, tiny_model_path: Pat
 
 
 @pytest.mark.parity
-def test_a_quick_run_of_every_engine_that_is_there(tmp_path: Path) -> None:
+def test_a_quick_run_of_every_engine_that_is_there(tmp_path: Path, tiny_model_path: Path) -> None:
     # Starts alone would take minutes; and two of torch's threads ten times as long, where another process has a core: they spin while they wait.
-    result = quick_run(tmp_path / "run.json", "--parts", "rates", "quality", "served", "--threads", "1")
+    flags = ("--model", str(tiny_model_path), "--token-ids", "0", "500", "--threads", "1")
+    result = quick_run(tmp_path / "run.json", *flags, "--parts", "rates", "quality", "served")
     assert {*result["engines"], *result["absent"]} == {engine.name for engine in ENGINES}
     assert not result["lost"]
     for name in result["engines"]:
