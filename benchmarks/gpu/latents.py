@@ -14,12 +14,13 @@ import numpy as np
 from benchmarks.gpu.floors import Work
 from benchmarks.gpu.pools import PageShape, random_pages
 from benchmarks.gpu.prefill import Prompt, query_tile
-from benchmarks.gpu.problem import Check, Problem, inputs_in_turns
+from benchmarks.gpu.problem import Check, Problem, inputs_in_turns, only_if_finite
 from benchmarks.gpu.sizes import Sizes
 from pallas_kernels.latent_prefill_attention import reference
 
 _QUESTION = 512  # tokens, after a long conversation
-_MOST_CHECKED = 512  # tokens of context that the reference, which expands them for each query, is given
+_MOST_CHECKED = 512  # tokens of context of several requests: the reference expands them for each query
+_NUM_SAMPLES = 8  # queries of a long prompt that it computes, the last among them
 
 
 @dataclass(frozen=True)
@@ -79,33 +80,58 @@ def problem(sizes: Sizes, case: Case, seed: int) -> Problem:
         options = {"scale": scale, "query_tile": query_tile(prompt.num_new), "pool_is_finite": True}
         return jnp.concatenate([function(q, latents, layer, table, *row, up, **options), columns], -1)
 
-    checks = {"several requests": _check(random, case, several=True), "one prompt": _check(random, case, several=False)}
+    checks = {"several requests": _several_requests(random, case), "one prompt": _one_prompt(random, case)}
     layers = [jnp.int32(layer) for layer in range(num_inputs)]
     shape = {"dtype": case.dtype, "num_heads": heads.number, "head_size": heads.own + heads.shared, "page_size": case.page_size}
     shared = latents, table, row, _up(random, case), q[..., heads.own :]
     return Problem(case.work, q, shared, layers, step, checks, shape | {"tokens": prompt.num_new})
 
 
-def _check(random: np.random.Generator, case: Case, *, several: bool) -> Check:
-    """Several requests, or the prompt, each after a prefix, as long as the reference can have them; what no one may read is NaN."""
+def _several_requests(random: np.random.Generator, case: Case) -> Check:
+    """Each after a prefix, as long as the reference can have them; what no one may read is NaN."""
     num_tokens = min(case.prompt.num_new, _MOST_CHECKED // 2)
-    tile = query_tile(num_tokens)
-    starts = np.arange(0, num_tokens, max(tile, num_tokens // 4)) if several else np.zeros(1, np.int64)
-    query_len = random.integers(1, np.diff([*starts, num_tokens]) + 1) if several else np.asarray([num_tokens])
-    cached = (
-        random.integers(0, _MOST_CHECKED // 2, len(starts)) if several else np.asarray([min(case.prompt.num_cached, _MOST_CHECKED // 2)])
-    )
-    starts, query_len, kv_len = (np.append(values, 0) for values in (starts, query_len, query_len + cached))  # an unused row
-    latents, table = random_pages(random, kv_len, 2, _pages(case), fill=np.nan)
-    rows = (jnp.asarray(values, jnp.int32) for values in (starts, query_len, kv_len))
-    arguments = (_queries(random, num_tokens, case), latents, jnp.int32(1), table, *rows, _up(random, case))
-    options: dict[str, Any] = {"scale": (case.heads.own + case.heads.shared) ** -0.5, "query_tile": tile, "pool_is_finite": False}
+    starts = np.arange(0, num_tokens, max(query_tile(num_tokens), num_tokens // 4))
+    query_len = random.integers(1, np.diff([*starts, num_tokens]) + 1)
+    kv_len = query_len + random.integers(0, _MOST_CHECKED // 2, len(starts))
+    arguments = _arguments(random, case, num_tokens, *(np.append(values, 0) for values in (starts, query_len, kv_len)))  # an unused row
+    options = _options(case, num_tokens)
+    return Check(lambda function, *arguments: function(*arguments, **options), arguments, lambda: _expected(arguments, options))
+
+
+def _one_prompt(random: np.random.Generator, case: Case) -> Check:
+    """What is timed, in its size: a few of its queries, as rows of their own, for the reference expands the context anew for each."""
+    prompt = case.prompt
+    arguments = _arguments(random, case, prompt.num_new, *(np.asarray([value]) for value in (0, prompt.num_new, prompt.context)))
+    options = _options(case, prompt.num_new)
+    tokens = np.append(random.choice(prompt.num_new - 1, _NUM_SAMPLES - 1, replace=False), prompt.num_new - 1)
 
     def expected() -> np.ndarray:
-        q, *rest = arguments
-        return np.asarray(jax.jit(partial(reference.latent_prefill_attention, **options))(q.astype(jnp.float32), *rest))
+        q, latents, layer, table, _, _, _, up = arguments
+        rows = np.arange(_NUM_SAMPLES), np.ones(_NUM_SAMPLES), prompt.num_cached + tokens + 1
+        tables = jnp.broadcast_to(table, (_NUM_SAMPLES, table.shape[1]))
+        return _expected((q[tokens], latents, layer, tables, *(jnp.asarray(values, jnp.int32) for values in rows), up), options)
 
-    return Check(lambda function, *arguments: function(*arguments, **options), arguments, expected)
+    def run(function: Callable[..., Any], *arguments: jax.Array) -> jax.Array:
+        out = function(*arguments, **options)
+        return only_if_finite(out[tokens], out)
+
+    return Check(run, arguments, expected)
+
+
+def _arguments(random: np.random.Generator, case: Case, num_tokens: int, *rows: np.ndarray) -> tuple[jax.Array, ...]:
+    """`rows`: where requests begin, how many tokens they have, and contexts."""
+    latents, table = random_pages(random, rows[2], 2, _pages(case), fill=np.nan)
+    of_rows = (jnp.asarray(values, jnp.int32) for values in rows)
+    return _queries(random, num_tokens, case), latents, jnp.int32(1), table, *of_rows, _up(random, case)
+
+
+def _options(case: Case, num_tokens: int) -> dict[str, Any]:
+    return {"scale": (case.heads.own + case.heads.shared) ** -0.5, "query_tile": query_tile(num_tokens), "pool_is_finite": False}
+
+
+def _expected(arguments: tuple[jax.Array, ...], options: dict[str, Any]) -> np.ndarray:
+    q, *rest = arguments
+    return np.asarray(jax.jit(partial(reference.latent_prefill_attention, **options))(q.astype(jnp.float32), *rest))
 
 
 def _pages(case: Case) -> PageShape:

@@ -2,8 +2,8 @@
 
 What a token of context is expanded to is never put together: the kernel's copy engine brings a head's own columns of keys, and its values, from
 where the product left them, and the columns that all heads share from the latents. As in xla.py no token is expanded twice, and the pages of all
-requests follow one another in one list that runs are cut from. A run is as long as the step or longer (a prompt without a prefix is one), and
-what it is expanded to is at most 268 MB in DeepSeek-V3's sizes; what queries find in several runs is put together after each, in the pages' type.
+requests follow one another in one list that runs are cut from. A run is as long as the step or longer, so that a prompt without a prefix is one, but
+for what it is expanded to, at most 268 MB in DeepSeek-V3's sizes; what queries find in several is put together after each, in the pages' type.
 """
 
 from __future__ import annotations
@@ -77,6 +77,7 @@ def latent_prefill_attention(
     """See op.py. `interpreted`: by JAX's interpreter on a CPU. Raises `ValueError` for a scale that the kernel can't have."""
     if scale <= 0:
         raise ValueError(f"latent_prefill_attention: for mosaic_gpu scale {scale} must be positive")
+    del pool_is_finite  # finite latents need not be finite once they are expanded
     num_tokens, num_heads, head_size = q.shape
     dtype, rank = latent_pages.dtype, len(up)
     pages = PageList.of_rows(latent_pages, layer, page_table, jnp.where(query_len > 0, kv_len, 0), axis)
@@ -93,7 +94,6 @@ def latent_prefill_attention(
     tiles = tiles_of(query_start, query_len, num_tokens, tiling, piece)
     tile_of_token = tile_of_tokens(tiles, num_tokens, piece)
     splits = splits or splits_for(num_heads * len(tiles.first), of_run, card)
-    # Not even finite latents are finite for sure when they are expanded.
     warpgroup = Warpgroup(interpreted, card.has_wgmma)
     kernel = Kernel(warpgroup, tiling, splits, piece, scale, pool_is_finite=False, is_part=not is_one_run)
 

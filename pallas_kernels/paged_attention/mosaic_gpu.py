@@ -91,7 +91,7 @@ def paged_attention_and_lse(
     tiling: Tiling | None = None,
     interpreted: bool = False,
 ) -> tuple[Float[Array, "B *T N V"], Float[Array, "B *T N"]]:
-    """See op.py. `interpreted`: by JAX's interpreter on a CPU. Raises `ValueError` for a scale that the kernel can't have."""
+    """See op.py. `interpreted`: by JAX's interpreter on a CPU. Raises `ValueError` for a scale or a tiling that the kernel can't have."""
     return _attend(
         q,
         kv_pages,
@@ -193,6 +193,10 @@ class _Body:
         out_dtype = jnp.float32 if tiling.splits > 1 else rows.dtype
         tiles = plgpu.SMEM((tiling.stages, tiling.tokens, head_size), dtype, transforms=interleaved(head_size, dtype))
         num_parts = self._num_parts(value_size)
+        if num_parts > 1 and tiling.warpgroups > 1:
+            raise ValueError(
+                f"paged_attention: {value_size} columns of a result leave no warpgroups to take turns, not {tiling.warpgroups}"
+            )
         out_shape = (num_parts, ROWS, value_size // num_parts)
         # Rows that are no whole tiles are copied from where they lie one after the other.
         are_tiles = self.num_results % TILE_ROWS == 0

@@ -155,6 +155,9 @@ def test_latents(num_heads, head_size, value_size, page_size, splits):
     found, lse = jax.jit(functools.partial(paged_attention_and_lse, interpreted=True, tiling=tiling, **options))(*arguments)
     np.testing.assert_allclose(found.astype(jnp.float32), expected, rtol=0.02, atol=0.02)
     check_lse(lse, expected_lse)
+    if value_size > 256:
+        with pytest.raises(ValueError, match=f"{value_size} columns of a result leave no warpgroups to take turns, not 2"):
+            paged_attention_and_lse(*arguments, interpreted=True, tiling=Tiling(64, 2, splits, warpgroups=2), **options)
 
 
 def test_latents_of_several_tokens():
