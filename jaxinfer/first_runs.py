@@ -17,13 +17,19 @@ from jaxinfer.sampling.params import neutral_rows
 
 def warm_up(prefill: PrefillRunner, decode: DecodeRunner) -> None:
     """Run every program once on a row that writes to the null page only. A program's first run costs hundreds of milliseconds more
-    than the next (memory touched for the first time): the first requests do not pay for it."""
+    than the next (memory touched for the first time): the first requests do not pay for it. What scores prompts is few requests', and is
+    left to them: it takes as long as the prompt does."""
     for size in prefill.buckets:
         _run_full(prefill, size)
+    for size in {prefill_rows(size): size for size in reversed(prefill.buckets)}.values():  # the smallest with so many rows
+        _run_full(prefill, size, temperature=1.0)
     for size in decode.buckets:
         steps = empty_decode_batch(size, decode.num_slots, decode.num_groups)
         steps.slots[0] = 0  # whoever gets the slot brings its own token
-        jax.block_until_ready(decode.run(steps, decode.put(neutral_rows(size))))
+        rows = neutral_rows(size)
+        jax.block_until_ready(decode.run(steps, decode.put(rows, steps.num_generated)))
+        rows.temperature[0] = 1.0
+        jax.block_until_ready(decode.run(steps, decode.put(rows, steps.num_generated)))
     prefill.count_tokens(0, (), 0)
     decode.count_tokens(0, (), 0)
     decode.seat(0, ())
@@ -40,7 +46,9 @@ def measure(prefill: PrefillRunner, pace: Pace) -> None:
         pace.observe(size, min(seconds))
 
 
-def _run_full(prefill: PrefillRunner, size: int) -> None:
+def _run_full(prefill: PrefillRunner, size: int, temperature: float = 0.0) -> None:
     batch = empty_prefill_batch(size, prefill_rows(size), prefill.table_width)
-    batch.query_len[0] = batch.kv_len[0] = min(size, prefill.max_model_len)
+    packed = batch.packed
+    packed.query_len[0] = packed.kv_len[0] = min(size, prefill.max_model_len)
+    batch.sampling.temperature[0] = temperature
     jax.block_until_ready(prefill.run(batch))

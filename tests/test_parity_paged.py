@@ -77,7 +77,7 @@ def _prefill(model: model_on_mesh.OnMesh, prefill: Any, prompt: list[int], table
     parts = []
     for start in range(0, len(prompt), CHUNK):
         chunk = prompt[start : start + CHUNK]
-        batch = prefill_batch.empty_batch(CHUNK, 1, TABLE_WIDTH)
+        batch = prefill_batch.empty_batch(CHUNK, 1, TABLE_WIDTH).packed
         batch.token_ids[: len(chunk)] = chunk
         batch.page_table[0], batch.query_len[0], batch.kv_len[0] = table, len(chunk), start + len(chunk)
         logits, model.pool.array = prefill(model.pool.array, batch)

@@ -123,7 +123,8 @@ def decode_steps(sizes: Sizes, way: Any, seed: int) -> Iterator[Found]:
         pages = (random.permutation(batch * pages_each) + 1).reshape(batch, -1).astype(np.int32)
         for slot, own in enumerate(pages):
             runner.seat(slot, own.tolist())
-        step, rows = empty_decode_batch(batch, runner.num_slots), runner.put(neutral_rows(batch))
+        step = empty_decode_batch(batch, runner.num_slots)
+        rows = runner.put(neutral_rows(batch), step.num_generated)
         step.slots[:], step.positions[:], step.pages[:] = np.arange(batch), context - 1, pages[:, -1:]
         step.tokens[:] = random.integers(0, sizes.model.vocab_size, batch)
         first = np.asarray(runner.run(step, rows).tokens)
@@ -146,9 +147,10 @@ def prefill_steps(sizes: Sizes, way: Any, seed: int) -> Iterator[Found]:
         if count * sizes.page_size > loaded.num_tokens:
             yield Found(case, work=work, failure=f"the pool has room for {loaded.num_tokens} tokens")
             continue
-        batch.page_table[0, :count] = random.permutation(count) + 1
-        batch.token_ids[:] = random.integers(0, sizes.model.vocab_size, num_tokens)
-        batch.query_len[0] = batch.kv_len[0] = num_tokens
+        packed = batch.packed
+        packed.page_table[0, :count] = random.permutation(count) + 1
+        packed.token_ids[:] = random.integers(0, sizes.model.vocab_size, num_tokens)
+        packed.query_len[0] = packed.kv_len[0] = num_tokens
         first = int(np.asarray(runner.run(batch).sampled.tokens)[0])
         times = per_launch(functools.partial(runner.run, batch), _launches(work), sizes.repeats)
         yield Found(case, times, work, notes | {"tokens_per_s": round(num_tokens / times.median), "tokens": [first]})
@@ -162,8 +164,8 @@ def _start(runner: DecodeRunner | PrefillRunner, loaded: Loaded) -> dict[str, An
 
 
 def _needed(sources: list[ProgramSource]) -> list[ProgramSource]:
-    """Without those for penalties."""
-    return [source for source in sources if not source.name.endswith("/reset")]
+    """Without those for what isn't asked for: all is greedy."""
+    return [source for source in sources if source.name.partition("/")[2].partition("/")[0] not in ("reset", "sample", "score")]
 
 
 def _timed(run: Callable[[], Any]) -> tuple[Any, float]:

@@ -1,10 +1,11 @@
-"""The decode program: a pure function that feeds one token a row and samples the next, all on the device."""
+"""The decode program: a pure function that feeds one token a row and samples the next, all on the device; or, over several devices, a program that
+feeds and two that sample."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -22,54 +23,97 @@ from jaxinfer.runtime.template import ModelTemplate, Weights
 from jaxinfer.sampling.counting import TokenCounts
 from jaxinfer.sampling.params import SamplingRows
 from jaxinfer.sampling.penalties import add_sampled
-from jaxinfer.sampling.sampler import Sampled, sample
+from jaxinfer.sampling.sampler import Sampled, best, sample, sample_from_logits
 from pallas_kernels.dispatch import Backend
 from pallas_kernels.paged_attention.op import paged_attention, paged_attention_and_lse, write_and_attend
 
-
-class DecodeState(NamedTuple):
-    """What stays on the devices between steps: a place a slot, and one more for padding. Every stage has the page tables, the last alone
-    the rest."""
-
-    tokens: Int[Any, " S+1"] | None  # the last sampled
-    page_table: Int[Any, "S+1 W"]
-    counts: TokenCounts | None
-
-
-DecodeStep = Callable[..., tuple[Pages, DecodeState, Sampled | Float[Array, "B D"], Int[Array, "L E"] | None]]
+# What stays on the devices between steps has a place a slot, and one more for padding: S + 1. Every stage has page tables, the last alone the tokens
+# that were sampled last and the counts for penalties.
+FeedStep = Callable[..., tuple[Pages, Int[Array, "S+1 W"], Float[Array, "B D"], Int[Array, "B 2"], Int[Array, "L E"] | None]]
+DecodeStep = Callable[..., tuple[Pages, Int[Array, "S+1 W"], Int[Array, " S+1"], TokenCounts, Sampled, Int[Array, "L E"] | None]]
 
 
 def decode_step(template: ModelTemplate, mesh: Mesh, attention: Backend) -> DecodeStep:
-    """The program's function, of the whole model or of a stage of it. It takes pages and state donated. A first stage that is not the last
-    is handed the tokens that the last one sampled, a later one the hidden states of the stage before it. `loads` are `runtime.expert_loads`'s."""
+    """The program's function where one device has all of the vocabulary, of a whole model or of its last stage. It takes pages, page table, tokens
+    and counts donated. See `feed_step`. One program costs a CPU a millisecond less than two."""
+    feed, head = feed_step(template, mesh, attention), template.head
 
     def step(
         weights: Weights,
         pages: Pages,
-        state: DecodeState,
+        page_table: Int[Array, "S+1 W"],
         batch: DecodeBatch,
-        sampling: SamplingRows | None,
         loads: Int[Array, "L E"] | None,
-        handed: Array | None = None,
-    ) -> tuple[Pages, DecodeState, Sampled | Float[Array, "B D"], Int[Array, "L E"] | None]:
+        tokens: Int[Array, " S+1"],
+        counts: TokenCounts,
+        sampling: SamplingRows,
+        hidden: Float[Array, "B D"] | None = None,
+    ) -> tuple[Pages, Int[Array, "S+1 W"], Int[Array, " S+1"], TokenCounts, Sampled, Int[Array, "L E"] | None]:
+        pages, page_table, hidden, _, loads = feed(weights, pages, page_table, batch, loads, tokens if hidden is None else hidden)
+        model = head.merge(template.head_weights(weights))
+        sampled = sample(model, hidden, sampling, batch.num_generated, counts, batch.slots)
+        tokens = tokens.at[batch.slots].set(sampled.tokens)
+        return pages, page_table, tokens, add_sampled(counts, batch.slots, sampled.tokens), sampled, loads
+
+    return step
+
+
+def feed_step(template: ModelTemplate, mesh: Mesh, attention: Backend) -> FeedStep:
+    """The function of the program that feeds a token a row, of the whole model or of a stage of it. It takes pages and page table donated. A first
+    stage is handed the tokens that were sampled last, a later one the hidden states of the stage before it. `loads` are `runtime.expert_loads`'s.
+    What the last stage gives the next two take, with each row's slot and number of generated tokens."""
+
+    def step(
+        weights: Weights,
+        pages: Pages,
+        page_table: Int[Array, "S+1 W"],
+        batch: DecodeBatch,
+        loads: Int[Array, "L E"] | None,
+        handed: Int[Array, " S+1"] | Float[Array, "B D"],
+    ) -> tuple[Pages, Int[Array, "S+1 W"], Float[Array, "B D"], Int[Array, "B 2"], Int[Array, "L E"] | None]:
         model = template.merge(weights)
-        hidden = None if template.is_first else handed
-        newest = state.tokens if handed is None else handed
-        tokens = batch.tokens
+        hidden, tokens = (None, batch.tokens) if template.is_first else (handed, batch.tokens)
         if template.is_first:
-            assert newest is not None
-            tokens = jnp.where(tokens == ON_DEVICE, newest[batch.slots], tokens)
+            tokens = jnp.where(tokens == ON_DEVICE, handed[batch.slots], tokens)
         num_groups = batch.pages.shape[1]
         run = batch.positions // pages.shape[4]
         places = run[:, None] * num_groups + jnp.arange(num_groups)
-        page_table = state.page_table.at[batch.slots[:, None], places].set(batch.pages)
+        page_table = page_table.at[batch.slots[:, None], places].set(batch.pages)
         hidden, pages = forward(model, mesh, pages, tokens, batch, page_table, attention, template.part, hidden)
         loads = with_loads(loads, model, batch.slots < len(page_table) - 1)
-        if state.tokens is None or state.counts is None or sampling is None:
-            return pages, DecodeState(None, page_table, None), hidden, loads
-        sampled = sample(model, hidden, sampling, batch.num_generated, state.counts, batch.slots)
-        counts = add_sampled(state.counts, batch.slots, sampled.tokens)
-        return pages, DecodeState(state.tokens.at[batch.slots].set(sampled.tokens), page_table, counts), sampled, loads
+        # From here, since an array that the host brings again costs it more.
+        rows = jnp.stack([batch.slots, batch.num_generated], axis=1)
+        return pages, page_table, hidden, rows, loads
+
+    return step
+
+
+def greedy_step(template: ModelTemplate) -> Callable[..., tuple[Int[Array, " S+1"], Sampled]]:
+    """The function of the program that gives every row its best token, of a template's `head`. It takes `tokens` donated."""
+
+    def step(
+        weights: Weights, hidden: Float[Array, "B D"], rows: Int[Array, "B 2"], tokens: Int[Array, " S+1"]
+    ) -> tuple[Int[Array, " S+1"], Sampled]:
+        sampled = best(template.merge(weights), hidden)
+        return tokens.at[rows[:, 0]].set(sampled.tokens), sampled
+
+    return step
+
+
+def sample_step(template: ModelTemplate) -> Callable[..., tuple[Int[Array, " S+1"], TokenCounts, Sampled]]:
+    """The function of the program that gives every row the token that its parameters ask for. It takes `tokens` and `counts` donated."""
+
+    def step(
+        weights: Weights,
+        hidden: Float[Array, "B D"],
+        rows: Int[Array, "B 2"],
+        tokens: Int[Array, " S+1"],
+        counts: TokenCounts,
+        sampling: SamplingRows,
+    ) -> tuple[Int[Array, " S+1"], TokenCounts, Sampled]:
+        slots, num_generated = rows[:, 0], rows[:, 1]
+        sampled = sample_from_logits(template.merge(weights).logits(hidden), sampling, num_generated, counts, slots)
+        return tokens.at[slots].set(sampled.tokens), add_sampled(counts, slots, sampled.tokens), sampled
 
     return step
 

@@ -28,7 +28,7 @@ class _Rows:
     epochs: list[int]
     batch: DecodeBatch
     steps: Steps
-    sampling: SamplingRows  # on the device
+    sampling: SamplingRows | None  # what the runner put on the device
     wants_logprobs: bool
     lane: int
     num_in_flight: int = 0  # steps
@@ -167,4 +167,4 @@ class DecodeWorker:
         sampling.packed[:num_rows] = self._slot_rows.packed[slots]
         steps = steps_of(batch, num_rows)
         epochs, wants_logprobs = [s.epoch for s in sequences], bool(sampling.wants_logprobs.any())
-        return _Rows(sequences, epochs, batch, steps, self._runner.put(sampling), wants_logprobs, self._lane)
+        return _Rows(sequences, epochs, batch, steps, self._runner.put(sampling, batch.num_generated), wants_logprobs, self._lane)

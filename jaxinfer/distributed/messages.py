@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxinfer.decode.batch import DecodeBatch
-from jaxinfer.prefill.batch import PrefillBatch
+from jaxinfer.prefill.batch import PackedTokens, PrefillBatch
 from jaxinfer.sampling.params import SamplingRows
 
-_NAMED: dict[str, Any] = {kind.__name__: kind for kind in (DecodeBatch, PrefillBatch, SamplingRows)}
+_NAMED: dict[str, Any] = {kind.__name__: kind for kind in (DecodeBatch, PackedTokens, PrefillBatch, SamplingRows)}
 _HEADER = 4  # bytes of the header's length
 _ALIGNMENT = 64  # bytes; so aligned, JAX on a CPU takes an array where it is
 

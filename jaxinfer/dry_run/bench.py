@@ -69,7 +69,8 @@ def decode_bench(shape: RoleShape, spec: PageSpec, target: Target, batch: int, c
     for slot, table in enumerate(tables):
         runner.seat(slot, table)
     batches = [_decode_batch(tables[lane * rows : (lane + 1) * rows], spec, context) for lane in range(num_lanes)]
-    sampling = runner.put(neutral_rows(rows))
+
+    sampling = runner.put(neutral_rows(rows), batches[0].num_generated)
 
     def run() -> None:
         jax.block_until_ready([runner.run(of_lane, sampling, lane) for lane, of_lane in enumerate(batches)])
@@ -85,9 +86,10 @@ def prefill_bench(shape: RoleShape, spec: PageSpec, target: Target, num_tokens: 
     runner = PrefillRunner(stages, (num_tokens,), num_tokens)
     runner.start(compile_programs(runner.programs()), _weights(stages))
     batch = empty_prefill_batch(num_tokens, prefill_rows(num_tokens), runner.table_width)
-    batch.page_table[0, : runs * spec.num_groups] = np.arange(1, 1 + runs * spec.num_groups)
-    batch.query_len[0] = batch.kv_len[0] = num_tokens
-    batch.token_ids[:] = np.arange(num_tokens) % shape.architecture.vocab_size
+    packed = batch.packed
+    packed.page_table[0, : runs * spec.num_groups] = np.arange(1, 1 + runs * spec.num_groups)
+    packed.query_len[0] = packed.kv_len[0] = num_tokens
+    packed.token_ids[:] = np.arange(num_tokens) % shape.architecture.vocab_size
 
     def run() -> None:
         jax.block_until_ready([runner.run(batch) for _ in stages])

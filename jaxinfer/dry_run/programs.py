@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 
@@ -28,12 +30,13 @@ _POOL_PAGES = 64  # of the pool that programs are compiled with: what else they 
 
 @dataclass(frozen=True)
 class Compiled:
-    """One stage's program of a role."""
+    """One stage's program of a role, and on the last stage those that sample from what it gives."""
 
     name: str  # such as "decode/32"
     stays_bytes: int  # on each device: arguments beside weights and pages, of all micro-batches
     temporary_bytes: int
     collectives: tuple[tuple[Collective, int], ...]  # with how often they stand in its text
+    of_sampling: tuple[tuple[Collective, int], ...] = ()  # as often as in those programs'
 
 
 def compile_role(
@@ -45,7 +48,9 @@ def compile_role(
     sources = {source.name: source for source in runner.programs()}
     names = [program_name(f"{role}/{size}", stages, number) for number in range(len(stages))]
     num_lanes = len(stages) if role == "decode" else 1
-    return tuple(_compiled(sources[name], num_lanes) for name in names)
+    # Greedy rows need less than others, of the same.
+    sampling = [source for name, source in sources.items() if name.startswith((f"{role}/sample/", f"{role}/score/"))]
+    return tuple(_compiled(sources[name], sampling if name == names[-1] else [], num_lanes) for name in names)
 
 
 def role_stages(role: str, shape: RoleShape, spec: PageSpec, target: Target, first_device: int, size: int, num_pages: int) -> list[Stage]:
@@ -75,11 +80,28 @@ def _devices(target: Target) -> Sequence[jax.Device]:
     return jax.devices("cpu") if target.is_cpu else target_devices(target.card, target.num_devices)
 
 
-def _compiled(source: ProgramSource, num_lanes: int) -> Compiled:
+def _compiled(source: ProgramSource, sampling: Sequence[ProgramSource], num_lanes: int) -> Compiled:
     program = compile_program(source)
+    stays, temporaries, given = _device_bytes(source.arguments[2:]), *_temporaries(program)
+    found: Counter[Collective] = Counter()
+    for of_head in map(compile_program, sampling):
+        temporaries = max(temporaries, given + sum(_temporaries(of_head)))
+        found += collectives(of_head.as_text() or "")
+    stays += max((_device_bytes(of_head.arguments[2:]) for of_head in sampling), default=0)  # after the head's weights, and hidden states
+    return Compiled(source.name, num_lanes * stays, temporaries, _listed(collectives(program.as_text() or "")), _listed(found))
+
+
+def _temporaries(program: jax.stages.Compiled) -> tuple[int, int]:
+    """Bytes on each device, while it runs and of what it gives: what is not written where it was is held twice."""
     memory = program.memory_analysis()
     assert memory is not None
-    stays = sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(source.arguments[2:]))
-    # What is not written where it was is held twice while the program runs.
-    temporaries = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return Compiled(source.name, num_lanes * stays, temporaries, tuple(sorted(collectives(program.as_text() or "").items())))
+    given = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return memory.temp_size_in_bytes + given, given
+
+
+def _device_bytes(arguments: Any) -> int:
+    return sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(arguments))
+
+
+def _listed(counted: Counter[Collective]) -> tuple[tuple[Collective, int], ...]:
+    return tuple(sorted(counted.items()))

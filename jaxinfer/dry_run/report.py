@@ -130,13 +130,16 @@ def _collectives(run: DryRun) -> list[str]:
 
 
 def a_layer(programs: Sequence[Compiled], num_layers: int) -> tuple[list[tuple[Collective, int]], list[tuple[Collective, int]]]:
-    """Of all stages' programs together: the collectives that each layer has so many of, and those that are left over, such as the embedding's."""
+    """Of all stages' programs together: the collectives that each layer has so many of, and those that are left over, such as the
+    embedding's and the sampler's."""
     total: Counter[Collective] = Counter()
+    besides: Counter[Collective] = Counter()
     for program in programs:
         total.update(dict(program.collectives))
+        besides.update(dict(program.of_sampling))
     of_layer = [(collective, count // num_layers) for collective, count in sorted(total.items()) if count >= num_layers]
-    besides = [(collective, count % num_layers) for collective, count in sorted(total.items()) if count % num_layers]
-    return of_layer, besides
+    besides.update({collective: count % num_layers for collective, count in total.items() if count % num_layers})
+    return of_layer, sorted(besides.items())
 
 
 def _bytes_of(counted: Sequence[tuple[Collective, int]]) -> str:

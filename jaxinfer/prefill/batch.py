@@ -6,24 +6,30 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Int32
+from jaxtyping import Int32
 
 from jaxinfer.prefill.scheduler import Chunk
 from jaxinfer.runtime.buckets import QUERY_TILE, prefill_rows
 from jaxinfer.sampling.params import SamplingRows, neutral_rows, set_row
 
 
-class PrefillBatch(NamedTuple):
+class PackedTokens(NamedTuple):
     """T packed tokens of at most R sequences, W pages each: those of a run of tokens for each group of layers, run by run. Unused rows have query_len 0; their outputs are ignored."""
 
     token_ids: Int32[Any, " T"]
-    next_token_ids: Int32[Any, " T"]  # what follows each token in its prompt, for prompt log-probabilities
     page_table: Int32[Any, "R W"]
     query_start: Int32[Any, " R"]
     query_len: Int32[Any, " R"]
     kv_len: Int32[Any, " R"]  # tokens of context, this step's included
+
+
+class PrefillBatch(NamedTuple):
+    """Packed tokens, and what is asked of them."""
+
+    packed: PackedTokens
+    next_token_ids: Int32[Any, " T"]  # what follows each token in its prompt, for prompt log-probabilities
+    wants_prompt_logprobs: bool
     num_generated: Int32[Any, " R"]
-    wants_prompt_logprobs: Bool[Any, ""]
     sampling: SamplingRows
 
 
@@ -31,32 +37,28 @@ def build_batch(chunks: Sequence[Chunk], num_tokens: int, table_width: int) -> P
     """Pack chunks into a bucket of `num_tokens`."""
     num_rows = prefill_rows(num_tokens)
     batch = empty_batch(num_tokens, num_rows, table_width)
-    start = 0
+    packed, start = batch.packed, 0
     for row, chunk in enumerate(chunks):
         sequence, end = chunk.sequence, chunk.start + chunk.length
-        batch.token_ids[start : start + chunk.length] = sequence.token_ids[chunk.start : end]
+        packed.token_ids[start : start + chunk.length] = sequence.token_ids[chunk.start : end]
         following = sequence.token_ids[chunk.start + 1 : end + 1]
         batch.next_token_ids[start : start + len(following)] = following
-        batch.page_table[row, : len(sequence.prefill_pages)] = sequence.prefill_pages
-        batch.query_start[row], batch.query_len[row], batch.kv_len[row] = start, chunk.length, end
+        packed.page_table[row, : len(sequence.prefill_pages)] = sequence.prefill_pages
+        packed.query_start[row], packed.query_len[row], packed.kv_len[row] = start, chunk.length, end
         batch.num_generated[row] = sequence.num_output
         if chunk.is_last:
             set_row(batch.sampling, row, sequence.params, sequence.seed, sorted(sequence.end_tokens))
         start += -(-chunk.length // QUERY_TILE) * QUERY_TILE
-    wants = any(chunk.sequence.needs_prompt_scores for chunk in chunks)
-    return batch._replace(wants_prompt_logprobs=np.asarray(wants))
+    return batch._replace(wants_prompt_logprobs=any(chunk.sequence.needs_prompt_scores for chunk in chunks))
 
 
 def empty_batch(num_tokens: int, num_rows: int, table_width: int) -> PrefillBatch:
     """Padding only."""
-    return PrefillBatch(
+    packed = PackedTokens(
         token_ids=np.zeros(num_tokens, np.int32),
-        next_token_ids=np.zeros(num_tokens, np.int32),
         page_table=np.zeros((num_rows, table_width), np.int32),
         query_start=np.zeros(num_rows, np.int32),
         query_len=np.zeros(num_rows, np.int32),
         kv_len=np.zeros(num_rows, np.int32),
-        num_generated=np.zeros(num_rows, np.int32),
-        wants_prompt_logprobs=np.asarray(False),
-        sampling=neutral_rows(num_rows),
     )
+    return PrefillBatch(packed, np.zeros(num_tokens, np.int32), False, np.zeros(num_rows, np.int32), neutral_rows(num_rows))

@@ -1,4 +1,5 @@
-"""The prefill program: a pure function from packed prompt tokens to filled pages and, for prompts that end here, a first token."""
+"""The prefill programs, pure functions: one fills pages from packed prompt tokens, others take the first tokens of prompts that end here from what it
+gives, and score the prompts where that is asked for."""
 
 from __future__ import annotations
 
@@ -16,23 +17,21 @@ from jaxinfer.kv_cache.spec import NULL_PAGE, LayerGroups
 from jaxinfer.layers.attention import How
 from jaxinfer.layers.attention_over_pages import AttendOverPages, Place
 from jaxinfer.models.base import CausalLM, Part, run_part
-from jaxinfer.prefill.batch import PrefillBatch
-from jaxinfer.request import MAX_TOP_LOGPROBS
+from jaxinfer.prefill.batch import PackedTokens
 from jaxinfer.runtime.buckets import query_tile
 from jaxinfer.runtime.expert_loads import with_loads
 from jaxinfer.runtime.template import ModelTemplate, Weights
 from jaxinfer.sampling.counting import TokenCounts
-from jaxinfer.sampling.sampler import Sampled, sample, token_logprobs
+from jaxinfer.sampling.params import SamplingRows
+from jaxinfer.sampling.sampler import Sampled, best, sample_from_logits, token_logprobs
 from pallas_kernels.dispatch import Backend
 from pallas_kernels.latent_prefill_attention.op import latent_prefill_attention
 from pallas_kernels.page_write import write
 from pallas_kernels.ragged_prefill_attention.op import ragged_prefill_attention
 
-_SCORED_AT_ONCE = 32  # prompt tokens whose logits exist at a time when prompt log-probabilities are asked for
-
 
 class PromptScores(NamedTuple):
-    """Of each token's successor in its prompt; zeros unless asked for."""
+    """Of each token's successor in its prompt."""
 
     logprobs: Float[Any, " T"]
     top_tokens: Int[Any, "T 20"]
@@ -40,32 +39,64 @@ class PromptScores(NamedTuple):
 
 
 Rows = tuple[Int[Array, " R"], Int[Array, " R"], Int[Array, " R"]]
-Finished = tuple[Sampled, PromptScores]
-PrefillStep = Callable[..., tuple[Pages, Finished | Float[Array, "T D"], Int[Array, "L E"] | None]]
+Given = tuple[Float[Array, "T D"], Float[Array, "R D"]]  # by the last stage: hidden states of all tokens, and of each row's last one
+PrefillStep = Callable[..., tuple[Pages, Given | Float[Array, "T D"], Int[Array, "L E"] | None]]
 
 
 def prefill_step(template: ModelTemplate, mesh: Mesh, attention: Backend, *, splits_tokens: bool = False) -> PrefillStep:
-    """The program's function, of the whole model or of a stage of it, which passes hidden states on to the next. It takes the pages donated;
-    the first R slots of the counts, which only the last stage has, belong to the batch's rows. `loads` are `runtime.expert_loads`'s;
-    `splits_tokens` is `models.base.run_part`'s."""
+    """The function of the program that fills pages, of the whole model or of a stage of it, which passes hidden states on to the next. It takes the
+    pages donated. `loads` are `runtime.expert_loads`'s; `splits_tokens` is `models.base.run_part`'s."""
 
     def step(
         weights: Weights,
         pages: Pages,
-        counts: TokenCounts | None,
-        batch: PrefillBatch,
+        batch: PackedTokens,
         loads: Int[Array, "L E"] | None,
         hidden: Float[Array, "T D"] | None = None,
-    ) -> tuple[Pages, Finished | Float[Array, "T D"], Int[Array, "L E"] | None]:
+    ) -> tuple[Pages, Given | Float[Array, "T D"], Int[Array, "L E"] | None]:
         model = template.merge(weights)
         hidden, pages = forward(model, mesh, pages, batch, attention, template.part, hidden, splits_tokens=splits_tokens)
         if loads is not None:
             loads = with_loads(loads, model, _rows_of_tokens(batch, len(batch.token_ids))[2])
-        if counts is None:
+        if not template.is_last:
             return pages, hidden, loads
-        last = jnp.maximum(batch.query_start + batch.query_len - 1, 0)
-        sampled = sample(model, hidden[last], batch.sampling, batch.num_generated, counts, jnp.arange(len(last)))
-        return pages, (sampled, _score_prompt(model, hidden, batch.next_token_ids, batch.wants_prompt_logprobs)), loads
+        return pages, (hidden, hidden[jnp.maximum(batch.query_start + batch.query_len - 1, 0)]), loads
+
+    return step
+
+
+def greedy_step(template: ModelTemplate) -> Callable[..., Sampled]:
+    """The function of the program that gives every row its best token, of a template's `head`."""
+
+    def step(weights: Weights, last: Float[Array, "R D"]) -> Sampled:
+        return best(template.merge(weights), last)
+
+    return step
+
+
+def sample_step(template: ModelTemplate) -> Callable[..., Sampled]:
+    """The function of the program that gives every row the token that its parameters ask for; the first R slots of the counts are the rows'."""
+
+    def step(
+        weights: Weights, last: Float[Array, "R D"], counts: TokenCounts, num_generated: Int[Array, " R"], sampling: SamplingRows
+    ) -> Sampled:
+        return sample_from_logits(template.merge(weights).logits(last), sampling, num_generated, counts, jnp.arange(len(last)))
+
+    return step
+
+
+def score_step(template: ModelTemplate) -> Callable[..., PromptScores]:
+    """The function of the program that gives log-probabilities of each token's successor in its prompt."""
+
+    def step(weights: Weights, hidden: Float[Array, "T D"], next_token_ids: Int[Array, " T"]) -> PromptScores:
+        model, num_tokens = template.merge(weights), len(next_token_ids)
+        at_once = query_tile(num_tokens)  # tokens whose logits exist at a time
+
+        def of_run(run: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+            return token_logprobs(model.logits(run[0]), run[1])
+
+        runs = jax.lax.map(of_run, (hidden.reshape(-1, at_once, hidden.shape[1]), next_token_ids.reshape(-1, at_once)))
+        return PromptScores(*(r.reshape(num_tokens, *r.shape[2:]) for r in runs))
 
     return step
 
@@ -74,7 +105,7 @@ def forward(
     model: CausalLM,
     mesh: Mesh,
     pages: Pages,
-    batch: PrefillBatch,
+    batch: PackedTokens,
     attention: Backend = "xla",
     part: Part | None = None,
     hidden: Float[Array, "T D"] | None = None,
@@ -96,7 +127,7 @@ def forward(
     return run_part(model, part, batch.token_ids, hidden, positions, pages, attend, splits_tokens=splits_tokens)
 
 
-def _rows_of_tokens(batch: PrefillBatch, num_tokens: int) -> tuple[Int[Array, " T"], Int[Array, " T"], Bool[Array, " T"]]:
+def _rows_of_tokens(batch: PackedTokens, num_tokens: int) -> tuple[Int[Array, " T"], Int[Array, " T"], Bool[Array, " T"]]:
     """The row each packed token belongs to, its place in it, and whether it belongs to any."""
     place = jnp.arange(num_tokens)[:, None] - batch.query_start
     is_of_row = (place >= 0) & (place < batch.query_len)
@@ -153,20 +184,3 @@ class _Kernels:
             axis=axis,
             backend=self.backend,
         )
-
-
-def _score_prompt(model: CausalLM, hidden: Float[Array, "T D"], targets: Int[Array, " T"], wanted: Bool[Array, ""]) -> PromptScores:
-    num_tokens, num_top = targets.shape[0], min(MAX_TOP_LOGPROBS, model.config.vocab_size)
-    at_once = query_tile(num_tokens)
-
-    def scored() -> PromptScores:
-        def of_run(run: tuple[Array, Array]) -> tuple[Array, Array, Array]:
-            return token_logprobs(model.logits(run[0]), run[1], jnp.asarray(True))
-
-        runs = jax.lax.map(of_run, (hidden.reshape(-1, at_once, hidden.shape[1]), targets.reshape(-1, at_once)))
-        return PromptScores(*(r.reshape(num_tokens, *r.shape[2:]) for r in runs))
-
-    def skipped() -> PromptScores:
-        return PromptScores(jnp.zeros(num_tokens), jnp.zeros((num_tokens, num_top), jnp.int32), jnp.zeros((num_tokens, num_top)))
-
-    return jax.lax.cond(wanted, scored, skipped)

@@ -8,15 +8,18 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jaxtyping import Array
 
 from jaxinfer.prefill.batch import PrefillBatch, empty_batch
-from jaxinfer.prefill.program import PromptScores, prefill_step
+from jaxinfer.prefill.program import PromptScores, greedy_step, prefill_step, sample_step, score_step
 from jaxinfer.runtime.buckets import prefill_rows
 from jaxinfer.runtime.compilation import Executable, ProgramSource, abstract_like
 from jaxinfer.runtime.expert_loads import ExpertLoads
 from jaxinfer.runtime.stage import Stage, StagedWeights, abstract_hidden, pass_on, program_name, splits_tokens_of
 from jaxinfer.runtime.stage_clock import Ended, StageClock
+from jaxinfer.runtime.template import Weights
 from jaxinfer.sampling.counting import TokenCounts, abstract_counts, reset_arguments, reset_program
+from jaxinfer.sampling.params import are_greedy, neutral_rows
 from jaxinfer.sampling.sampler import Sampled
 from sharding.partition import place, replicated
 
@@ -41,6 +44,7 @@ class PrefillRunner:
         self._abstract_counts = abstract_counts(prefill_rows(buckets[-1]), last.template.config.vocab_size, last.mesh, last.rules)
         self._programs: dict[str, Executable] = {}
         self._weights: StagedWeights = ()
+        self._head_weights: Weights = ()
         self._counts: TokenCounts | None = None
 
     @property
@@ -48,27 +52,55 @@ class PrefillRunner:
         return len(self._stages)
 
     def programs(self) -> list[ProgramSource]:
-        """What to compile: a prefill program a bucket and stage, and the one that counts a sequence's tokens for its penalties."""
-        batches = {size: empty_batch(size, prefill_rows(size), self.table_width) for size in self.buckets}
+        """What to compile: a program a bucket and stage that fills pages; on the last stage what takes first tokens, two for each number of rows,
+        and what scores prompts, one a bucket; and the program that counts a sequence's tokens for its penalties."""
+        batches = {size: empty_batch(size, prefill_rows(size), self.table_width).packed for size in self.buckets}
         sources = []
         for number, stage in enumerate(self._stages):
             weights = stage.template.abstract(stage.mesh, stage.rules)
-            counts = self._abstract_counts if stage is self._last else None
             for size, batch in batches.items():
                 splits_tokens = splits_tokens_of(stage, size)
                 step = prefill_step(stage.template, stage.mesh, stage.attention, splits_tokens=splits_tokens)
                 loads = self.loads.abstract[number]
-                arguments = (weights, stage.pool.abstract, counts, abstract_like(batch, replicated(stage.mesh)), loads)
+                arguments = (weights, stage.pool.abstract, abstract_like(batch, replicated(stage.mesh)), loads)
                 hidden = abstract_hidden(stage, size)
                 name = program_name(f"prefill/{size}", self._stages, number)
                 if splits_tokens:
                     logger.info("%s: between a layer's sums each of %d devices has its share of the tokens", name, stage.mesh.size)
                 sources.append(ProgramSource(name, step, arguments if hidden is None else (*arguments, hidden), stage.mesh, donated=(1,)))
-        return [*sources, reset_program("prefill/reset", self._abstract_counts, self.max_model_len, self._last.mesh)]
+        reset = reset_program("prefill/reset", self._abstract_counts, self.max_model_len, self._last.mesh)
+        return [*sources, *self._programs_of_head(), reset]
+
+    def _programs_of_head(self) -> list[ProgramSource]:
+        stage, head = self._last, self._last.template.head
+        on_mesh, weights = replicated(stage.mesh), head.abstract(stage.mesh, stage.rules)
+
+        def abstract(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=on_mesh)
+
+        def hidden(num_tokens: int) -> jax.ShapeDtypeStruct:
+            return abstract((num_tokens, head.config.hidden_size), head.activation_dtype)
+
+        sources = []
+        for rows in sorted({prefill_rows(size) for size in self.buckets}):
+            asked = abstract((rows,), np.int32), abstract_like(neutral_rows(rows), on_mesh)
+            sampling = (weights, hidden(rows), self._abstract_counts, *asked)
+            sources += [
+                ProgramSource(self._of_last(f"prefill/greedy/{rows}"), greedy_step(head), (weights, hidden(rows)), stage.mesh),
+                ProgramSource(self._of_last(f"prefill/sample/{rows}"), sample_step(head), sampling, stage.mesh),
+            ]
+        for size in self.buckets:
+            arguments = weights, hidden(size), abstract((size,), np.int32)
+            sources.append(ProgramSource(self._of_last(f"prefill/score/{size}"), score_step(head), arguments, stage.mesh))
+        return sources
+
+    def _of_last(self, name: str) -> str:
+        return program_name(name, self._stages, self.num_stages - 1)
 
     def start(self, programs: dict[str, Executable], weights: StagedWeights) -> None:
         """Take the compiled programs and the weights; allocate what else stays on the device."""
         self._programs, self._weights = programs, weights
+        self._head_weights = self._last.template.head_weights(weights[-1])
         self.loads.reset()
         self._counts = jax.tree.map(lambda a: place(np.zeros(a.shape, a.dtype), a.sharding), self._abstract_counts)
 
@@ -83,16 +115,29 @@ class PrefillRunner:
         ended: Ended | None = None
         launched_at = self._clock.now() if self._clock is not None else 0.0
         for number, (stage, weights) in enumerate(zip(self._stages, self._weights, strict=True)):
-            program = self._programs[program_name(f"prefill/{len(batch.token_ids)}", self._stages, number)]
-            counts = self._counts if stage is self._last else None
+            program = self._programs[program_name(f"prefill/{len(batch.next_token_ids)}", self._stages, number)]
             loads = self.loads.counts[number]
-            stage.pool.array, found, self.loads.counts[number] = program(weights, stage.pool.array, counts, batch, loads, *handed)
+            stage.pool.array, found, self.loads.counts[number] = program(weights, stage.pool.array, batch.packed, loads, *handed)
+            if stage is self._last:
+                found = self._finish(batch, *found)
             if self._clock is not None:
-                ended = self._clock.launched(number, launched_at, found[0].packed if stage is self._last else found, ended)
+                ended = self._clock.launched(number, launched_at, found.sampled.packed if stage is self._last else found, ended)
             if stage is not self._last:
                 handed = (pass_on(found, self._stages[number + 1]),)
-        sampled, scores = found
-        result = PrefillResult(sampled, scores if batch.wants_prompt_logprobs else None)
+        result: PrefillResult = found
         for array in jax.tree.leaves(result):
             array.copy_to_host_async()
         return result
+
+    def _finish(self, batch: PrefillBatch, hidden: Array, last: Array) -> PrefillResult:
+        """Which programs do it the host decides: a device that did would keep the host waiting, and what it launches next."""
+        weights, rows = self._head_weights, len(batch.num_generated)
+        if are_greedy(batch.sampling, batch.num_generated):
+            sampled = self._programs[self._of_last(f"prefill/greedy/{rows}")](weights, last)
+        else:
+            program = self._programs[self._of_last(f"prefill/sample/{rows}")]
+            sampled = program(weights, last, self._counts, batch.num_generated, batch.sampling)
+        if not batch.wants_prompt_logprobs:
+            return PrefillResult(sampled, None)
+        score = self._programs[self._of_last(f"prefill/score/{len(batch.next_token_ids)}")]
+        return PrefillResult(sampled, score(weights, hidden, batch.next_token_ids))

@@ -63,7 +63,7 @@ class PrefillWorker:
         for row, chunk in enumerate(chunks):
             if chunk.is_last and uses_penalties(chunk.sequence.params):
                 self._runner.count_tokens(row, chunk.sequence.token_ids, chunk.sequence.num_prompt)
-        starts = [int(start) for start in batch.query_start[: len(chunks)]]
+        starts = [int(start) for start in batch.packed.query_start[: len(chunks)]]
         launched_at = self._clock.now()
         self._in_flight.append(_InFlight(chunks, starts, bucket, self._runner.run(batch), launched_at))
         self.scheduler.launched(chunks)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 import jax
@@ -116,6 +116,18 @@ class Template(Generic[Model]):
     @property
     def is_last(self) -> bool:
         return self.part is None or self.part.is_last
+
+    @property
+    def head(self) -> Template[Model]:
+        """Of what has the output head: with those leaves alone that scores over the vocabulary are made of."""
+        names = [path for leaf in self.leaves for path in leaf.paths]
+        of_head = "head." if any(name.startswith("head.") for name in names) else "embedding."
+        return replace(self, leaves=tuple(leaf for leaf in self.leaves if any(path.startswith(of_head) for path in leaf.paths)))
+
+    def head_weights(self, weights: Weights) -> Weights:
+        """Those of `head`, of these leaves'."""
+        kept = self.head.leaves
+        return tuple(array for leaf, array in zip(self.leaves, weights, strict=True) if leaf in kept)
 
     def merge(self, weights: Weights) -> Model:
         """The module with these arrays in it, for use inside a program. Of other parts there is nothing in it that could be used."""

@@ -120,6 +120,15 @@ def set_row(rows: SamplingRows, row: int, params: SamplingParams, seed: int, end
         rows.bias_tokens[row, i], rows.bias_values[row, i], rows.bias_until[row, i] = token, value, until
 
 
+def are_greedy(rows: SamplingRows, num_generated: Int32[Any, " B"]) -> bool:
+    """Whether each row takes its best token and asks for nothing more, now and when it has generated more. On the host: which program takes the
+    tokens depends on it."""
+    asks = rows.temperature > 0
+    asks |= (rows.repetition_penalty != 1.0) | (rows.presence_penalty != 0.0) | (rows.frequency_penalty != 0.0)
+    asks |= (rows.wants_logprobs > 0) | (rows.bias_until > num_generated[:, None]).any(axis=1)
+    return not asks.any()
+
+
 def uses_penalties(params: SamplingParams) -> bool:
     """Whether the device must know which tokens the sequence holds."""
     return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0

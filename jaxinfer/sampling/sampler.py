@@ -8,6 +8,8 @@ A vocabulary that is split over devices stays so: they tell each other their bes
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -79,14 +81,16 @@ def sample(
     counts: TokenCounts,
     slots: Int[Array, " B"],
 ) -> Sampled:
-    """One token a row from final hidden states. Rows that are all greedy and ask for nothing more take one pass over the scores, and
-    no buffer of the vocabulary's size; otherwise see `sample_from_logits`."""
+    """One token a row from final hidden states: `best` where that is all they ask for, which the device finds out, else `sample_from_logits`."""
     is_more = (rows.temperature > 0) | has_penalty(rows) | _has_bias(rows, num_generated) | (rows.wants_logprobs > 0)
+    others = partial(sample_from_logits, rows=rows, num_generated=num_generated, counts=counts, slots=slots)
+    return jax.lax.cond(is_more.any(), lambda: others(head.logits(hidden)), lambda: best(head, hidden))
 
-    def plain() -> Sampled:
-        return Sampled.of(head.best(hidden), *_no_logprobs(*jax.eval_shape(head.logits, hidden).shape))
 
-    return jax.lax.cond(is_more.any(), lambda: sample_from_logits(head.logits(hidden), rows, num_generated, counts, slots), plain)
+def best(head: Head, hidden: Float[Array, "B D"]) -> Sampled:
+    """One token a row from final hidden states, for rows that are all greedy and ask for nothing more (`params.are_greedy`): one pass over the
+    scores, and no buffer of the vocabulary's size."""
+    return Sampled.of(head.best(hidden), *_no_logprobs(*jax.eval_shape(head.logits, hidden).shape))
 
 
 def sample_from_logits(
@@ -109,44 +113,63 @@ def _sample_on_part(
     has_bias = _has_bias(rows, num_generated).any()
     scores = jax.lax.cond(has_bias, lambda: _add_biases(part, scores, rows, num_generated), lambda: scores)
     greedy = argmax_over_parts(part, scores)
-    tokens = jax.lax.cond(
-        jnp.any(rows.temperature > 0),
-        lambda: jnp.where(rows.temperature > 0, _draw(part, scores, rows, num_generated), greedy),
-        lambda: greedy,
-    )
+
+    def drawn() -> Int[Array, " B"]:
+        return jnp.where(rows.temperature > 0, _draw(part, scores, rows, num_generated), greedy)
+
+    tokens = _where_asked(part, jnp.any(rows.temperature > 0), drawn, lambda: greedy)
     return Sampled.of(tokens, *_logprobs_on_part(part, logits, tokens, jnp.any(rows.wants_logprobs > 0)))
 
 
+def _where_asked(part: Part, is_asked: Bool[Array, ""], what: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
+    """What costs nothing where no row of a batch asks for it, unless parts exchange something in it: with a GPU's program at such a branch the host
+    waits until all before it has run, and launches the next step only then. A step's launches take it longer than this the devices."""
+    return jax.lax.cond(is_asked, what, otherwise) if part.is_whole else what()
+
+
 def token_logprobs(
-    logits: Float[Array, "B V"], tokens: Int[Array, " B"], wanted: Bool[Array, ""]
+    logits: Float[Array, "B V"], tokens: Int[Array, " B"]
 ) -> tuple[Float[Array, " B"], Int[Array, "B 20"], Float[Array, "B 20"]]:
-    """The tokens' log-probabilities, and the likeliest tokens with theirs; zeros unless `wanted`."""
-    logprobs: tuple[Array, Array, Array] = over_parts(_logprobs_on_part, logits, 1, logits, tokens, wanted)
+    """The tokens' log-probabilities, and the likeliest tokens with theirs."""
+    logprobs: tuple[Array, Array, Array] = over_parts(_logprobs_on_part, logits, 1, logits, tokens, jnp.asarray(True))
     return logprobs
 
 
 def _logprobs_on_part(
     part: Part, logits: Float[Array, "B V"], tokens: Int[Array, " B"], wanted: Bool[Array, ""]
 ) -> tuple[Float[Array, " B"], Int[Array, "B 20"], Float[Array, "B 20"]]:
+    """Zeros unless `wanted`."""
     batch, size = logits.shape
+    num_top = min(MAX_TOP_LOGPROBS, size)
 
-    def computed() -> tuple[Array, Array, Array]:
-        total = jax.nn.logsumexp(logits, axis=-1)
-        top, top_tokens = _highest(logits, min(MAX_TOP_LOGPROBS, size))
-        place = part.places(tokens, size)
+    def of_part() -> tuple[Array, Array, Array, Array]:
+        place = part.places(tokens, size)  # a part of another's token has what it has at its end: the token's own is picked
         chosen = jnp.take_along_axis(logits, place[:, None], axis=1, mode="clip")[:, 0]
-        if not part.is_whole:
-            # One gather for all of it. A part of another's token has what it has at its end: the token's own is picked.
-            found = jnp.concatenate([_bits(total)[:, None], _bits(chosen)[:, None], _bits(top), top_tokens + part.first(size)], axis=1)
-            totals, of_parts, top, top_tokens = jnp.split(part.gathered(found), (1, 2, 2 + top.shape[1]), axis=2)
-            total = jax.nn.logsumexp(_floats(totals[..., 0]), axis=0)
-            chosen = jnp.take_along_axis(_floats(of_parts[..., 0]), (tokens // size)[None], axis=0, mode="clip")[0]
-            top, top_tokens = (jnp.swapaxes(of_parts, 0, 1).reshape(batch, -1) for of_parts in (_floats(top), top_tokens))
-            top, best = _highest(top, min(MAX_TOP_LOGPROBS, size * part.num_parts))
-            top_tokens = jnp.take_along_axis(top_tokens, best, axis=1, mode="promise_in_bounds")
+        return jax.nn.logsumexp(logits, axis=-1), chosen, *_highest(logits, num_top)
+
+    def relative(total: Array, chosen: Array, top: Array, top_tokens: Array) -> tuple[Array, Array, Array]:
         return chosen - total, top_tokens, top - total[:, None]
 
-    return jax.lax.cond(wanted, computed, lambda: _no_logprobs(batch, size * part.num_parts))
+    none = partial(_no_logprobs, batch, size * part.num_parts)
+    if part.is_whole:
+        return jax.lax.cond(wanted, lambda: relative(*of_part()), none)
+
+    def packed() -> Int[Array, "B 42"]:
+        total, chosen, top, top_tokens = of_part()
+        return jnp.concatenate([_bits(total)[:, None], _bits(chosen)[:, None], _bits(top), top_tokens + part.first(size)], axis=1)
+
+    # One gather for all of it, in none of the two branches: see `_where_asked`.
+    every = part.gathered(jax.lax.cond(wanted, packed, lambda: jnp.zeros((batch, 2 + 2 * num_top), jnp.int32)))
+
+    def of_all() -> tuple[Array, Array, Array]:
+        totals, of_parts, top, top_tokens = jnp.split(every, (1, 2, 2 + num_top), axis=2)
+        total = jax.nn.logsumexp(_floats(totals[..., 0]), axis=0)
+        chosen = jnp.take_along_axis(_floats(of_parts[..., 0]), (tokens // size)[None], axis=0, mode="clip")[0]
+        top, top_tokens = (jnp.swapaxes(of_parts, 0, 1).reshape(batch, -1) for of_parts in (_floats(top), top_tokens))
+        top, highest = _highest(top, min(MAX_TOP_LOGPROBS, size * part.num_parts))
+        return relative(total, chosen, top, jnp.take_along_axis(top_tokens, highest, axis=1, mode="promise_in_bounds"))
+
+    return jax.lax.cond(wanted, of_all, none)
 
 
 def _highest(x: Float[Array, "B X"], number: int) -> tuple[Float[Array, "B k"], Int[Array, "B k"]]:
@@ -199,13 +222,13 @@ def _draw(part: Part, scores: Float[Array, "B V"], rows: SamplingRows, num_gener
         least = _threshold(part, order, jnp.ones_like(weights), rows.top_k.astype(jnp.float32))
         return jnp.where((rows.top_k[:, None] == 0) | (order >= least[:, None]), weights, 0.0)
 
-    weights = jax.lax.cond(jnp.any(rows.top_k > 0), with_top_k, lambda: weights)
+    weights = _where_asked(part, jnp.any(rows.top_k > 0), with_top_k, lambda: weights)
 
     def with_top_p() -> Float[Array, "B V"]:
         least = _threshold(part, order, weights, rows.top_p * part.summed(jnp.sum(weights, axis=1)))
         return jnp.where((rows.top_p[:, None] >= 1) | (order >= least[:, None]), weights, 0.0)
 
-    weights = jax.lax.cond(jnp.any(rows.top_p < 1), with_top_p, lambda: weights)
+    weights = _where_asked(part, jnp.any(rows.top_p < 1), with_top_p, lambda: weights)
     return pick(weights, _uniform(rows.seed, num_generated), part)
 
 

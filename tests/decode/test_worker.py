@@ -30,7 +30,7 @@ class Recorder:
     def seat(self, slot: int, page_ids: list[int]) -> None:
         pass
 
-    def put(self, rows: SamplingRows) -> SamplingRows:
+    def put(self, rows: SamplingRows, num_generated: np.ndarray) -> SamplingRows:
         return rows
 
     def run(self, batch: DecodeBatch, rows: SamplingRows, lane: int) -> Sampled:

@@ -265,5 +265,5 @@ def test_what_is_too_large_by_its_weights_is_not_compiled(monkeypatch: pytest.Mo
 
 def test_collectives_are_told_by_the_layer() -> None:
     in_layer, once = Collective("all-reduce", ("bf16[8,64]",)), Collective("all-gather", ("f32[8,20]",))
-    programs = [Compiled("a", 0, 0, ((in_layer, 21),)), Compiled("b", 0, 0, ((in_layer, 20), (once, 1)))]
-    assert a_layer(programs, 20) == ([(in_layer, 2)], [(once, 1), (in_layer, 1)])
+    programs = [Compiled("a", 0, 0, ((in_layer, 21),)), Compiled("b", 0, 0, ((in_layer, 20), (once, 1)), ((once, 22),))]
+    assert a_layer(programs, 20) == ([(in_layer, 2)], [(once, 23), (in_layer, 1)])

@@ -166,15 +166,16 @@ class FakeRunner:
 
 class FakePrefill(FakeRunner):
     def run(self, batch: PrefillBatch) -> PrefillResult:
-        tokens = np.zeros(len(batch.query_len), np.int64)
-        for row, length in enumerate(batch.query_len):
+        packed = batch.packed
+        tokens = np.zeros(len(packed.query_len), np.int64)
+        for row, length in enumerate(packed.query_len):
             if length:
-                at, end = batch.query_start[row], batch.kv_len[row]
-                tokens[row] = self._next(batch, row, batch.token_ids[at : at + length].tolist(), int(end - length))
-        return PrefillResult(self.result(tokens, int(batch.query_len.sum())), None)
+                at, end = packed.query_start[row], packed.kv_len[row]
+                tokens[row] = self._next(batch, row, packed.token_ids[at : at + length].tolist(), int(end - length))
+        return PrefillResult(self.result(tokens, int(packed.query_len.sum())), None)
 
     def _next(self, batch: PrefillBatch, row: int, tokens: list[int], start: int) -> int:
-        return self.extend(batch.page_table[row], start, tokens, batch.sampling, row, row)
+        return self.extend(batch.packed.page_table[row], start, tokens, batch.sampling, row, row)
 
 
 class FakeDecode(FakeRunner):
@@ -182,7 +183,7 @@ class FakeDecode(FakeRunner):
         self._page_table[slot] = 0
         self._page_table[slot, : len(page_ids)] = page_ids
 
-    def put(self, rows: SamplingRows) -> SamplingRows:
+    def put(self, rows: SamplingRows, num_generated: np.ndarray) -> SamplingRows:
         return rows
 
     def run(self, batch: DecodeBatch, rows: SamplingRows, lane: int) -> Sampled:

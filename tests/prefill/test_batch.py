@@ -9,16 +9,16 @@ def test_chunks_are_packed_at_whole_tiles():
     first, second = sequences.make(40, temperature=0.0), sequences.make(100, temperature=0.5, top_k=3, prompt_logprobs=1)
     first.prefill_pages, second.prefill_pages = [4, 5, 6], list(range(10, 17))
     batch = build_batch([Chunk(first, 0, 40, True, 0), Chunk(second, 64, 20, False, 0)], 128, 9)
-    assert batch.query_start.tolist() == [0, 64, 0, 0]
-    assert batch.query_len.tolist() == [40, 20, 0, 0]
-    assert batch.kv_len.tolist() == [40, 84, 0, 0]
-    assert batch.token_ids[:40].tolist() == first.token_ids
-    assert batch.token_ids[64:84].tolist() == second.token_ids[64:84]
-    assert not batch.token_ids[40:64].any()
+    assert batch.packed.query_start.tolist() == [0, 64, 0, 0]
+    assert batch.packed.query_len.tolist() == [40, 20, 0, 0]
+    assert batch.packed.kv_len.tolist() == [40, 84, 0, 0]
+    assert batch.packed.token_ids[:40].tolist() == first.token_ids
+    assert batch.packed.token_ids[64:84].tolist() == second.token_ids[64:84]
+    assert not batch.packed.token_ids[40:64].any()
     assert batch.next_token_ids[:39].tolist() == first.token_ids[1:]
     assert batch.next_token_ids[64:84].tolist() == second.token_ids[65:85]
-    assert batch.page_table[0].tolist() == [4, 5, 6, 0, 0, 0, 0, 0, 0]
-    assert batch.page_table[1].tolist() == [*range(10, 17), 0, 0]
+    assert batch.packed.page_table[0].tolist() == [4, 5, 6, 0, 0, 0, 0, 0, 0]
+    assert batch.packed.page_table[1].tolist() == [*range(10, 17), 0, 0]
     assert bool(batch.wants_prompt_logprobs)
 
 

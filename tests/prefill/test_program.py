@@ -26,7 +26,7 @@ def test_every_position_of_packed_chunks_has_the_plain_passes_logits(tiny_model_
     steps = [[(0, 0, 40), (1, 0, 32)], [(1, 32, 1), (2, 0, 1), (0, 40, 30)], [(3, 0, 31)]]
     found = [[] for _ in prompts]
     for step in steps:
-        batch, at, places = empty_batch(128, 4, 10), 0, []
+        batch, at, places = empty_batch(128, 4, 10).packed, 0, []
         for row, (prompt, start, length) in enumerate(step):
             batch.token_ids[at : at + length] = prompts[prompt][start : start + length]
             batch.page_table[row] = pages[prompt]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -37,16 +38,24 @@ FORMS = {
 
 
 def compiled(
-    config: ArchitectureConfig, form: str, role: str, num_devices: int, page_size: int = 16, sequence_parallel: str = "off"
+    config: ArchitectureConfig,
+    form: str,
+    role: str,
+    num_devices: int,
+    page_size: int = 16,
+    sequence_parallel: str = "off",
+    *,
+    name: str | None = None,
 ) -> tuple[jax.stages.Compiled, PagePool]:
-    """The role's program, of abstract weights."""
+    """The role's program, or another of its by name, of abstract weights."""
     runner, size = RUNNERS[role]
     template, mesh = make_template(config, FORMS[form]), make_mesh(range(num_devices))
     spec = PageSpec.of(config.with_own_heads(), page_size, 4)
     pool = PagePool(spec, 4096, template.activation_dtype, mesh, TENSOR_PARALLEL, config.heads)
     attention = "llvm_cpu" if FORMS[form].is_packed else "xla"
-    program = runner([Stage(template, mesh, TENSOR_PARALLEL, pool, attention, sequence_parallel)], (size,), 256).programs()[0]
-    return compile_program(program), pool
+    stage = Stage(template, mesh, TENSOR_PARALLEL, pool, attention, sequence_parallel)
+    programs = {program.name: program for program in runner([stage], (size,), 256).programs()}
+    return compile_program(programs[f"{role}/{name or size}"]), pool
 
 
 def two_lengths(config: ArchitectureConfig, num_layers: int, *how: Any) -> tuple[str, str]:
@@ -74,23 +83,64 @@ def test_copies_of_heads_and_heads_of_zeros_say_nothing_more(role):
 
 @pytest.mark.parametrize("role", RUNNERS)
 @pytest.mark.parametrize(("form", "num_devices"), [("packed", 2), ("plain", 4), ("int8", 2)])
-def test_devices_add_up_once_an_attention_and_once_an_mlp_and_exchange_candidates(form, num_devices, role):
+def test_devices_add_up_once_an_attention_and_once_an_mlp(form, num_devices, role):
     shorter, longer = two_lengths(TINY, 1, form, role, num_devices)
-    num_tokens, rows = RUNNERS[role][1], NUM_SAMPLED[role]
-    assert collectives_a_layer(shorter, longer) == {reduced(num_tokens, HIDDEN): 2}
-    outside = collectives(shorter) - Counter({reduced(num_tokens, HIDDEN): 2})
-    assert outside == Counter(
-        {
-            reduced(num_tokens, HIDDEN): 1,  # the embedding's rows
-            gathered("s32", num_devices, 2, rows): 2,  # each part's best score and its token, of plain greedy batches and of others
-            reduced(rows, 1): 1,  # the best score of all
-            gathered("f32", num_devices, rows, 15): 2,  # sums above so many thresholds at once, in the loops of top-k and top-p
-            gathered("f32", num_devices, rows): 2,  # all weights' sums: for top-p, and of the parts to draw from
-            gathered("s32", num_devices, rows): 1,  # each part's token, of which one was drawn
-            gathered("s32", num_devices, rows, 42): 1,  # log-probabilities: sums, and the 20 best of each part
-            **({gathered("s32", num_devices, 32, 42): 1} if role == "prefill" else {}),  # those of prompts
-        }
-    )
+    summed = reduced(RUNNERS[role][1], HIDDEN)
+    assert collectives_a_layer(shorter, longer) == {summed: 2}
+    assert collectives(shorter) == {summed: 2 + 1}, "one more is the embedding's rows"
+
+
+@pytest.mark.parametrize("role", RUNNERS)
+@pytest.mark.parametrize(("form", "num_devices"), [("packed", 2), ("plain", 4), ("int8", 2)])
+def test_devices_exchange_candidates_and_never_scores(form, num_devices, role):
+    rows = NUM_SAMPLED[role]
+
+    def of(name: str) -> Counter[Collective]:
+        return collectives(compiled(TINY, form, role, num_devices, name=name)[0].as_text())
+
+    best = gathered("s32", num_devices, 2, rows)  # each part's best score and its token
+    assert of(f"greedy/{rows}") == {best: 1}
+    assert of(f"sample/{rows}") == {
+        best: 1,
+        reduced(rows, 1): 1,  # the best score of all
+        gathered("f32", num_devices, rows, 15): 2,  # sums above so many thresholds at once, in the loops of top-k and top-p
+        gathered("f32", num_devices, rows): 2,  # all weights' sums: for top-p, and of the parts to draw from
+        gathered("s32", num_devices, rows): 1,  # each part's token, of which one was drawn
+        gathered("s32", num_devices, rows, 42): 1,  # log-probabilities: sums, and the 20 best of each part
+    }
+    if role == "prefill":
+        assert of("score/128") == {gathered("s32", num_devices, 32, 42): 1}
+
+
+@pytest.mark.parametrize("role", RUNNERS)
+def test_no_exchange_is_in_a_branch(role):
+    """A GPU's host would wait at it until all before it has run."""
+    rows = NUM_SAMPLED[role]
+    for name in (None, f"greedy/{rows}", f"sample/{rows}"):
+        assert not exchanges_in_branches(compiled(TINY, "plain", role, 2, name=name)[0].as_text()), name
+
+
+def exchanges_in_branches(program: str) -> set[str]:
+    """Computations of a program that are a conditional's branch, or called by one, and have devices exchange something."""
+    bodies = dict(re.findall(r"^%?(\S+) \([^\n]*\{\n(.*?)^\}", program, re.MULTILINE | re.DOTALL))
+    named = r"%([\w.-]+)"
+    reached = [n for line in program.splitlines() if " conditional(" in line for n in re.findall(named, line) if n in bodies]
+    assert reached or " conditional(" not in program
+    found = set()
+    while reached:
+        name = reached.pop()
+        if name not in found:
+            found.add(name)
+            reached += [called for called in re.findall(named, bodies[name]) if called in bodies]
+    return {name for name in found if collectives(bodies[name])}
+
+
+def test_exchanges_in_branches_are_seen():
+    branch = "%region_1 (a: f32[4]) -> f32[4] {\n  ROOT %b = f32[4]{0} fusion(%a), kind=kLoop, calls=%inner\n}\n"
+    inner = "%inner (a: f32[4]) -> f32[4] {\n  ROOT %all-reduce.1 = f32[4]{0} all-reduce(%a), channel_id=1\n}\n"
+    entry = "ENTRY %main (p: f32[4]) -> f32[4] {\n  ROOT %c = f32[4]{0} conditional(%q, %p), branch_computations={%region_1}\n}\n"
+    assert exchanges_in_branches(inner + branch + entry) == {"inner"}
+    assert not exchanges_in_branches(inner + branch + entry.replace("conditional", "call"))
 
 
 @pytest.mark.parametrize(("form", "num_devices"), [("packed", 2), ("plain", 4), ("int8", 2)])
