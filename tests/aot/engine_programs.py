@@ -49,14 +49,14 @@ def compile_for(
     context: int,
     sequence_parallel: str = "auto",
 ) -> EngineProgram:
-    """A program such as 'decode/32' or 'prefill/512', of a model split over so many cards, whose pool has so many pages of 16 tokens, or of latents
-    of 16 for each card."""
+    """A program such as 'decode/32', 'prefill/512' or 'decode/sample/32', of a model split over so many cards, whose pool has so many pages of 16
+    tokens, or of latents of 16 for each card."""
     own = config.on_devices(num_devices)
     template = make_template(own, form)
     mesh = make_mesh(range(num_devices), target_devices(target, num_devices))
     spec = PageSpec.of(config, default_page_size(config, (num_devices,)), BFLOAT16.itemsize)
     pool = PagePool(spec, num_pages, BFLOAT16, mesh, TENSOR_PARALLEL, own.heads)
-    role, _, size = name.partition("/")
+    role, *_, size = name.split("/")
     of_device = spec.on_device(num_devices, own.num_kv_heads, template.layers_of_group)
     attention = choose_attention(role, "auto", mesh.devices.flat[0], BFLOAT16, of_device, (int(size),), config.soft_cap, config.latent)
     runner = {"decode": DecodeRunner, "prefill": PrefillRunner}[role]

@@ -11,6 +11,7 @@ from jaxinfer.models.registry import read_config
 from jaxinfer.models.shapes import model_shape
 from sharding.collectives import Collective, collectives, collectives_a_layer
 from tests.aot.engine_programs import BFLOAT16, compile_for, first_layers
+from tests.sharding.branches import exchanges_in_branches
 
 pytestmark = pytest.mark.aot
 
@@ -34,7 +35,7 @@ MORE = {("kimi-k2.5", "decode/32"): KIMI_DECODE, ("kimi-k2.5", "prefill/2048"): 
 
 @pytest.mark.parametrize("name", ["decode/32", "prefill/2048"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.model)
-def test_a_layer_costs_two_sums_and_what_latents_take_and_sampling_no_scores(case, name):
+def test_a_layer_costs_two_sums_and_what_latents_take(case, name):
     config = read_config(model_shape(case.model))
     form = MatrixFormat(BFLOAT16, experts=ExpertFormat(packing=case.packing, backend="mosaic_gpu"))
     shorter, longer = (
@@ -48,12 +49,21 @@ def test_a_layer_costs_two_sums_and_what_latents_take_and_sampling_no_scores(cas
     residual = next(sums for sums in (Collective("all-reduce", (array,)) for array in (rows, in_one)) if sums in found)
     of_latents = MORE.get((case.model, name), {})
     assert collectives_a_layer(shorter, longer) == {residual: 2, **of_latents}
-    # One more is the embedding's. All else is the sampler's: best scores, sums, candidates.
-    assert found.pop(residual) == 2 * case.num_layers + 1
-    assert all(found.pop(collective) == case.num_layers for collective in of_latents)
-    print(f"{case.model}, {name}, beside two sums of {residual.num_bytes} bytes a layer: {', '.join(map(str, sorted(found)))}")
+    # One more is the embedding's.
+    assert found == {residual: 2 * case.num_layers + 1, **dict.fromkeys(of_latents, case.num_layers)}
+    assert not exchanges_in_branches(shorter)
+
+
+@pytest.mark.parametrize("name", ["decode/greedy/32", "decode/sample/32", "prefill/score/2048"])
+def test_sampling_exchanges_no_scores_and_waits_at_no_branch(name):
+    """Best scores, sums, candidates. A host that waited at a branch would launch the next step's hundreds of kernels only then."""
+    config = first_layers(read_config(model_shape("llama-3.1-70b")), 1)
+    program = compile_for("h100", 8, config, MatrixFormat(BFLOAT16), name, num_pages=2**12, context=8192).compiled.as_text()
+    found = collectives(program)
+    print(f"{name}: {', '.join(map(str, sorted(found)))}")
     rows = 32  # that are sampled, or whose prompts' log-probabilities are worked out at a time
-    assert max(collective.num_bytes for collective in found) < rows * config.vocab_size * 4 / 100
+    assert 0 < max(collective.num_bytes for collective in found) < rows * config.vocab_size * 4 / 100
+    assert not exchanges_in_branches(program)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.model)

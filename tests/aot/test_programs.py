@@ -28,14 +28,14 @@ def test_llama_3_1_8b(target, name):
     memory, (role, _, size) = program.compiled.memory_analysis(), name.partition("/")
     assert memory.alias_size_in_bytes >= program.pool_bytes == NUM_PAGES * program.spec.page_bytes, "pages are updated where they are"
     # What a row or token needs: a few numbers a word of the vocabulary where it is sampled, a few times the MLP's width otherwise.
-    sampled = int(size) if role == "decode" else 32
+    sampled = int(size) if role == "decode" else 0
     activations = 4 * (6 * sampled * config.vocab_size + 3 * int(size) * (2 * config.mlp_size + config.hidden_size))
     assert memory.temp_size_in_bytes < activations + 2**25
     assert not large_copies(program.compiled.as_text(), max(activations, 2**25)), "of a cache or of a layer's weights"
+    assert not re.search(r" (while|sort)\(", program.compiled.as_text()), (
+        "XLA makes no CUDA graph of what has a loop, or sorts by a library"
+    )
     if role == "decode":
-        assert not re.search(r" (while|sort)\(", program.compiled.as_text()), (
-            "XLA makes no CUDA graph of what has a loop, or sorts by a library"
-        )
         # Products 4, norms and what is added before them 4, rotations and new keys 2, attention 1, the MLP's activation 1. Of one row the
         # shares of its context are put together; of 128 for an H100 XLA adds up a product's shares before it rotates.
         a_layer = 13 if size == "1" or (target, size) == ("h100", "128") else 12

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -25,6 +24,7 @@ from sharding.collectives import Collective, collectives, collectives_a_layer
 from sharding.mesh import make_mesh
 from sharding.rules import TENSOR_PARALLEL
 from tests.families import checkpoint
+from tests.sharding.branches import exchanges_in_branches
 from tests.tiny_model import CONFIG, HIDDEN
 
 RUNNERS = {"prefill": (PrefillRunner, 128), "decode": (DecodeRunner, 8)}
@@ -118,21 +118,6 @@ def test_no_exchange_is_in_a_branch(role):
     rows = NUM_SAMPLED[role]
     for name in (None, f"greedy/{rows}", f"sample/{rows}"):
         assert not exchanges_in_branches(compiled(TINY, "plain", role, 2, name=name)[0].as_text()), name
-
-
-def exchanges_in_branches(program: str) -> set[str]:
-    """Computations of a program that are a conditional's branch, or called by one, and have devices exchange something."""
-    bodies = dict(re.findall(r"^%?(\S+) \([^\n]*\{\n(.*?)^\}", program, re.MULTILINE | re.DOTALL))
-    named = r"%([\w.-]+)"
-    reached = [n for line in program.splitlines() if " conditional(" in line for n in re.findall(named, line) if n in bodies]
-    assert reached or " conditional(" not in program
-    found = set()
-    while reached:
-        name = reached.pop()
-        if name not in found:
-            found.add(name)
-            reached += [called for called in re.findall(named, bodies[name]) if called in bodies]
-    return {name for name in found if collectives(bodies[name])}
 
 
 def test_exchanges_in_branches_are_seen():
