@@ -8,6 +8,8 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 # On a machine with an NVIDIA GPU: `make demo EXTRA=cuda12` or `EXTRA=cuda13`.
 EXTRA ?=
 ARGS ?=
+# Python compiles what is imported when it is: half of an installation's time goes into compiling the rest.
+PIP_FLAGS := --quiet --disable-pip-version-check --no-compile
 
 comma := ,
 BIN := .venv/bin
@@ -81,26 +83,26 @@ clean: ## remove the virtual environments and what tools left (model and compila
 # A stamp is newer than pyproject.toml where its extras are installed as it says.
 $(RUN_STAMP): pyproject.toml | $(BIN)/python
 	@echo "installing jaxinfer into .venv (a minute or two, once)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.$(if $(EXTRA),[$(EXTRA)])'
+	@$(BIN)/python -m pip install $(PIP_FLAGS) --editable '.$(if $(EXTRA),[$(EXTRA)])'
 	@touch $@
 
 $(TEST_STAMP): pyproject.toml | $(BIN)/python
 	@echo "installing jaxinfer and its test tools into .venv (a minute or two, once)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test$(if $(EXTRA),$(comma)$(EXTRA))]'
+	@$(BIN)/python -m pip install $(PIP_FLAGS) --editable '.[test$(if $(EXTRA),$(comma)$(EXTRA))]'
 	@touch $@ $(RUN_STAMP)
 
 $(PARITY_STAMP): pyproject.toml | $(PARITY)/python
 	@echo "installing jaxinfer, torch and transformers into .venv-parity (some minutes, once)"
-	@$(PARITY)/python -m pip install --quiet --disable-pip-version-check --editable '.[test,parity]'
+	@$(PARITY)/python -m pip install $(PIP_FLAGS) --editable '.[test,parity]'
 	@touch $@
 
 $(AOT_STAMP): pyproject.toml | $(AOT)/python
 	@echo "installing jaxinfer and JAX's compiler for NVIDIA GPUs into .venv-aot (a minute or two, once)"
-	@$(AOT)/python -m pip install --quiet --disable-pip-version-check --editable '.[test,aot]'
+	@$(AOT)/python -m pip install $(PIP_FLAGS) --editable '.[test,aot]'
 	@touch $@
 
 # torch as for parity: without its GPU parts where the index has such a build. Without guidellm a replay says that it is absent.
 $(GUIDELLM_STAMP): | $(GUIDELLM)/python
 	@echo "installing guidellm into .venv-guidellm (some minutes, once)"
-	@$(GUIDELLM)/python -m pip install --quiet --disable-pip-version-check 'guidellm>=0.8,<0.9' 'torch==2.13.0' \
+	@$(GUIDELLM)/python -m pip install $(PIP_FLAGS) 'guidellm>=0.8,<0.9' 'torch==2.13.0' \
 		&& touch $@ || echo "guidellm can't be installed here"

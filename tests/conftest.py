@@ -59,8 +59,8 @@ _COMPILED_QUICKLY = {
     "server",
     "sharding",
 }
-# And files of such tests: what interprets a kernel for GPUs is no one's program.
-_ALSO_QUICKLY = "*_gpu.py"
+# And files of such tests: what interprets a kernel for GPUs is no one's program, nor is a plain pass that another is held against.
+_ALSO_QUICKLY = "*_gpu.py", "test_int8.py"
 # Of these the ones that look at the programs themselves, what is said between devices and what memory they take: XLA's passes are users' there. In the
 # others no fusion goes through MLIR, which is half of what compiling then takes, and no program through 32 compilers.
 _PROGRAMS_ARE_LOOKED_AT = {"dry_run", "sharding"}
@@ -78,7 +78,7 @@ _MADE = pytest.StashKey[dict[Any, LLM]]()
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """As its folder is to be compiled."""
     folder, is_timed = item.path.parent.name, item.get_closest_marker("measured") is not None
-    is_quick = (folder in _COMPILED_QUICKLY or item.path.match(_ALSO_QUICKLY)) and not is_timed
+    is_quick = (folder in _COMPILED_QUICKLY or any(map(item.path.match, _ALSO_QUICKLY))) and not is_timed
     jax.config.update("jax_disable_most_optimizations", is_quick)
     _more_options[:] = _WITHOUT_MLIR if is_quick and folder not in _PROGRAMS_ARE_LOOKED_AT else []
 

@@ -41,7 +41,7 @@ def all_kv_bytes(run: DryRun) -> int:
 
 
 def test_activations_are_compiled_and_grow_with_the_batch():
-    small, large = (plan("smollm2-135m", "1xh100", "tp=1", batch=batch, chunk=256, num_layers=4) for batch in (1, 128))
+    small, large = (plan("smollm2-135m", "1xh100", "tp=1", batch=batch, chunk=256, num_layers=2) for batch in (1, 128))
     assert small.is_compiled
     assert as_json(small)["compiled"]
     few, many = (run.chosen.decode_memory.stages[0].activation_bytes for run in (small, large))
@@ -50,7 +50,7 @@ def test_activations_are_compiled_and_grow_with_the_batch():
 
 def test_every_stage_of_both_roles_is_compiled():
     """Prefill on two stages, decode on four devices, whose number the model's three KV heads don't have."""
-    run = plan("smollm2-135m", "8xh100", "tp=2,pp=2", "tp=4", batch=8, chunk=256, num_layers=16)
+    run = plan("smollm2-135m", "8xh100", "tp=2,pp=2", "tp=4", batch=8, chunk=256, num_layers=4)
     assert run.is_compiled
     assert [program.name for program in run.prefill_programs] == ["prefill/256 stage 1 of 2", "prefill/256 stage 2 of 2"]
     assert [program.name for program in run.decode_programs] == ["decode/8"]

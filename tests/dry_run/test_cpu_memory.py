@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 from pathlib import Path
 
 import jax
@@ -15,15 +16,24 @@ from jaxinfer.dry_run.shapes import Shapes
 from jaxinfer.dry_run.target import Target
 from jaxinfer.dry_run.workload import Workload
 from jaxinfer.llm import LLM
-from jaxinfer.models.shapes import read_shape
+from jaxinfer.models.shapes import model_shape, read_shape
 from sharding.layout import Parallel
+from tests import tiny_model
 
 FEW = {"decode_buckets": (32,), "prefill_buckets": (512,)}  # the largest programs are those that count
 
 
-def planned(model: str, layout: str) -> DryRun:
+@pytest.fixture(scope="module")
+def smollm2_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The default model in its own sizes, of which it has fewer layers; its weights are random."""
+    folder = tiny_model.write(tmp_path_factory.mktemp("models") / "smollm2")
+    (folder / "config.json").write_text(json.dumps(model_shape("smollm2-135m") | {"num_hidden_layers": 4}))
+    return folder
+
+
+def planned(model: Path, layout: str) -> DryRun:
     target = Target.of(f"{Parallel.parse(layout).num_devices}xcpu")
-    shapes, schedule = Shapes(read_shape(model), target), ScheduleConfig()
+    shapes, schedule = Shapes(read_shape(str(model)), target), ScheduleConfig()
     context = shapes.architecture.max_position_embeddings
     setting = Setting(context, Workload.of_means(128, 128), schedule.max_batch_size, schedule.prefill_chunk_size)
     return dry_run(shapes, setting, named_layouts(target, layout, None))
@@ -42,15 +52,15 @@ def live_bytes(num_devices: int) -> list[int]:
 
 @pytest.mark.parametrize(
     ("model", "layout"),
-    [("tiny", "tp=1"), ("tiny", "tp=2"), ("tiny", "tp=2,pp=2"), ("smollm2-135m", "tp=1"), ("smollm2-135m", "tp=2,pp=2")],
+    [("tiny", "tp=2"), ("tiny", "tp=2,pp=2"), ("smollm2", "tp=1"), ("smollm2", "tp=2,pp=2")],
 )
-def test_a_plan_says_what_an_engine_allocates(tiny_model_path: Path, model: str, layout: str) -> None:
-    shape, checkpoint = (str(tiny_model_path),) * 2 if model == "tiny" else (model, "default")
-    run = planned(shape, layout)
+def test_a_plan_says_what_an_engine_allocates(tiny_model_path: Path, smollm2_path: Path, model: str, layout: str) -> None:
+    path = tiny_model_path if model == "tiny" else smollm2_path
+    run = planned(path, layout)
     [(_, _, memory)] = run.roles
     parallel = Parallel.parse(layout)
     before = live_bytes(parallel.num_devices)
-    llm = LLM(checkpoint, prefill_parallel=layout, random_weights=model != "tiny", **FEW)
+    llm = LLM(str(path), prefill_parallel=layout, random_weights=model != "tiny", **FEW)
     allocated = [after - of_before for after, of_before in zip(live_bytes(parallel.num_devices), before, strict=True)]
     told = llm.engine.stats.memory
     assert run.is_compiled
