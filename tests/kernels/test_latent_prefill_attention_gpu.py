@@ -19,8 +19,11 @@ from pallas_kernels.latent_prefill_attention.page_list import PageList
 from pallas_kernels.mosaic.card import HOPPER
 from pallas_kernels.ragged_prefill_attention.mosaic_work import Tiling
 from sharding.mesh import TENSOR, make_mesh
+from tests.kernels.compiled import compiled
 from tests.kernels.poisoned_pool import LAYER
 from tests.kernels.test_latent_prefill_attention import arguments, options
+
+op = compiled(op)
 
 # Two requests, of which the second has a prefix; the end of each is within a page.
 TWO = Case("two", 1, 32, 16, 16, 16, 16, 64, 32, ((0, 20), (70, 31)))

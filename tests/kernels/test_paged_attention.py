@@ -14,7 +14,10 @@ from pallas_kernels.paged_attention import llvm_cpu
 from pallas_kernels.paged_attention.cases import CASES, Case
 from pallas_kernels.paged_attention.op import paged_attention, paged_attention_and_lse, why_not, write_and_attend
 from pallas_kernels.span import Span
+from tests.kernels.compiled import compiled
 from tests.kernels.poisoned_pool import LAYER, poisoned_pool
+
+paged_attention, paged_attention_and_lse = compiled(paged_attention), compiled(paged_attention_and_lse)
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "backend", "pool_is_finite", "span", "soft_cap"))

@@ -16,7 +16,10 @@ from pallas_kernels.paged_attention.mosaic_tiling import Tiling, tiling_for
 from pallas_kernels.paged_attention.op import paged_attention as op
 from pallas_kernels.paged_attention.op import paged_attention_and_lse as op_and_lse
 from pallas_kernels.span import Span
+from tests.kernels.compiled import compiled
 from tests.kernels.poisoned_pool import LAYER, poisoned_pool
+
+op, op_and_lse = compiled(op), compiled(op_and_lse)
 
 
 def check(

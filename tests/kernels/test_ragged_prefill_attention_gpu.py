@@ -15,7 +15,10 @@ from pallas_kernels.ragged_prefill_attention.op import ragged_prefill_attention 
 from pallas_kernels.ragged_prefill_attention.op import why_not
 from pallas_kernels.seen import first_seen
 from pallas_kernels.span import EVERYTHING, Span
+from tests.kernels.compiled import compiled
 from tests.kernels.poisoned_pool import LAYER, poisoned_pool
+
+op = compiled(op)
 
 
 def arguments(starts, cached, new, num_tokens, *, num_heads=1, num_kv_heads=1, head_size=16, page_size=32, dtype=jnp.bfloat16, unused=1):

@@ -13,7 +13,10 @@ from pallas_kernels.paged_attention.mosaic_gpu import write_and_attend
 from pallas_kernels.paged_attention.mosaic_tiling import Tiling
 from pallas_kernels.paged_attention.op import write_and_attend as op
 from pallas_kernels.span import Span
+from tests.kernels.compiled import compiled
 from tests.kernels.poisoned_pool import LAYER, poisoned_pool
+
+op = compiled(op)
 
 ONE_SHARE = Tiling(64, 2, 1, writes=True)
 

@@ -126,6 +126,7 @@ def test_absorbed_is_expanded(dtype: str) -> None:
 PAGE_SIZE = 4
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Chunks:
     """As the prefill program attends: latents written to their pages, then expanded from there."""
@@ -140,6 +141,7 @@ class Chunks:
         return out, pages
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Steps:
     """As the decode program does: one token a row, over latents that are never expanded."""
@@ -166,6 +168,7 @@ class Steps:
 def test_chunks_and_then_steps_over_pages_are_the_whole_at_once() -> None:
     """Two requests of unequal lengths, in chunks that end within pages, packed; then six steps of both."""
     made, lengths, num_steps = layer(SIZES), (21, 9), 6
+    attended = jax.jit(made.__call__)
     texts = [tokens(length + num_steps, seed) for seed, length in enumerate(lengths)]
     table = jnp.asarray(np.random.default_rng(0).permutation(np.arange(1, 21))[:16].reshape(2, 8))
     pages = jnp.full((3, 1, 21, 1, PAGE_SIZE, SIZES.latent_size), jnp.nan)
@@ -178,13 +181,13 @@ def test_chunks_and_then_steps_over_pages_are_the_whole_at_once() -> None:
             ids[here] = table[row, positions[here] // PAGE_SIZE]
         rows = (jnp.array([0, 16]), jnp.array([end - begin for begin, end in chunks]), jnp.array([end for _, end in chunks]))
         attend = Chunks(table, rows, (jnp.asarray(ids), jnp.asarray(positions % PAGE_SIZE)))
-        out, pages = made(x, turned_by(positions), pages, attend)
+        out, pages = attended(x, turned_by(positions), pages, attend)
         for row, (begin, end) in enumerate(chunks):
             found[row].append(out[16 * row : 16 * row + end - begin])
     for step in range(num_steps):
         kv_len = jnp.array(lengths) + step + 1
         x = jnp.stack([text[length + step] for text, length in zip(texts, lengths, strict=True)])
-        out, pages = made(x, turned_by(kv_len - 1), pages, Steps(table, kv_len))
+        out, pages = attended(x, turned_by(kv_len - 1), pages, Steps(table, kv_len))
         for row in range(2):
             found[row].append(out[row : row + 1])
     for row, text in enumerate(texts):
