@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float32, Int32, UInt32
+from jaxtyping import Bool, Float32, Int32, UInt32
 
 from jaxinfer.request import MAX_LOGIT_BIAS, MAX_STOP_TOKENS, SamplingParams
 
@@ -120,13 +120,20 @@ def set_row(rows: SamplingRows, row: int, params: SamplingParams, seed: int, end
         rows.bias_tokens[row, i], rows.bias_values[row, i], rows.bias_until[row, i] = token, value, until
 
 
-def are_greedy(rows: SamplingRows, num_generated: Int32[Any, " B"]) -> bool:
-    """Whether each row takes its best token and asks for nothing more, now and when it has generated more. On the host: which program takes the
-    tokens depends on it."""
-    asks = rows.temperature > 0
-    asks |= (rows.repetition_penalty != 1.0) | (rows.presence_penalty != 0.0) | (rows.frequency_penalty != 0.0)
-    asks |= (rows.wants_logprobs > 0) | (rows.bias_until > num_generated[:, None]).any(axis=1)
-    return not asks.any()
+def are_greedy(rows: SamplingRows, num_generated: Int32[Any, " B"]) -> Any:
+    """Whether all rows take their best tokens and ask for nothing more, and won't when they have generated more. This and the next two are asked
+    on the host and on the device alike."""
+    return ~((rows.temperature > 0) | has_penalty(rows) | has_bias(rows, num_generated) | (rows.wants_logprobs > 0)).any()
+
+
+def has_penalty(rows: SamplingRows) -> Bool[Any, " B"]:
+    """Which rows use penalties at all."""
+    return (rows.repetition_penalty != 1.0) | (rows.presence_penalty != 0.0) | (rows.frequency_penalty != 0.0)
+
+
+def has_bias(rows: SamplingRows, num_generated: Int32[Any, " B"]) -> Bool[Any, " B"]:
+    """Which rows have a bias that still holds."""
+    return (rows.bias_until > num_generated[:, None]).any(axis=1)
 
 
 def uses_penalties(params: SamplingParams) -> bool:

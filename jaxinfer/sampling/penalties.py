@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from jaxinfer.layers.vocabulary import Part, over_parts, specs
 from jaxinfer.sampling.counting import TokenCounts
@@ -20,11 +20,6 @@ def penalize(logits: Float[Array, "B V"], counts: TokenCounts, slots: Int[Array,
     logits = jnp.where(prompt | generated, repeated, logits)
     times, once = output.astype(logits.dtype), generated.astype(logits.dtype)
     return logits - rows.frequency_penalty[:, None] * times - rows.presence_penalty[:, None] * once
-
-
-def has_penalty(rows: SamplingRows) -> Bool[Array, " B"]:
-    """Which rows use penalties at all."""
-    return (rows.repetition_penalty != 1.0) | (rows.presence_penalty != 0.0) | (rows.frequency_penalty != 0.0)
 
 
 def add_sampled(counts: TokenCounts, slots: Int[Array, " B"], tokens: Int[Array, " B"]) -> TokenCounts:

@@ -21,8 +21,8 @@ from jaxinfer.layers.argmax import argmax_over_parts, first_place
 from jaxinfer.layers.vocabulary import WHOLE, Part, over_parts
 from jaxinfer.request import MAX_TOP_LOGPROBS
 from jaxinfer.sampling.counting import TokenCounts
-from jaxinfer.sampling.params import SamplingRows
-from jaxinfer.sampling.penalties import has_penalty, penalize
+from jaxinfer.sampling.params import SamplingRows, are_greedy, has_bias, has_penalty
+from jaxinfer.sampling.penalties import penalize
 from pallas_kernels.mosaic.card import compiled_for
 
 _LANES = 128  # the vocabulary is summed in runs of this many
@@ -82,9 +82,8 @@ def sample(
     slots: Int[Array, " B"],
 ) -> Sampled:
     """One token a row from final hidden states: `best` where that is all they ask for, which the device finds out, else `sample_from_logits`."""
-    is_more = (rows.temperature > 0) | has_penalty(rows) | _has_bias(rows, num_generated) | (rows.wants_logprobs > 0)
     others = partial(sample_from_logits, rows=rows, num_generated=num_generated, counts=counts, slots=slots)
-    return jax.lax.cond(is_more.any(), lambda: others(head.logits(hidden)), lambda: best(head, hidden))
+    return jax.lax.cond(are_greedy(rows, num_generated), lambda: best(head, hidden), lambda: others(head.logits(hidden)))
 
 
 def best(head: Head, hidden: Float[Array, "B D"]) -> Sampled:
@@ -110,8 +109,7 @@ def _sample_on_part(
     slots: Int[Array, " B"],
 ) -> Sampled:
     scores = jax.lax.cond(has_penalty(rows).any(), lambda: penalize(logits, counts, slots, rows), lambda: logits)
-    has_bias = _has_bias(rows, num_generated).any()
-    scores = jax.lax.cond(has_bias, lambda: _add_biases(part, scores, rows, num_generated), lambda: scores)
+    scores = jax.lax.cond(has_bias(rows, num_generated).any(), lambda: _add_biases(part, scores, rows, num_generated), lambda: scores)
     greedy = argmax_over_parts(part, scores)
 
     def drawn() -> Int[Array, " B"]:
@@ -199,10 +197,6 @@ def _highest(x: Float[Array, "B X"], number: int) -> tuple[Float[Array, "B k"], 
 def _no_logprobs(batch: int, vocab_size: int) -> tuple[Array, Array, Array]:
     num_top = min(MAX_TOP_LOGPROBS, vocab_size)
     return jnp.zeros(batch), jnp.zeros((batch, num_top), jnp.int32), jnp.zeros((batch, num_top))
-
-
-def _has_bias(rows: SamplingRows, num_generated: Int[Array, " B"]) -> Bool[Array, " B"]:
-    return jnp.any(rows.bias_until > num_generated[:, None], axis=1)
 
 
 def _add_biases(part: Part, scores: Float[Array, "B V"], rows: SamplingRows, num_generated: Int[Array, " B"]) -> Float[Array, "B V"]:
