@@ -9,6 +9,11 @@ NUM_WEIGHTS = sum(tensor.size for tensor in tiny_model.tensors().values())
 PAGE_BYTES = 2 * tiny_model.LAYERS * tiny_model.KV_HEADS * tiny_model.HEAD * 16 * 4
 
 
+# On one device: three sizes of decode and two of prefill; what samples the first tokens of one row and of four, greedily or not; what scores prompts of
+# either size; and three that let a sequence join.
+NUM_PROGRAMS = 3 + 2 + 2 * 2 + 2 + 3
+
+
 def test_one_device_shares_weights_and_pages(llm):
     stats = llm.engine.stats
     assert stats.prefill_devices == stats.decode_devices
@@ -18,7 +23,7 @@ def test_one_device_shares_weights_and_pages(llm):
     assert stats.prefill_pages == stats.decode_pages == 63, "page 0 is nobody's"
     assert stats.memory["shared token counts"] == (33 + 4) * tiny_model.VOCAB * 5
     assert set(stats.memory) == {f"shared {what}" for what in ("weights", "KV pages", "token counts", "temporaries")}
-    assert stats.num_programs == 3 + 2 + 3
+    assert stats.num_programs == NUM_PROGRAMS
     assert stats.load_seconds > 0
     assert stats.compile_seconds > 0
 
@@ -29,7 +34,7 @@ def test_two_meshes_hold_their_own(llms):
     for mesh in ("prefill", "decode"):
         assert stats.memory[f"{mesh} weights"] == 4 * NUM_WEIGHTS
         assert stats.memory[f"{mesh} KV pages"] == 512 * 2**10
-    assert stats.num_programs == 3 + 2 + 3 + 8
+    assert stats.num_programs == NUM_PROGRAMS + 8, "that move pages"
 
 
 def test_a_mesh_of_two_holds_half_of_each_on_a_device(llms):

@@ -8,6 +8,7 @@ import pytest
 
 from jaxinfer.llm import LLM
 from jaxinfer.request import SamplingParams
+from tests.engine.test_assembly import NUM_PROGRAMS
 from tests.engine.test_token_equality import LAYOUTS
 from tests.engine.workload import workload
 
@@ -46,7 +47,7 @@ def test_nothing_compiles_after_ready(llms, layout):
 
 
 def test_an_engine_starts_with_the_counter_at_zero(llms):
-    assert llms(**LAYOUTS["two devices"]).engine.stats.num_programs == 16
+    assert llms(**LAYOUTS["two devices"]).engine.stats.num_programs == NUM_PROGRAMS + 8
     assert LLM(config=llms().engine.config).engine.stats.num_compilations_after_ready == 0
 
 
