@@ -14,7 +14,7 @@ from jaxinfer.decode.batch import DecodeBatch, empty_batch
 from jaxinfer.decode.program import decode_step, feed_step, greedy_step, sample_step, seat
 from jaxinfer.kv_cache.spec import NULL_PAGE
 from jaxinfer.layers.matrices import MatrixFormat
-from jaxinfer.runtime.compilation import Executable, ProgramSource, abstract_like
+from jaxinfer.runtime.compilation import Executable, ProgramSource, abstract_like, options_of_sampling
 from jaxinfer.runtime.expert_loads import ExpertLoads
 from jaxinfer.runtime.stage import Stage, StagedWeights, abstract_hidden, pass_on, program_name
 from jaxinfer.runtime.stage_clock import Ended, StageClock
@@ -99,7 +99,7 @@ class DecodeRunner:
         rows = jax.ShapeDtypeStruct((size, 2), np.int32, sharding=on_mesh)
         greedy = (head.abstract(stage.mesh, stage.rules), hidden, rows, tokens)
         sample = (*greedy, self._abstract_counts, abstract_like(neutral_rows(size), on_mesh))
-        options = _xla_options(size, stage.mesh, head.form)
+        options = _xla_options(size, stage.mesh, head.form) | options_of_sampling(stage.mesh)
         return [
             ProgramSource(self._of_last(f"decode/greedy/{size}"), greedy_step(head), greedy, stage.mesh, donated=(3,), options=options),
             ProgramSource(self._of_last(f"decode/sample/{size}"), sample_step(head), sample, stage.mesh, donated=(3, 4), options=options),

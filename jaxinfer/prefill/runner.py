@@ -13,7 +13,7 @@ from jaxtyping import Array
 from jaxinfer.prefill.batch import PrefillBatch, empty_batch
 from jaxinfer.prefill.program import PromptScores, greedy_step, prefill_step, sample_step, score_step
 from jaxinfer.runtime.buckets import prefill_rows
-from jaxinfer.runtime.compilation import Executable, ProgramSource, abstract_like
+from jaxinfer.runtime.compilation import Executable, ProgramSource, abstract_like, options_of_sampling
 from jaxinfer.runtime.expert_loads import ExpertLoads
 from jaxinfer.runtime.stage import Stage, StagedWeights, abstract_hidden, pass_on, program_name, splits_tokens_of
 from jaxinfer.runtime.stage_clock import Ended, StageClock
@@ -84,10 +84,10 @@ class PrefillRunner:
         sources = []
         for rows in sorted({prefill_rows(size) for size in self.buckets}):
             asked = abstract((rows,), np.int32), abstract_like(neutral_rows(rows), on_mesh)
-            sampling = (weights, hidden(rows), self._abstract_counts, *asked)
+            sampling, options = (weights, hidden(rows), self._abstract_counts, *asked), options_of_sampling(stage.mesh)
             sources += [
                 ProgramSource(self._of_last(f"prefill/greedy/{rows}"), greedy_step(head), (weights, hidden(rows)), stage.mesh),
-                ProgramSource(self._of_last(f"prefill/sample/{rows}"), sample_step(head), sampling, stage.mesh),
+                ProgramSource(self._of_last(f"prefill/sample/{rows}"), sample_step(head), sampling, stage.mesh, options=options),
             ]
         for size in self.buckets:
             arguments = weights, hidden(size), abstract((size,), np.int32)

@@ -30,6 +30,9 @@ _HIT_EVENT = "/jax/compilation_cache/cache_hits"
 # XLA counts a pool of pages that is written to in place as often as it is written to, thinks that memory is short, and makes what is small and used
 # in all layers anew in each: three launches more a layer of decode, and not a byte less.
 _ACCELERATOR_OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
+# XLA puts what it launches into CUDA graphs where five or more things are in a row. A branch that is in none keeps the host waiting until all before it
+# has run, and between what devices exchange there may be fewer.
+_BRANCHES_IN_GRAPHS = {"xla_gpu_graph_min_graph_size": "1"}
 
 
 class _Counter(threading.local):
@@ -98,6 +101,11 @@ class ProgramSource:
 def abstract_like(tree: Any, sharding: NamedSharding) -> Any:
     """Shapes and types of a pytree of arrays, so sharded."""
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), tree)
+
+
+def options_of_sampling(mesh: Mesh) -> dict[str, str]:
+    """For a program whose branches stand between exchanges of several devices."""
+    return _BRANCHES_IN_GRAPHS if mesh.size > 1 and not is_cpu(mesh) else {}
 
 
 Executable = Callable[..., Any]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +18,9 @@ from tests.aot.engine_programs import BFLOAT16, compile_for, first_layers
 from tests.sharding.branches import exchanges_in_branches
 
 pytestmark = pytest.mark.aot
+
+ROOT = Path(__file__).parents[2]
+LLAMA = first_layers(read_config(model_shape("llama-3.1-70b")), 1)
 
 
 @dataclass(frozen=True)
@@ -54,15 +61,36 @@ def test_a_layer_costs_two_sums_and_what_latents_take(case, name):
     assert not exchanges_in_branches(shorter)
 
 
+def sampling_program(name: str) -> str:
+    return compile_for("h100", 8, LLAMA, MatrixFormat(BFLOAT16), name, num_pages=2**12, context=8192).compiled.as_text()
+
+
+def test_every_branch_is_in_a_cuda_graph():
+    """As XLA says, in a process that it says it in."""
+    told = {"TF_CPP_VMODULE": "command_buffer_conversion_pass=5", "TF_CPP_MIN_LOG_LEVEL": "0"}
+    script = "from tests.aot.test_collectives import sampling_program; sampling_program('decode/sample/32')"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        env=os.environ | told,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    in_graphs = [line for line in done.stderr.splitlines() if "Creating command buffer thunk" in line]
+    assert sum(line.count("conditional.") for line in in_graphs) == 4, "penalties, biases, log-probabilities of each part and of all"
+    assert "kConditional is not lowered" not in done.stderr
+
+
 @pytest.mark.parametrize("name", ["decode/greedy/32", "decode/sample/32", "prefill/score/2048"])
 def test_sampling_exchanges_no_scores_and_waits_at_no_branch(name):
     """Best scores, sums, candidates. A host that waited at a branch would launch the next step's hundreds of kernels only then."""
-    config = first_layers(read_config(model_shape("llama-3.1-70b")), 1)
-    program = compile_for("h100", 8, config, MatrixFormat(BFLOAT16), name, num_pages=2**12, context=8192).compiled.as_text()
+    program = sampling_program(name)
     found = collectives(program)
     print(f"{name}: {', '.join(map(str, sorted(found)))}")
     rows = 32  # that are sampled, or whose prompts' log-probabilities are worked out at a time
-    assert 0 < max(collective.num_bytes for collective in found) < rows * config.vocab_size * 4 / 100
+    assert 0 < max(collective.num_bytes for collective in found) < rows * LLAMA.vocab_size * 4 / 100
     assert not exchanges_in_branches(program)
 
 
