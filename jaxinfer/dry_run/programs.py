@@ -85,7 +85,7 @@ def _compiled(source: ProgramSource, sampling: Sequence[ProgramSource], num_lane
     stays, temporaries, given = _device_bytes(source.arguments[2:]), *_temporaries(program)
     found: Counter[Collective] = Counter()
     for of_head in map(compile_program, sampling):
-        temporaries = max(temporaries, given + sum(_temporaries(of_head)))
+        temporaries = max(temporaries, given + _temporaries(of_head)[0])
         found += collectives(of_head.as_text() or "")
     stays += max((_device_bytes(of_head.arguments[2:]) for of_head in sampling), default=0)  # after the head's weights, and hidden states
     return Compiled(source.name, num_lanes * stays, temporaries, _listed(collectives(program.as_text() or "")), _listed(found))
