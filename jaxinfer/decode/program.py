@@ -35,7 +35,7 @@ DecodeStep = Callable[..., tuple[Pages, Int[Array, "S+1 W"], Int[Array, " S+1"],
 
 def decode_step(template: ModelTemplate, mesh: Mesh, attention: Backend) -> DecodeStep:
     """The program's function where one device has all of the vocabulary, of a whole model or of its last stage. It takes pages, page table, tokens
-    and counts donated. See `feed_step`. One program, since each that is launched costs the host, and a CPU most."""
+    and counts donated. See `feed_step`. Feeding and sampling are one program here: on a CPU a step of two takes longer."""
     feed, head = feed_step(template, mesh, attention), template.head
 
     def step(

@@ -40,7 +40,7 @@ class DecodeRunner:
         self._stages, self._clock = tuple(stages), clock
         self._first, self._last = self._stages[0], self._stages[-1]
         self.loads = ExpertLoads(stages)
-        self._samples_apart = self._last.mesh.size > 1  # in a program of its own: see `sampler.sample`
+        self._samples_apart = self._last.mesh.size > 1  # in programs that the host chooses between: see `sampler._where_asked`
         self._is_on_accelerator = not is_cpu(self._last.mesh)
         self._max_model_len = max_model_len
         self.buckets = buckets

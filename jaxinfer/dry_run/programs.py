@@ -84,10 +84,10 @@ def _compiled(source: ProgramSource, sampling: Sequence[ProgramSource], num_lane
     program = compile_program(source)
     stays, temporaries, given = _device_bytes(source.arguments[2:]), *_temporaries(program)
     found: Counter[Collective] = Counter()
-    for of_head in map(compile_program, sampling):
-        temporaries = max(temporaries, given + _temporaries(of_head)[0])
-        found += collectives(of_head.as_text() or "")
-    stays += max((_device_bytes(of_head.arguments[2:]) for of_head in sampling), default=0)  # after the head's weights, and hidden states
+    for then in map(compile_program, sampling):
+        temporaries = max(temporaries, given + _temporaries(then)[0])  # what it is given is held while it runs
+        found += collectives(then.as_text() or "")
+    stays += max((_device_bytes(one.arguments[2:]) for one in sampling), default=0)  # after the head's weights, and hidden states
     return Compiled(source.name, num_lanes * stays, temporaries, _listed(collectives(program.as_text() or "")), _listed(found))
 
 

@@ -1,7 +1,7 @@
 """From logits to tokens, on the device, each row by its own parameters.
 
 Nothing is sorted: top-k and top-p keep what lies above a threshold that passes of bisection over the floats' bits find
-exactly, and one uniform number a row picks from the cumulative sum. What no row of a batch asks for is skipped.
+exactly, and one uniform number a row picks from the cumulative sum. What no row of a batch asks for is skipped, but for what devices exchange.
 
 A vocabulary that is split over devices stays so: they tell each other their best, their sums and their candidates, never all scores.
 """
@@ -120,8 +120,8 @@ def _sample_on_part(
 
 
 def _where_asked(part: Part, is_asked: Bool[Array, ""], what: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
-    """What costs nothing where no row of a batch asks for it, unless parts exchange something in it: with a GPU's program at such a branch the host
-    waits until all before it has run, and launches the next step only then. A step's launches take it longer than this the devices."""
+    """What is skipped where no row of a batch asks for it, on one device. With parts it exchanges something, and at a branch with an exchange a
+    GPU's host waits until all before it has run, and launches the next step only then: so there it is worked out for every batch."""
     return jax.lax.cond(is_asked, what, otherwise) if part.is_whole else what()
 
 
