@@ -87,6 +87,13 @@ class Slots:
             del self._slots[key]
             self.release(slot)
 
+    def discard(self, keys: Iterable[bytes]) -> int:
+        """Drop pages; returns how many were here. A slot is free once nobody holds it."""
+        slots = [self._slots.pop(key) for key in keys if key in self._slots]
+        for slot in slots:
+            self.release(slot)
+        return len(slots)
+
     def evict(self) -> bytes | None:
         """Drop the least recently used page and return its key; None if there is no page. Its slot is free once nobody holds it."""
         if not self._slots:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -14,6 +15,8 @@ from jaxinfer.kv_tiers.disk_file import MAX_KEY_SIZE
 from jaxinfer.kv_tiers.disk_tier import DiskTier
 from jaxinfer.kv_tiers.host_tier import HostTier
 from jaxinfer.stats import TierStats
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,18 +82,22 @@ class Tiers:
         with self._changed:
             return self._find(keys)
 
-    def fetch(self, keys: Sequence[bytes]) -> Future[np.ndarray]:
+    def fetch(self, keys: Sequence[bytes], later_keys: Sequence[bytes] = ()) -> Future[np.ndarray]:
         """Begin to read pages; the future's result is uint8[num_pages, page_bytes], read-only, of the leading ones that are here and
-        whole: perhaps fewer than were found. Poll it with `done`; `cancel` it when nobody needs it any more."""
+        whole: perhaps fewer than were found. Poll it with `done`; `cancel` it when nobody needs it any more.
+
+        If a page of the file is damaged, the file drops it and all that follow it here and in `later_keys`, the rest of the prefix: all
+        are computed again, and then all are saved again. Otherwise each request would find one damaged page."""
         with self._changed:
             found = self._find(keys)
+            after = (*keys[found.num_pages :], *later_keys)
             keys = tuple(keys[: found.num_pages])
             for key in reversed(keys):
                 self._touch(key)
             fetched: Future[np.ndarray] = Future()
             self._pending[fetched] = found.seconds
         fetched.add_done_callback(self._forget_pending)
-        self._reader.submit(self._read, keys, fetched)
+        self._reader.submit(self._read, keys, after, fetched)
         return fetched
 
     def stats(self) -> TierStats:
@@ -177,12 +184,12 @@ class Tiers:
                 self._unsaved[key] = None
                 self._changed.notify_all()
 
-    def _read(self, keys: Sequence[bytes], fetched: Future[np.ndarray]) -> None:
+    def _read(self, keys: Sequence[bytes], after: Sequence[bytes], fetched: Future[np.ndarray]) -> None:
         """In the reader's thread."""
         if not fetched.set_running_or_notify_cancel():
             return
         try:
-            pages, from_disk = self._read_pages(keys)
+            pages, from_disk = self._read_pages(keys, after)
         except Exception as error:
             fetched.set_exception(error)
             return
@@ -191,13 +198,15 @@ class Tiers:
         for index in reversed(from_disk[: self._host.slots.num_slots]):
             self._put_in_host(keys[index], pages[index])
 
-    def _read_pages(self, keys: Sequence[bytes]) -> tuple[np.ndarray, list[int]]:
-        """The leading pages that are whole, and which of them came from disk."""
+    def _read_pages(self, keys: Sequence[bytes], after: Sequence[bytes]) -> tuple[np.ndarray, list[int]]:
+        """The leading pages that are whole, and which of them came from disk. Drops what comes after a refused one."""
         pages = np.empty((len(keys), self.page_bytes), np.uint8)
         from_disk: list[int] = []
         num_read = 0
         for key, page in zip(keys, pages, strict=True):
-            tier = self._read_page(key, page)
+            tier, refusal = self._read_page(key, page)
+            if refusal:
+                self._drop_after(key, refusal, (*keys[num_read + 1 :], *after))
             if tier is None:
                 break
             if tier is self._disk:
@@ -206,15 +215,25 @@ class Tiers:
         pages.flags.writeable = False
         return pages[:num_read], from_disk
 
-    def _read_page(self, key: bytes, out: np.ndarray) -> HostTier | DiskTier | None:
-        """The tier a page was copied from; None if it is in none, or was refused."""
+    def _drop_after(self, damaged: bytes, refusal: str, keys: Sequence[bytes]) -> None:
+        assert self._disk
+        with self._changed:
+            if damaged in self._disk.slots:  # it was replaced meanwhile
+                return
+            num_dropped = self._disk.slots.discard(keys)
+            self._unsaved |= dict.fromkeys(key for key in keys if key in self._host.slots)
+            self._changed.notify_all()
+        logger.warning("kv_disk: a page is %s: it and the %d after it are dropped, to be computed and saved again", refusal, num_dropped)
+
+    def _read_page(self, key: bytes, out: np.ndarray) -> tuple[HostTier | DiskTier | None, str | None]:
+        """The tier a page was copied from, None if it is in none or was refused; and why the file's page was refused."""
         with self._changed:
             tier: HostTier | DiskTier | None = self._host
             slot = self._host.slots.hold(key)
             if slot is None:
                 tier, slot = self._disk, self._disk.slots.hold(key) if self._disk else None
             if tier is None or slot is None:
-                return None
+                return None, None
         start = time.monotonic()
         refusal = tier.read(slot, out)
         now = time.monotonic()
@@ -223,10 +242,10 @@ class Tiers:
             if isinstance(tier, DiskTier) and refusal:
                 tier.refused[refusal] += 1
                 tier.slots.forget(key, slot)
-                return None
+                return None, refusal
             tier.rate.observe(self.page_bytes, now - start, now)
             tier.num_hits += 1
-        return tier
+        return tier, None
 
     def _write_behind(self, disk: DiskTier) -> None:
         """The writer's thread: unsaved pages to the file, one after another."""

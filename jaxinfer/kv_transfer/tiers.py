@@ -33,6 +33,7 @@ class _Fetch:
 
     first: int  # the place of the first one in the sequences' page tables
     keys: list[bytes]
+    later_keys: list[bytes]  # of the sequence that began it: what follows `keys` in its prefix
     give_up_at: float  # seconds, time.monotonic()
     pages: Future[np.ndarray] | None = None  # None: it has not begun, for lack of room
 
@@ -159,7 +160,8 @@ class TierTransfer:
     def _begin(self, sequence: Sequence, first: int, keys: list[bytes]) -> bool:
         if not keys or (self._late is not None and not self._late.done()):
             return False
-        keys = keys[: min(self.tiers.find(keys).num_pages, self._most_fetched)]
+        count = min(self.tiers.find(keys).num_pages, self._most_fetched)
+        keys, later_keys = keys[:count], keys[count:]
         if not keys:
             return False
         fetch = next((fetch for fetch in self._fetches.values() if fetch.keys == keys), None)
@@ -167,7 +169,7 @@ class TierTransfer:
             found, seconds = self.tiers.find(keys), self._seconds_to_compute(len(keys) * self._manager.spec.page_size)
             if found.seconds + found.wait_seconds + len(keys) * self._seconds_to_move > seconds:
                 return False
-            fetch = _Fetch(first, keys, time.monotonic() + min(max(seconds, _SHORTEST_WAIT), _LONGEST_WAIT))
+            fetch = _Fetch(first, keys, later_keys, time.monotonic() + min(max(seconds, _SHORTEST_WAIT), _LONGEST_WAIT))
         self._fetches[sequence] = fetch
         return True
 
@@ -205,7 +207,7 @@ class TierTransfer:
         for fetch, sequences in by_urgency.items():
             room -= len(fetch.keys)
             if room >= 0 and fetch.pages is None:
-                fetch.pages = self.tiers.fetch(fetch.keys)
+                fetch.pages = self.tiers.fetch(fetch.keys, fetch.later_keys)
             elif room < 0 and ended.issuperset(sequences):
                 for sequence in sequences:
                     self._drop(sequence)

@@ -130,7 +130,24 @@ def test_a_page_that_can_not_be_read_is_refused(path, whole, monkeypatch):
         assert fetch(tiers, 0, 1) == 0
     assert tiers.stats().refused == {"unreadable": 1}
     assert fetch(tiers, 0) == 0
-    assert fetch(tiers, 1, 2, 3, 4) == 4
+    assert fetch(tiers, 1) == 0, "it followed the refused page"
+    assert fetch(tiers, 2, 3, 4) == 3
+    tiers.close()
+
+
+def test_what_follows_a_damaged_page_is_saved_again_whether_host_memory_has_it_or_not(path, whole):
+    content = bytearray(whole)
+    content[2 * ALIGNMENT] ^= 1  # page 0
+    content[2 * ALIGNMENT + 3 * ALIGNMENT] ^= 1  # page 3
+    path.write_bytes(content)
+    tiers = Tiers(PAGE_BYTES, PAGE_BYTES, (str(path), SIZE), MODEL)
+    assert fetch(tiers, 2) == 1
+    assert tiers.fetch([key_of(0), key_of(1)], [key_of(2), key_of(3)]).result(20).shape[0] == 0
+    assert tiers.flush(20)
+    assert [tiers.find([key_of(n)]).num_pages for n in range(NUM_PAGES)] == [0, 0, 1, 0, 1]
+    put(tiers, 3, 1, 0)
+    assert fetch(tiers, *range(NUM_PAGES)) == NUM_PAGES
+    assert tiers.stats().refused == {"damaged": 1}
     tiers.close()
 
 

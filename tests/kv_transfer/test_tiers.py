@@ -296,6 +296,26 @@ def test_of_a_damaged_prefix_the_pages_before_the_damage_come_back(make, tmp_pat
     assert rig.tiers.stats().refused == {"damaged": 1}
 
 
+@pytest.mark.parametrize("most_fetched", [10, 3])
+def test_one_request_repairs_a_prefix_whatever_number_of_its_pages_is_damaged(make, tmp_path, most_fetched):
+    on_disk_only(make, tmp_path, 30).transfer.close()
+    with open(tmp_path / "kv", "r+b") as file:
+        for slot in range(7):
+            file.seek((2 + slot) * 4096 + 5)
+            file.write(b"\xff")
+    rig, first, second = make(disk=str(tmp_path / "kv"), most_fetched=most_fetched), prompt(30), prompt(30)
+    assert rig.transfer.begin(first)
+    rig.ended(first)
+    assert rig.admit(first) == 0
+    rig.mesh.manager.free(first.prefill_pages)
+    rig.gone_down(first.token_ids)
+    rig.transfer.close()
+    again = make(disk=str(tmp_path / "kv"))
+    assert again.transfer.begin(second)
+    again.ended(second)
+    assert again.admit(second) == 7
+
+
 def test_pages_that_the_mesh_got_meanwhile_are_not_written_again(make):
     rig, sequence = make(), prompt(30)
     rig.gone_down(sequence.token_ids)
