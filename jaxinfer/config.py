@@ -238,26 +238,19 @@ def flat_fields() -> list[dataclasses.Field[Any]]:
     return [f for kind in _PARTS.values() for f in dataclasses.fields(kind)]
 
 
-_UNITS = {
-    "": 1,
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "K": 2**10,
-    "M": 2**20,
-    "G": 2**30,
-}
+_PREFIXES = ("K", "M", "G", "T", "P")
+_UNITS = (
+    {"": 1, "B": 1}
+    | {f"{prefix}B": 1000**power for power, prefix in enumerate(_PREFIXES, 1)}
+    | {unit: 1024**power for power, prefix in enumerate(_PREFIXES, 1) for unit in (prefix, f"{prefix}IB")}
+)
 
 
 def parse_bytes(name: str, text: str) -> int:
-    """'512MiB' -> 536870912. Raises `ConfigError` naming the setting."""
+    """'512MiB' -> 536870912. Units in any case, up to P: kB is 1000 bytes, KiB and K are 1024. Raises `ConfigError` naming the setting."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     if not match or match.group(2).upper() not in _UNITS:
-        raise ConfigError(f"{name} is {text!r}: give a size such as 512MiB or 2GB")
+        raise ConfigError(f"{name} is {text!r}: give a size such as 512MiB or 2GB; the units are B, kB, KiB, MB, MiB, GB, GiB, TB, TiB")
     return int(Decimal(match.group(1)) * _UNITS[match.group(2).upper()])
 
 
@@ -279,8 +272,8 @@ def parse_address(name: str, text: str) -> tuple[str, int]:
 
 def format_bytes(count: float) -> str:
     """1536 -> '1.5 KiB'."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024 or unit == "GiB":
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(count) < 1024 or unit == "TiB":
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     raise AssertionError

@@ -295,12 +295,12 @@ def _listening_socket(config: ServerConfig) -> socket.socket:
 def _batch(arguments: argparse.Namespace) -> int:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    from server.batches.offline import BatchFileError, BatchStopped, count_lines, run_batch
+    from server.batches.offline import BatchStopped, check_files, run_batch
     from server.local_backend import LocalBackend
     from server.openai.service import Service
 
     console = Console(stderr=True)
-    num_lines = count_lines(arguments.input)  # before the long start, which a wrong name would waste
+    num_lines = check_files(arguments.input, arguments.output)  # before the long start, which a wrong name would waste
     engine = _start_engine(arguments, console)
     config = ServerConfig(served_model_name=_names_of(engine.config.model.model))
     backend = LocalBackend(engine)
@@ -323,8 +323,6 @@ def _batch(arguments: argparse.Namespace) -> int:
 
     try:
         console.print(asyncio.run(run()))
-    except BatchFileError as error:
-        raise ConfigError(str(error)) from error
     except BatchStopped as error:
         console.print(f"jaxinfer: error: {error}; the answers so far are in {arguments.output}: run the same command again for the rest")
         return 1

@@ -185,10 +185,11 @@ def meet_leader(given: Mapping[str, Any]) -> tuple[EngineConfig, FollowerChannel
     """Meet the leader with the settings that were given here; the configuration is the leader's but for OWN_SETTINGS. Also returns the
     messages to come. Raises `ConfigError` if there is no leader, or it refuses this process."""
     address, process_id = given.get("coordinator"), given.get("process_id")
-    if not address or not process_id:
-        raise ConfigError(
-            f"coordinator is {address} and process_id {process_id}: give process 0's HOST:PORT, and a number from 1 of its own"
-        )
+    if not address:
+        raise ConfigError("`jaxinfer follow` needs process 0's address: give --coordinator HOST:PORT, as process 0 has it")
+    if not process_id:
+        has = "" if process_id is None else f", not {process_id}, which is process 0's"
+        raise ConfigError(f"`jaxinfer follow` needs a number of its own: give --process-id, from 1 on{has}")
     parse_address("coordinator", address)
     greeting = {"process_id": process_id, "versions": _versions(), "settings": {k: v for k, v in given.items() if k not in OWN_SETTINGS}}
     channel = FollowerChannel(address, greeting, given.get("connect_seconds", EngineConfig().devices.connect_seconds))

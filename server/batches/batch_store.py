@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from jaxinfer.config import ConfigError
 from server.batches.database import Clock, Database
 from server.batches.file_store import OPEN_STATUSES, FileStore, StoredFile
 from server.batches.lines import encoded, no_answer, read_line
@@ -83,10 +84,13 @@ class BatchStore:
     """What /v1/files and /v1/batches hold, in one folder. Its methods block on the disk, and may be called from any thread."""
 
     def __init__(self, folder: Path, now: Clock = time.time) -> None:
-        """Open or make the folder. Raises `ConfigError` for one that another process holds, `OSError` for one that can't be written."""
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # it holds what people ask
-        self._database = Database(folder / "batches.sqlite3")
-        self.files = FileStore(self._database, folder / "files", now)
+        """Open or make the folder. Raises `ConfigError` for one that another process holds or that can't be written."""
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # it holds what people ask
+            self._database = Database(folder / "batches.sqlite3")
+            self.files = FileStore(self._database, folder / "files", now)
+        except OSError as error:
+            raise ConfigError(f"batch_dir is {folder}: {error.strerror}; give a folder that can be written to") from error
         self.now = now
 
     def close(self) -> None:

@@ -50,7 +50,10 @@ class Database:
         """Open or make the file. Raises `ConfigError` for one that another process holds or that is something else."""
         self._mutex = threading.Lock()
         self._last_stamp = 0
-        self.connection = sqlite3.connect(path, timeout=0.0, isolation_level=None, check_same_thread=False)
+        try:
+            self.connection = sqlite3.connect(path, timeout=0.0, isolation_level=None, check_same_thread=False)
+        except sqlite3.Error as error:
+            raise ConfigError(f"batch_dir is {path.parent}: {error}; give a folder that can be written to") from error
         self.connection.row_factory = sqlite3.Row
         try:
             # The lock is the operating system's: it goes with the process, however that ends.

@@ -9,19 +9,21 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from jaxinfer.config import ConfigError
 from server.backend import Unavailable
 from server.batches.lines import BatchLine, answer_line, encoded, is_failure, read_line
 from server.openai.errors import ApiError
 from server.openai.service import Service
 
 
-class BatchFileError(ValueError):
-    """An output file that isn't one."""
+class BatchFileError(ConfigError):
+    """An input or output file that can't be used; the message names it and says what to change."""
 
 
 class BatchStopped(Exception):
@@ -77,10 +79,24 @@ async def run_batch(
     return BatchResult(counts["answered"], counts["failed"], counts["kept"])
 
 
-def count_lines(source: Path) -> int:
-    """Requests in an input file: its lines that aren't blank."""
-    with source.open("rb") as lines:
-        return sum(bool(line.strip()) for line in lines)
+def check_files(source: Path, target: Path) -> int:
+    """The number of requests in an input file: its lines that aren't blank. Raises `BatchFileError` for an input that can't be read and
+    an output that can't be written. Leaves no new file."""
+    try:
+        with source.open("rb") as lines:
+            count = sum(bool(line.strip()) for line in lines)
+    except OSError as error:
+        raise BatchFileError(f"input is {source}: {error.strerror}; name a file of batch lines (JSON) that can be read") from error
+    is_new = not os.path.lexists(target)
+    try:
+        target.open("ab").close()
+    except OSError as error:
+        raise BatchFileError(f"output is {target}: {error.strerror}; name a file that can be written, in a folder there is") from error
+    if is_new:
+        target.unlink()
+    elif target.samefile(source):
+        raise BatchFileError(f"{source} is both input and output: name another output file")
+    return count
 
 
 def _read_answered(source: Path, target: Path) -> set[str]:

@@ -138,8 +138,12 @@ def test_every_setting_has_help_and_a_default():
 
 def test_sizes():
     assert [parse_bytes("x", text) for text in ("512", "512MiB", "1.5 GB", "2k", " 3GiB ")] == [512, 2**29, 1_500_000_000, 2048, 3 * 2**30]
+    units = {"kB": 10**3, "kb": 10**3, "KiB": 2**10, "K": 2**10, "MB": 10**6, "mib": 2**20, "GB": 10**9, "gib": 2**30, "TB": 10**12}
+    for unit, size in (units | {"TiB": 2**40, "tib": 2**40, "T": 2**40, "PB": 10**15, "PiB": 2**50, "b": 1}).items():
+        assert parse_bytes("x", f"3{unit}") == 3 * size, unit
+    assert parse_bytes("x", "0.5TiB") == 2**39
     assert parse_bytes("x", "9" * 400 + "GiB") > 10**400
-    assert [format_bytes(count) for count in (0, 1023, 1536, 2**20, 5 * 2**40)] == ["0 B", "1023 B", "1.5 KiB", "1.0 MiB", "5120.0 GiB"]
+    assert [format_bytes(count) for count in (0, 1023, 1536, 2**20, 5 * 2**40)] == ["0 B", "1023 B", "1.5 KiB", "1.0 MiB", "5.0 TiB"]
     for text in ("", "MiB", "1 2", "1e5", "five", "3 parsecs"):
         with pytest.raises(ConfigError, match=r"x is .* give a size such as"):
             parse_bytes("x", text)

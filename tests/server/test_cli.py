@@ -93,7 +93,13 @@ def test_flags_that_make_no_sense_are_refused(arguments):
         (("serve", "--api-keys", "a", "--priority-keys", "a,secret"), "priority_keys has a key that is not one of api_keys"),
         (("serve", "--usage-log", "no/such/folder/usage.jsonl"), "usage_log is 'no/such/folder/usage.jsonl': No such file or directory"),
         (("serve", "--host", "203.0.113.1"), "can't listen on 203.0.113.1 port 8000"),
-        (("batch", "no-such.jsonl", "out.jsonl"), "no-such.jsonl"),
+        (("serve", "--port", "0", "--batch-dir", "/dev/null/batches"), "batch_dir is /dev/null/batches: Not a directory; give a folder"),
+        (("batch", "no-such.jsonl", "out.jsonl"), "input is no-such.jsonl: No such file or directory; name a file of batch lines"),
+        (("batch", "/", "out.jsonl"), "input is /: Is a directory; name a file"),
+        (("batch", "/dev/null", "no/such/out.jsonl"), "output is no/such/out.jsonl: No such file or directory; name a file that can"),
+        (("follow",), "`jaxinfer follow` needs process 0's address: give --coordinator HOST:PORT"),
+        (("follow", "--coordinator", "127.0.0.1:7000"), "needs a number of its own: give --process-id, from 1 on"),
+        (("follow", "--coordinator", "127.0.0.1:7000", "--process-id", "0"), "from 1 on, not 0, which is process 0's"),
     ],
 )
 def test_mistakes_are_told_in_one_line(engines, capsys, arguments, says):

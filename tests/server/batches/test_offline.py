@@ -6,7 +6,7 @@ import json
 import pytest
 
 from server.backend import Unavailable
-from server.batches.offline import BatchFileError, BatchStopped, count_lines, run_batch
+from server.batches.offline import BatchFileError, BatchStopped, check_files, run_batch
 from server.openai.service import Service
 from tests.server.fakes import ANSWER
 
@@ -27,7 +27,7 @@ def run(backend, tokenizer, config, tmp_path):
         source.write_text("\n".join(lines) + "\n", encoding="utf-8")
         done = []
         result = asyncio.run(run_batch(service, source, target, concurrency=concurrency, advance=done.append))
-        assert sum(done) == count_lines(source)
+        assert sum(done) == check_files(source, target)
         return result, [json.loads(answer) for answer in target.read_text(encoding="utf-8").splitlines()]
 
     return run
