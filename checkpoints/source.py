@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from checkpoints.errors import CheckpointError as CheckpointError
+
 Index = tuple[slice, ...]
 Ranges = list[tuple[int, int]]  # (start, stop) of each dimension
 
@@ -18,10 +20,6 @@ PLAIN = ("F64", "F32", "F16", "BF16")  # formats that hold weights as they are
 FP8_BLOCKS = "FP8 128x128"  # float8_e4m3fn with a scale for every 128 x 128, as DeepSeek-V3 has it
 INT4_GROUPS = "INT4 32"  # integers of 4 bits with a scale for 32 of a row, as compressed-tensors' pack-quantized (Kimi K2.x) has them
 BY_HAND = "give the model's bf16 checkpoint or a GGUF file of it"
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that can't be loaded; the message names the file or tensor, what is wrong with it and what to do."""
 
 
 @dataclass(frozen=True, slots=True)

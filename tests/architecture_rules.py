@@ -94,6 +94,7 @@ JAX_FREE = (
     "sharding/hardware.py",
     "sharding/pipeline.py",
     "sharding/stage_balancer.py",
+    "checkpoints/errors.py",
     "checkpoints/source.py",
     "checkpoints/digest.py",
     "checkpoints/weight_map.py",
@@ -114,7 +115,7 @@ JAX_FREE_EXCEPT = (
 )  # they hold the engine or ask a model, and name no array themselves
 JAX = ("jax", "jaxlib", "flax", "orbax", "optax", "safetensors.flax")
 
-HIDDEN_IMPORTS_ALLOWED = ("server/cli.py", "server/cli/*.py", "jaxinfer/__init__.py")
+HIDDEN_IMPORTS_ALLOWED = ("server/cli/*.py", "jaxinfer/__init__.py")
 MAX_LINES = 400
 LONGER_ALLOWED = ("pallas_kernels/*/mosaic_gpu.py",)
 VAGUE_NAMES = {"util", "utils", "common", "helper", "helpers", "misc"}

@@ -136,7 +136,7 @@ GOOD = {
     "checkpoints/loader.py": "from pallas_kernels.decompress_matmul.format import Packed\n",
     "pallas_kernels/dispatch.py": "import jax\n",
     "pallas_kernels/decompress_matmul/format.py": "",
-    "server/cli.py": "def serve() -> None:\n    from jaxinfer.llm import LLM\n    from checkpoints.hub import fetch\n",
+    "server/cli/serve.py": "def serve() -> None:\n    from jaxinfer.llm import LLM\n    from checkpoints.hub import fetch\n",
     "server/local_backend.py": "from jaxinfer.engine import Engine\n",
     "checkpoints/hub.py": "",
 }

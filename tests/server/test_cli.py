@@ -13,11 +13,14 @@ import pytest
 from checkpoints.source import CheckpointError
 from jaxinfer.config import EngineConfig, flat_fields
 from server import cli
+from server.cli.engine_start import engine_config
+from server.cli.parser import parse as parse_command
+from server.cli.server_config import KEYS_VARIABLE, PRIORITY_KEYS_VARIABLE, server_config
 from server.config import ServerConfig
 from server.flags import add_flags, given
 from tests.server.scripted_engine import ScriptedEngine
 
-ROOT = Path(cli.__file__).parent.parent
+ROOT = Path(cli.__file__).parents[2]
 
 
 @pytest.fixture
@@ -59,6 +62,12 @@ def test_every_setting_is_a_flag_with_its_help_and_default(command, capsys, monk
     for field in fields:
         assert "--" + field.name.replace("_", "-") in help
         assert " ".join(field.metadata["help"].split()) in help
+
+
+def configured(*flags):
+    """The ServerConfig of `jaxinfer serve` with these flags."""
+    _, arguments = parse_command(["serve", *flags])
+    return server_config(arguments, engine_config(arguments))
 
 
 def parse(*arguments):
@@ -211,7 +220,7 @@ def test_more_prompts_than_may_wait_are_refused_for_good(engines, monkeypatch, m
     ],
 )
 def test_a_model_is_served_under_its_short_name_and_the_given_one(flags, names):
-    assert cli._server_config(cli._parser().parse_args(["serve", *flags])).model_names == names
+    assert configured(*flags).model_names == names
 
 
 @pytest.mark.parametrize(
@@ -224,17 +233,17 @@ def test_a_model_is_served_under_its_short_name_and_the_given_one(flags, names):
     ],
 )
 def test_an_embedding_model_has_names_of_its_own(flags, names):
-    config = cli._server_config(cli._parser().parse_args(["serve", *flags]))
+    config = configured(*flags)
     assert config.embedding_names == names
     assert config.model_names == ("SmolLM2-135M-Instruct", "default")
 
 
 def test_api_keys_may_come_from_the_environment(monkeypatch):
-    monkeypatch.setenv(cli.KEYS_VARIABLE, "one, two")
-    assert cli._server_config(cli._parser().parse_args(["serve"])).api_keys == ("one", "two")
-    assert cli._server_config(cli._parser().parse_args(["serve", "--api-keys", "three"])).api_keys == ("three",)
-    monkeypatch.setenv(cli.PRIORITY_KEYS_VARIABLE, "two")
-    assert cli._server_config(cli._parser().parse_args(["serve"])).priority_keys == ("two",)
+    monkeypatch.setenv(KEYS_VARIABLE, "one, two")
+    assert configured().api_keys == ("one", "two")
+    assert configured("--api-keys", "three").api_keys == ("three",)
+    monkeypatch.setenv(PRIORITY_KEYS_VARIABLE, "two")
+    assert configured().priority_keys == ("two",)
 
 
 def test_a_flag_is_never_guessed_from_its_beginning(capsys):

@@ -1,0 +1,38 @@
+"""The `jaxinfer` command: serve, generate, batch, demo, follow, convert, inspect, plan. A command's module loads when it is asked for, and
+what is heavy, JAX above all, after its settings were checked."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from server.cli.parser import parse
+
+USER_ERROR = 2
+INTERRUPTED = 130  # as shells report a command that Ctrl+C ended
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and exit: 0, 2 for what the user can mend (reported in one line), 130 when interrupted."""
+    try:
+        command, parsed = parse(sys.argv[1:] if arguments is None else arguments)
+        logging.basicConfig(level=getattr(parsed, "log_level", "warning").upper(), format="%(levelname)s: %(message)s", stream=sys.stderr)
+        sys.exit(command(parsed))
+    except (ValueError, OSError) as error:
+        if not isinstance(error, _user_errors()):
+            raise
+        print(f"jaxinfer: error: {error}", file=sys.stderr)
+        sys.exit(USER_ERROR)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+
+
+def _user_errors() -> tuple[type[Exception], ...]:
+    from checkpoints.errors import CheckpointError
+    from jaxinfer.config import ConfigError
+    from jaxinfer.models.config import UnsupportedModelError
+    from jaxinfer.request import RequestError
+
+    return ConfigError, CheckpointError, UnsupportedModelError, RequestError, OSError

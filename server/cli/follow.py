@@ -1,0 +1,22 @@
+"""`jaxinfer follow`: lend this process's devices to an engine that process 0 drives."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from jaxinfer.config import flat_fields
+from server.flags import add_flags, given
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The engine's settings, which are process 0's where they aren't given."""
+    add_flags(parser, "engine (process 0's where they aren't given)", flat_fields())
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Until process 0 closes its engine."""
+    from jaxinfer.distributed.follow import follow
+
+    follow(given(arguments, flat_fields()), lambda: print("ready", file=sys.stderr, flush=True))
+    return 0

@@ -1,0 +1,54 @@
+"""`jaxinfer plan`: what a model needs on target GPUs, in which layout, and how fast it would be."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The model, the target, the layouts and the workload."""
+    flag = parser.add_argument
+    flag("--model", metavar="NAME", help="a known shape, such as llama-3.1-8b, or a config.json")
+    flag("--calibrate", action="store_true", help="first measure this machine's processor, for plans with the target cpu; takes minutes")
+    flag("--target", metavar="NxCARD", help="such as 8xh100 or 2xh200; cpu: this machine, 4xcpu: cut into virtual devices")
+    flag("--prefill-parallel", metavar="TEXT", help="layout of prefill, such as tp=2,pp=2; without any all layouts are ranked")
+    flag("--decode-parallel", metavar="TEXT", help="layout of decode; if it is prefill's both share devices")
+    flag(
+        "--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of weights on a CPU, as for serve (default: %(default)s)"
+    )
+    flag("--context", type=int, metavar="N", help="tokens that one request may have (default: 8192, or the model's)")
+    flag("--batch", type=int, metavar="N", help="sequences that decode at once (default: the power of two that has room, up to 256)")
+    flag("--input-length", type=int, default=2048, metavar="N", help="tokens of a prompt, on average (default: %(default)s)")
+    flag("--output-length", type=int, default=256, metavar="N", help="tokens of an answer, on average (default: %(default)s)")
+    flag("--trace", type=Path, metavar="FILE", help='requests instead: a line each with "input_length" and "output_length"')
+    flag(
+        "--compile", type=int, default=1, metavar="N", help="layouts to compile, the best first; 0: arithmetic alone (default: %(default)s)"
+    )
+    flag("--json", action="store_true", help="for programs")
+    flag("--plot", type=Path, metavar="PNG", help="draw stages, memory and the timeline")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the plan, draw it where asked for."""
+    from rich.console import Console
+
+    from jaxinfer.config import ConfigError
+    from server.planning import calibrate_cpu, make_plan, show
+
+    if arguments.calibrate:
+        with Console(stderr=True).status("calibrating") as status:
+            told = calibrate_cpu(arguments.target, status.update)
+        print(told)
+        if arguments.model is None:
+            return 0
+    with Console(stderr=True).status(f"planning {arguments.model} for {arguments.target}"):
+        plan = make_plan(arguments)
+    show(plan, is_json=arguments.json)
+    if arguments.plot is not None:
+        try:
+            from jaxinfer.dry_run.plot import draw
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"plot is {arguments.plot}, but {error.name} is not installed: pip install 'jaxinfer[bench]'") from error
+        draw(plan, arguments.plot, arguments.model)
+    return 0

@@ -1,0 +1,50 @@
+"""`jaxinfer serve`: the HTTP server and its chat page."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from contextlib import closing, nullcontext
+from pathlib import Path
+
+from jaxinfer.config import flat_fields
+from server.cli.engine_start import engine_config, start_engine
+from server.cli.listener import listening_socket
+from server.cli.server_config import server_config
+from server.config import ServerConfig
+from server.flags import add_flags
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The server's settings and the engine's."""
+    add_flags(parser, "server", dataclasses.fields(ServerConfig))
+    add_flags(parser, "engine", flat_fields())
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until told to stop."""
+    engine_settings = engine_config(arguments)
+    config = server_config(arguments, engine_settings)
+    with listening_socket(config) as listener:  # before the long start, which a failure would waste
+        from rich.console import Console
+
+        from server.batches.batch_store import BatchStore
+        from server.graceful import GracefulServer
+        from server.local_backend import LocalBackend
+        from server.openai.app import create_app
+        from server.summary import summary_table
+        from server.usage_log import UsageLog
+
+        console = Console(stderr=True)
+        usage_log = UsageLog(config.usage_log) if config.usage_log else nullcontext()
+        store = closing(BatchStore(Path(config.batch_dir).expanduser())) if config.batch_dir else nullcontext()
+        with usage_log as log, store as batches:
+            engine = start_engine(engine_settings, console)
+            console.print(summary_table(engine.stats))
+            host, port = listener.getsockname()[:2]
+            message = f"{config.model_name} is ready on http://{f'[{host}]' if ':' in host else host}:{port}"
+            # More prompts than may wait would always be too many.
+            config = dataclasses.replace(config, max_prompts=min(config.max_prompts, engine.config.schedule.max_queue_size))
+            app = create_app(LocalBackend(engine), engine.tokenizer, config, log, batches)
+            GracefulServer(app, config, on_started=lambda: console.print(message, highlight=False)).run(sockets=[listener])
+    return 0

@@ -1,0 +1,38 @@
+"""ServerConfig from flags and the environment."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+from pathlib import Path
+
+from jaxinfer.config import EngineConfig
+from server.config import ServerConfig
+from server.flags import given
+
+SERVED_AS = {"default": ("SmolLM2-135M-Instruct", "default"), "minilm": ("all-MiniLM-L6-v2", "minilm")}  # models known by two names
+KEYS_VARIABLE, PRIORITY_KEYS_VARIABLE = "JAXINFER_API_KEYS", "JAXINFER_PRIORITY_KEYS"
+
+
+def server_config(arguments: argparse.Namespace, engine: EngineConfig) -> ServerConfig:
+    """Flags, then the environment's keys, then names from the models. Raises `ConfigError`."""
+    fields = given(arguments, dataclasses.fields(ServerConfig))
+    if keys := os.environ.get(KEYS_VARIABLE):
+        fields.setdefault("api_keys", tuple(key.strip() for key in keys.split(",")))
+    if keys := os.environ.get(PRIORITY_KEYS_VARIABLE):
+        fields.setdefault("priority_keys", tuple(key.strip() for key in keys.split(",")))
+    models = engine.model
+    fields.setdefault("served_model_name", names_of(models.model))
+    if models.embedding_model is not None:
+        fields.setdefault("served_embedding_name", names_of(models.embedding_model))
+    return ServerConfig(**fields)
+
+
+def names_of(model: str) -> tuple[str, ...]:
+    """A model's short name and, unless it is a path, which is nobody else's business, what was given for it."""
+    if model in SERVED_AS:
+        return SERVED_AS[model]
+    path = Path(model)
+    name = path.resolve().name.removesuffix(".gguf")
+    return (name,) if path.is_absolute() or path.exists() else tuple(dict.fromkeys((name, model)))
