@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxinfer.config import ConfigError, parse_bytes
@@ -12,16 +12,30 @@ def _flag(default: Any, help: str, **extra: Any) -> Any:
     return field(default=default, metadata={"help": help, **extra})
 
 
+def _secret(instead: str, variable: str) -> Any:
+    """A field without a flag, for every user of a machine sees its command lines."""
+    return field(default=(), repr=False, metadata={"instead": f"--{instead.replace('_', '-')} FILE or the environment, {variable}"})
+
+
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
     host: str = _flag("127.0.0.1", "address to listen on; 0.0.0.0 for every interface")
     port: int = _flag(8000, "port to listen on; 0: any free one")
     served_model_name: tuple[str, ...] = _flag((), "names clients may ask for, the first one reported; from --model if not given")
     served_embedding_name: tuple[str, ...] = _flag((), "the same of the embedding model; from --embedding-model if not given")
-    api_keys: tuple[str, ...] = _flag((), "keys of which clients must send one; also from the environment, JAXINFER_API_KEYS")
-    priority_keys: tuple[str, ...] = _flag(
-        (), "those of the API keys whose requests may go ahead of others, all if none is given; also from JAXINFER_PRIORITY_KEYS"
+    api_keys: tuple[str, ...] = _secret("api_key_file", "JAXINFER_API_KEYS")
+    priority_keys: tuple[str, ...] = _secret("priority_key_file", "JAXINFER_PRIORITY_KEYS")
+    api_key_file: str | None = _flag(
+        None,
+        "file of keys, one on each line, of which clients must send one; read again on SIGHUP; also the environment, JAXINFER_API_KEYS",
     )
+    priority_key_file: str | None = _flag(
+        None, "file of those API keys whose requests may go ahead of others', all if there is none; also from JAXINFER_PRIORITY_KEYS"
+    )
+    metrics_key_file: str | None = _flag(None, "file of keys of which /metrics and /stats need one; none: they need no key")
+    ssl_certfile: str | None = _flag(None, "PEM file of a certificate and its chain: the server speaks HTTPS; read again on SIGHUP")
+    ssl_keyfile: str | None = _flag(None, "PEM file of the certificate's key, if it is not in --ssl-certfile")
+    ssl_ca_certs: str | None = _flag(None, "PEM file of authorities: clients must show a certificate that one of them signed")
     request_timeout: float | None = _flag(None, "most seconds a request may take, whatever its timeout says; then it is given up")
     usage_log: str | None = _flag(None, "file to append a JSON line to for each request: whose it was, its tokens, its device time")
     max_body_size: str = _flag("32MiB", "largest request body; above it a request is answered 413")
@@ -35,10 +49,10 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port is {self.port}: give one from 0 to 65535")
-        if any(not key.strip() for key in self.api_keys):
-            raise ConfigError("api_keys has an empty key: give non-empty keys, separated by commas")
-        if not set(self.priority_keys) <= set(self.api_keys):
-            raise ConfigError("priority_keys has a key that is not one of api_keys: give only such")
+        if any(not key.strip() for key in self.api_keys + self.priority_keys):
+            raise ConfigError("JAXINFER_API_KEYS or JAXINFER_PRIORITY_KEYS has an empty key: give non-empty keys, separated by commas")
+        if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs):
+            raise ConfigError("ssl_certfile is not given, but another file for TLS is: give the certificate's file too")
         if self.request_timeout is not None and not self.request_timeout > 0:
             raise ConfigError(f"request_timeout is {self.request_timeout}: give seconds above 0, or leave it out")
         for setting in ("served_model_name", "served_embedding_name"):
@@ -51,6 +65,10 @@ class ServerConfig:
         for name in ("max_body_size", "max_file_size"):
             if parse_bytes(name, getattr(self, name)) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}: give at least 1 byte")
+
+    def without_secrets(self) -> ServerConfig:
+        """The same, for all that need no key's text."""
+        return replace(self, api_keys=(), priority_keys=())
 
     @property
     def max_body_bytes(self) -> int:

@@ -13,17 +13,33 @@ Field = dataclasses.Field[Any]
 def add_flags(parser: argparse.ArgumentParser, title: str, fields: Iterable[Field]) -> None:
     """Give `parser` one flag for each field, named after it. A flag that isn't given leaves no trace in the namespace."""
     group = parser.add_argument_group(title)
+    options: dict[str, Any]
     for field in fields:
         kind = str(field.type)
+        if "instead" in field.metadata:
+            options = {"dest": field.name, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+            group.add_argument(_name(field), action=_Refused, nargs="?", const=field.metadata["instead"], **options)
+            continue
         help = f"{field.metadata['help']} (default: {_shown(field.default)})".replace("%", "%%")
-        name = "--" + field.name.replace("_", "-")
-        options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": help}
+        name = _name(field)
+        options = {"dest": field.name, "default": argparse.SUPPRESS, "help": help}
         if kind == "bool":
             group.add_argument(name, action=argparse.BooleanOptionalAction, **options)
             continue
         reader, metavar = _READERS[kind]
         choices = field.metadata.get("choices")
         group.add_argument(name, type=reader, choices=choices, metavar=None if choices else metavar, **options)
+
+
+def _name(field: Field) -> str:
+    return "--" + field.name.replace("_", "-")
+
+
+class _Refused(argparse.Action):
+    """A flag that must not be: ends the command with what to give instead."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: object, values: object, option_string: str | None = None) -> None:
+        parser.error(f"{option_string} would show secrets to every user of this machine: give {self.const}")
 
 
 def given(arguments: argparse.Namespace, fields: Iterable[Field]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from server.config import ServerConfig
+from server.tls import Tls
 
 logger = logging.getLogger(__name__)
 
@@ -25,18 +26,21 @@ class GracefulServer(uvicorn.Server):
     """uvicorn closes its sockets at the first signal and dies of that signal in the end; here both wait for the requests."""
 
     def __init__(self, app: FastAPI, config: ServerConfig, on_started: Callable[[], None]) -> None:
-        super().__init__(
-            uvicorn.Config(
-                app,
-                host=config.host,
-                port=config.port,
-                log_level=config.log_level,
-                access_log=config.access_log,
-                timeout_graceful_shutdown=CLOSE_TIMEOUT,
-                server_header=False,
-            )
+        settings = uvicorn.Config(
+            app,
+            host=config.host,
+            port=config.port,
+            log_level=config.log_level,
+            access_log=config.access_log,
+            timeout_graceful_shutdown=CLOSE_TIMEOUT,
+            server_header=False,
         )
-        self._traffic, self._patience = app.state.traffic, config.shutdown_timeout
+        self._tls = Tls.of(config)
+        if self._tls is not None:
+            settings.load()  # which would otherwise come later and put its own context here
+            settings.ssl = self._tls.context
+        super().__init__(settings)
+        self._traffic, self._keys, self._patience = app.state.traffic, app.state.keys, config.shutdown_timeout
         self._on_started = on_started
         self._ending: asyncio.Task[None] | None = None
 
@@ -52,11 +56,19 @@ class GracefulServer(uvicorn.Server):
         is_main = threading.current_thread() is threading.main_thread()
         for number in SIGNALS if is_main else ():
             loop.add_signal_handler(number, self.end)
+        if is_main:
+            loop.add_signal_handler(signal.SIGHUP, self.reload)
         try:
             yield
         finally:
-            for number in SIGNALS if is_main else ():
+            for number in (*SIGNALS, signal.SIGHUP) if is_main else ():
                 loop.remove_signal_handler(number)
+
+    def reload(self) -> None:
+        """Read the API keys and the certificate again, as SIGHUP asks. What can't be read stays as it was."""
+        self._keys.reload()
+        if self._tls is not None:
+            self._tls.reload()
 
     def end(self) -> None:
         """Begin the end; called a second time, end at once."""

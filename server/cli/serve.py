@@ -8,11 +8,13 @@ from contextlib import closing, nullcontext
 from pathlib import Path
 
 from jaxinfer.config import flat_fields
+from server.api_keys import KeyRing
 from server.cli.engine_start import engine_config, start_engine
 from server.cli.listener import listening_socket
 from server.cli.server_config import server_config
 from server.config import ServerConfig
 from server.flags import add_flags
+from server.tls import Tls
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,6 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Serve until told to stop."""
     engine_settings = engine_config(arguments)
     config = server_config(arguments, engine_settings)
+    KeyRing(config), Tls.of(config)  # what is wrong with their files is reported now, before the long start
     with listening_socket(config) as listener:  # before the long start, which a failure would waste
         from rich.console import Console
 
@@ -42,9 +45,11 @@ def run(arguments: argparse.Namespace) -> int:
             engine = start_engine(engine_settings, console)
             console.print(summary_table(engine.stats))
             host, port = listener.getsockname()[:2]
-            message = f"{config.model_name} is ready on http://{f'[{host}]' if ':' in host else host}:{port}"
+            scheme = "http" if config.ssl_certfile is None else "https"
+            message = f"{config.model_name} is ready on {scheme}://{f'[{host}]' if ':' in host else host}:{port}"
             # More prompts than may wait would always be too many.
             config = dataclasses.replace(config, max_prompts=min(config.max_prompts, engine.config.schedule.max_queue_size))
             app = create_app(LocalBackend(engine), engine.tokenizer, config, log, batches)
+            config = config.without_secrets()
             GracefulServer(app, config, on_started=lambda: console.print(message, highlight=False)).run(sockets=[listener])
     return 0

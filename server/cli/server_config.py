@@ -18,9 +18,9 @@ KEYS_VARIABLE, PRIORITY_KEYS_VARIABLE = "JAXINFER_API_KEYS", "JAXINFER_PRIORITY_
 def server_config(arguments: argparse.Namespace, engine: EngineConfig) -> ServerConfig:
     """Flags, then the environment's keys, then names from the models. Raises `ConfigError`."""
     fields = given(arguments, dataclasses.fields(ServerConfig))
-    if keys := os.environ.get(KEYS_VARIABLE):
+    if keys := os.environ.pop(KEYS_VARIABLE, None):
         fields.setdefault("api_keys", tuple(key.strip() for key in keys.split(",")))
-    if keys := os.environ.get(PRIORITY_KEYS_VARIABLE):
+    if keys := os.environ.pop(PRIORITY_KEYS_VARIABLE, None):
         fields.setdefault("priority_keys", tuple(key.strip() for key in keys.split(",")))
     models = engine.model
     fields.setdefault("served_model_name", names_of(models.model))

@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
 
 from jaxinfer.tokenizer import Tokenizer
+from server.api_keys import KeyRing
 from server.backend import Backend
 from server.batches.batch_store import BatchStore
 from server.batches.runner import BatchRunner
@@ -24,7 +25,7 @@ from server.metrics import live_numbers, metrics_text
 from server.openai import chat, completions, embeddings
 from server.openai.batches import CreateBatch, add_batches
 from server.openai.body import parse, read_body
-from server.openai.caller import ANONYMOUS, tenant_name
+from server.openai.caller import ANONYMOUS
 from server.openai.errors import ApiError, from_exception, quoted
 from server.openai.files import add_files
 from server.openai.front_door import FrontDoor, Traffic
@@ -44,10 +45,12 @@ PAGE_HEADERS = {"Content-Security-Policy": "default-src 'self'; img-src 'self' d
 def create_app(
     backend: Backend, tokenizer: Tokenizer, config: ServerConfig, usage_log: UsageLog | None = None, store: BatchStore | None = None
 ) -> FastAPI:
-    """The whole HTTP front. `app.state.traffic` counts requests and begins a shutdown. `store` holds files and batches; without it
+    """The whole HTTP front. `app.state.traffic` counts requests and begins a shutdown, `app.state.keys.reload` reads the
+    API keys' files again. `store` holds files and batches; without it
     there are none."""
-    traffic = Traffic()
-    usage = UsageMeter([tenant_name(key) for key in config.api_keys] or [ANONYMOUS], usage_log)
+    traffic, keys = Traffic(), KeyRing(config)
+    config = config.without_secrets()
+    usage = UsageMeter(keys.tenants or [ANONYMOUS], usage_log)
     service = Service(backend, tokenizer, config, int(time.time()), usage)
     runner = None if store is None else BatchRunner(service, store, lambda: backend.is_ready() and not traffic.is_closing)
 
@@ -65,8 +68,8 @@ def create_app(
 
     # FastAPI's interactive documentation loads from a CDN, so only the OpenAPI page itself is served.
     app = FastAPI(title="jaxinfer", description="OpenAI-compatible inference", lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.state.traffic = traffic
-    app.add_middleware(FrontDoor, config=config, traffic=traffic)
+    app.state.traffic, app.state.keys = traffic, keys
+    app.add_middleware(FrontDoor, config=config, traffic=traffic, keys=keys)
     app.add_exception_handler(HTTPException, _answer_http_exception)
     _add_api(app, service)
     if store is not None and runner is not None:
@@ -76,7 +79,7 @@ def create_app(
         _add_absence(app)
     _add_operations(app, backend, traffic, usage, runner)
     app.mount("/static", StaticFiles(directory=STATIC), name="static")
-    app.openapi = openapi_page(app, [ChatRequest, CompletionRequest, EmbeddingRequest, CreateBatch], has_keys=bool(config.api_keys))  # type: ignore[method-assign]
+    app.openapi = openapi_page(app, [ChatRequest, CompletionRequest, EmbeddingRequest, CreateBatch], has_keys=bool(keys))  # type: ignore[method-assign]
     return app
 
 

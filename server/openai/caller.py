@@ -48,11 +48,6 @@ class Caller:
 UNKNOWN = Caller()
 
 
-def tenant_name(key: str) -> str:
-    """An API key's name in metrics and logs: always the same, and no way back to the key."""
-    return f"key-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
-
-
 def checked_session(name: str | None) -> str | None:
     """The session header's value. Raises `ApiError` 400 for one that is no name."""
     if name is not None and not SESSION.fullmatch(name):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import uuid
 from collections import Counter
 
@@ -11,8 +10,9 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from server.api_keys import ApiKey, KeyRing
 from server.config import ServerConfig
-from server.openai.caller import ANONYMOUS, SESSION_HEADER, Caller, checked_session, tenant_name
+from server.openai.caller import ANONYMOUS, SESSION_HEADER, Caller, checked_session
 from server.openai.errors import ApiError, from_exception
 from server.openai.stream import CLIENT_CLOSED_REQUEST, ClientGone
 
@@ -54,8 +54,8 @@ class Traffic:
 class FrontDoor:
     """ASGI middleware around the whole app."""
 
-    def __init__(self, app: ASGIApp, config: ServerConfig, traffic: Traffic) -> None:
-        self._app, self._config, self._traffic = app, config, traffic
+    def __init__(self, app: ASGIApp, config: ServerConfig, traffic: Traffic, keys: KeyRing) -> None:
+        self._app, self._config, self._traffic, self._keys = app, config, traffic, keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -98,25 +98,23 @@ class FrontDoor:
         if self._traffic.is_closing:
             closing = {"Retry-After": "5", "Connection": "close"}
             raise ApiError(503, "the server is shutting down", code="service_unavailable", type="server_error", headers=closing)
-        config = self._config
-        key = _sent_key(headers, config.api_keys) if config.api_keys else None
+        key = sent_key(headers, self._keys) if self._keys else None
         return Caller(
-            tenant=ANONYMOUS if key is None else tenant_name(key),
+            tenant=ANONYMOUS if key is None else key.tenant,
             request_id=request_id,
             session=checked_session(headers.get(SESSION_HEADER)),
-            may_go_ahead=not config.priority_keys or key in config.priority_keys,
-            timeout=config.request_timeout,
+            may_go_ahead=key is None or key.may_go_ahead,
+            timeout=self._config.request_timeout,
         )
 
 
-def _sent_key(headers: Headers, keys: tuple[str, ...]) -> str:
-    """The one of the server's keys that was sent. Raises `ApiError` 401."""
+def sent_key(headers: Headers, keys: KeyRing) -> ApiKey:
+    """The one of the keys that was sent. Raises `ApiError` 401."""
     kind, _, sent = headers.get("authorization", "").partition(" ")
     if kind.lower() != "bearer" or not sent:
         message = "no API key was sent: send it in the header 'Authorization: Bearer KEY'"
     else:
-        raw = sent.strip().encode("latin-1")
-        found = next((key for key in keys if hmac.compare_digest(raw, key.encode())), None)
+        found = keys.find(sent.strip().encode("latin-1"))
         if found is not None:
             return found
         message = "the API key is not one of this server's"

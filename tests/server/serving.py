@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from fastapi import FastAPI
@@ -15,12 +15,18 @@ from server.graceful import GracefulServer
 
 
 @contextmanager
-def served(app: FastAPI) -> Iterator[str]:
+def served(
+    app: FastAPI,
+    config: ServerConfig | None = None,
+    on_made: Callable[[GracefulServer], None] = lambda _: None,
+) -> Iterator[str]:
     """The base URL of `app` while it is served; leaving ends the server as SIGTERM does."""
+    config = config or ServerConfig(log_level="warning", shutdown_timeout=5.0)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         started = threading.Event()
-        server = GracefulServer(app, ServerConfig(log_level="warning", shutdown_timeout=5.0), on_started=started.set)
+        server = GracefulServer(app, config, on_started=started.set)
+        on_made(server)
         loops: list[asyncio.AbstractEventLoop] = []
 
         async def serve() -> None:
@@ -31,7 +37,7 @@ def served(app: FastAPI) -> Iterator[str]:
         thread.start()
         assert started.wait(10)
         try:
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+            yield f"{'http' if config.ssl_certfile is None else 'https'}://127.0.0.1:{listener.getsockname()[1]}"
         finally:
             loops[0].call_soon_threadsafe(server.end)
             thread.join(20)

@@ -13,9 +13,10 @@ import pytest
 from fastapi.testclient import TestClient
 
 from jaxinfer.config import ConfigError
+from server.api_keys import tenant_name
 from server.config import ServerConfig
 from server.openai.app import create_app
-from server.openai.caller import Caller, tenant_name
+from server.openai.caller import Caller
 from server.openai.embeddings import respond
 from server.openai.protocol import MAX_INPUTS, EmbeddingRequest
 from server.openai.service import LONG_TEXT, Service

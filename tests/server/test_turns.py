@@ -7,10 +7,11 @@ import pytest
 from fastapi.testclient import TestClient
 
 from jaxinfer.request import FinishReason, RequestContext
+from server.api_keys import tenant_name
 from server.batches.runner import PRIORITY
 from server.config import ServerConfig
 from server.openai.app import create_app
-from server.openai.caller import ANONYMOUS, Caller, tenant_name
+from server.openai.caller import ANONYMOUS, Caller
 from server.openai.protocol import TIERS, CompletionRequest
 from tests.server.fakes import ANSWER
 from tests.server.sse import chunks_of, events_of

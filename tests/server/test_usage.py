@@ -11,11 +11,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jaxinfer.config import ConfigError
 from jaxinfer.request import DeviceUsage, FinishReason, OutputDelta, RequestError
+from server.api_keys import tenant_name
 from server.backend import Overloaded, Unavailable
 from server.config import ServerConfig
 from server.openai import chat, completions
 from server.openai.app import create_app
-from server.openai.caller import ANONYMOUS, Caller, tenant_name
+from server.openai.caller import ANONYMOUS, Caller
 from server.openai.protocol import ChatRequest, CompletionRequest
 from server.openai.service import Service
 from server.usage import Asked, Outcome, UsageMeter
