@@ -12,6 +12,7 @@ from collections.abc import Sequence as Tokens
 from jaxinfer.assembly import Parts, assemble
 from jaxinfer.config import ConfigError, EngineConfig
 from jaxinfer.detokenizer import IncrementalDetokenizer
+from jaxinfer.engine_access import EngineAccess
 from jaxinfer.output import OutputBuilder
 from jaxinfer.plain_forward import PlainForward
 from jaxinfer.request import ANYONE, FinishReason, OutputDelta, Request, RequestContext, RequestError, SamplingParams, TokenLogprob
@@ -25,7 +26,8 @@ _IDLE_WAIT = 0.01  # seconds
 
 class Engine:
     """Drives both meshes from one thread. `add_request`, `step` and `abort` are that thread's; `validate` is anyone's. `encode` is the
-    embedding model, which has requests and turns of its own; None without one.
+    embedding model, which has requests and turns of its own; None without one. An `EngineLoop` is such a thread: while requests of its own
+    are under way, these calls raise `RequestError` in others.
 
     Blocks until weights are loaded and every program is compiled. Raises `ConfigError`, `CheckpointError` or
     `UnsupportedModelError`, all of them `ValueError`s that say what to change.
@@ -46,21 +48,32 @@ class Engine:
         self._prefilled: list[Sequence] = []  # hand-offs that wait for decode pages, in turn
         self._deadlines: list[tuple[float, str]] = []  # a heap
         self._num_arrived = 0
+        self.access = EngineAccess()
         self._output = OutputBuilder(self.tokenizer, self.stats, self.config.schedule)
         self._update_gauges()
 
     @property
+    def has_requests(self) -> bool:
+        """Whether any request is unfinished."""
+        return bool(self._requests)
+
+    @property
     def has_work(self) -> bool:
+        """Whether `step` has anything to do: the last steps are still under way when the last request has ended."""
         return bool(self._requests) or self._parts.decode.num_in_flight > 0 or self._parts.prefill.num_in_flight > 0
 
     def close(self) -> None:
         """Save what the prefix cache keeps to `kv_disk`, if there is one, for some seconds at most, and let go of it; write a profile that is
-        being recorded. Nothing may be asked of the engine afterwards."""
-        if self._profile is not None:
-            self._profile.stop()
-        if self._parts.tiers is not None:
-            self._parts.tiers.close()
-        self._parts.processes.close()
+        being recorded. Nothing may be asked of the engine afterwards; closing it again is of no effect."""
+        if self.access.is_closed:
+            return
+        with self.access.call():
+            self.access.close()
+            if self._profile is not None:
+                self._profile.stop()
+            if self._parts.tiers is not None:
+                self._parts.tiers.close()
+            self._parts.processes.close()
 
     @property
     def shares_mesh(self) -> bool:
@@ -95,6 +108,10 @@ class Engine:
 
     def add_request(self, request_id: str, prompt_token_ids: Tokens[int], params: SamplingParams, context: RequestContext = ANYONE) -> None:
         """Queue a request. Raises `RequestError` if it can never be served or its id is in use."""
+        with self.access.call():
+            self._add_request(request_id, prompt_token_ids, params, context)
+
+    def _add_request(self, request_id: str, prompt_token_ids: Tokens[int], params: SamplingParams, context: RequestContext) -> None:
         if request_id in self._requests:
             raise RequestError(f"request id {request_id!r} is in use", "request_id")
         self.validate(prompt_token_ids, params)
@@ -130,19 +147,20 @@ class Engine:
 
     def abort(self, request_id: str) -> bool:
         """Drop a request wherever it stands and free its pages on both meshes; False if there is none of that id (any more)."""
-        sequences = self._requests.get(request_id)
-        if sequences is None:
-            return False
-        for sequence in list(sequences):
-            self._finish(sequence, FinishReason.ABORT)
-        self._update_gauges()
-        return True
+        with self.access.call():
+            sequences = self._requests.get(request_id)
+            if sequences is None:
+                return False
+            for sequence in list(sequences):
+                self._finish(sequence, FinishReason.ABORT)
+            self._update_gauges()
+            return True
 
     def step(self) -> list[OutputDelta]:
         """One turn: start a prefill chunk, hand over what is prefilled, start a decode step, read the decode step before it.
 
         Raises `ProcessLostError` where the engine spans processes and one is gone; this process then ends within seconds."""
-        with self._parts.processes.watched():
+        with self.access.call(), self._parts.processes.watched():
             return self._turn()
 
     def _turn(self) -> list[OutputDelta]:

@@ -27,6 +27,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("jaxinfer", "jaxinfer.llm"),
     (
         "jaxinfer.engine",
+        "jaxinfer.engine_access",
+        "jaxinfer.engine_loop",
+        "jaxinfer.async_requests",
         "jaxinfer.embedder",
         "jaxinfer.assembly",
         "jaxinfer.first_runs",

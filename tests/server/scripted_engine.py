@@ -4,6 +4,7 @@ import threading
 from collections import deque
 
 from jaxinfer.config import EngineConfig
+from jaxinfer.engine_access import EngineAccess
 from jaxinfer.request import ANYONE, FinishReason, OutputDelta, RequestError
 from jaxinfer.stats import EngineStats
 from tests.server.fakes import MAX_MODEL_LEN, byte_tokenizer
@@ -26,6 +27,11 @@ class ScriptedEngine:
         self.error = None
         self.num_steps = 0
         self.is_closed = False
+        self.access = EngineAccess()
+
+    @property
+    def has_requests(self):
+        return self.has_work
 
     @property
     def has_work(self):
@@ -42,6 +48,7 @@ class ScriptedEngine:
         self.prompts.append(list(prompt_token_ids))
         self.contexts.append(context)
         self.waiting.append((request_id, params))
+        self.stats.num_waiting = len(self.waiting)
 
     def abort(self, request_id):
         self.threads.add(threading.current_thread().name)

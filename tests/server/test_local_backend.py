@@ -158,7 +158,7 @@ def test_retry_after_follows_the_queue_and_the_pace_of_admission(monkeypatch, se
             for number in range(2):
                 engine.may_step.clear()
                 asked = asyncio.create_task(text_of(backend, str(number)))
-                await until(lambda: backend._inbox.empty() and engine.waiting)
+                await until(lambda: not backend._engine_loop.num_unseen and engine.waiting)
                 now += seconds_each
                 engine.may_step.set()
                 await asked
