@@ -89,7 +89,7 @@ class Engine:
         return PlainForward([(stage.template, stage.mesh) for stage in parts.plan.decode.stages], parts.weights)
 
     def validate(self, prompt_token_ids: Tokens[int], params: SamplingParams) -> None:
-        """Raise `RequestError` for a request that could never be served."""
+        """Raise `RequestError` for a request that could never be served. `max_tokens` over the room is none: it is clamped to it."""
         vocab_size, length = self._vocab_size, len(prompt_token_ids)
         if not length:
             raise RequestError("the prompt is empty: give at least one token", "prompt")
@@ -97,14 +97,11 @@ class Engine:
             for token in ids:
                 if not isinstance(token, int) or not 0 <= token < vocab_size:
                     raise RequestError(f"{name} has token id {token!r}: this model's are 0 to {vocab_size - 1}", name)
-        wanted = params.max_tokens
-        if length + (1 if wanted is None else wanted) > self.max_model_len:
-            room = f" and max_tokens {wanted}" if wanted is not None else ""
-            raise RequestError(
-                f"the prompt has {length} tokens{room}: together at most {self.max_model_len} fit; shorten the prompt or lower max_tokens",
-                "prompt" if length >= self.max_model_len else "max_tokens",
-                "context_length_exceeded",
-            )
+        longest = self.max_model_len - (params.max_tokens != 0)
+        if length > longest:
+            room = "" if longest == self.max_model_len else ", for the answer needs room for one"
+            message = f"the prompt has {length} tokens: at most {longest} fit{room}; shorten the prompt"
+            raise RequestError(message, "prompt", "context_length_exceeded")
 
     def add_request(self, request_id: str, prompt_token_ids: Tokens[int], params: SamplingParams, context: RequestContext = ANYONE) -> None:
         """Queue a request. Raises `RequestError` if it can never be served or its id is in use."""
@@ -128,7 +125,7 @@ class Engine:
                 self._num_arrived + index,
                 (seed + index) % 2**64,
                 end_tokens,
-                room if params.max_tokens is None else params.max_tokens,
+                room if params.max_tokens is None else min(params.max_tokens, room),
                 IncrementalDetokenizer(self.tokenizer, params.stop, min_tokens=params.min_tokens),
                 list(request.prompt_token_ids),
                 meter,

@@ -62,7 +62,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    max_tokens: int | None = 16  # None: as many as the context holds
+    max_tokens: int | None = 16  # at most what the context holds beside the prompt, which more is clamped to; None: that many
     min_tokens: int = 0  # before that many, no end-of-sequence or stop token is sampled and no stop string ends the text
     ignore_eos: bool = False
     n: int = 1

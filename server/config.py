@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,6 +24,7 @@ class ServerConfig:
     port: int = _flag(8000, "port to listen on; 0: any free one")
     served_model_name: tuple[str, ...] = _flag((), "names clients may ask for, the first one reported; from --model if not given")
     served_embedding_name: tuple[str, ...] = _flag((), "the same of the embedding model; from --embedding-model if not given")
+    root_path: str = _flag("", "path below which a proxy serves this, such as /llm; requests are taken with it and without")
     api_keys: tuple[str, ...] = _secret("api_key_file", "JAXINFER_API_KEYS")
     priority_keys: tuple[str, ...] = _secret("priority_key_file", "JAXINFER_PRIORITY_KEYS")
     api_key_file: str | None = _flag(
@@ -53,6 +55,8 @@ class ServerConfig:
             raise ConfigError("JAXINFER_API_KEYS or JAXINFER_PRIORITY_KEYS has an empty key: give non-empty keys, separated by commas")
         if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs):
             raise ConfigError("ssl_certfile is not given, but another file for TLS is: give the certificate's file too")
+        if self.root_path and not re.fullmatch(r"(/[\w.~-]+)+", self.root_path):
+            raise ConfigError(f"root_path is {self.root_path!r}: give one such as /llm, without a slash at its end")
         if self.request_timeout is not None and not self.request_timeout > 0:
             raise ConfigError(f"request_timeout is {self.request_timeout}: give seconds above 0, or leave it out")
         for setting in ("served_model_name", "served_embedding_name"):

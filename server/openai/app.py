@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from server.openai.errors import ApiError, from_exception, quoted
 from server.openai.files import add_files
 from server.openai.front_door import FrontDoor, Traffic
 from server.openai.protocol import ChatRequest, CompletionRequest, EmbeddingRequest
-from server.openai.responses import ChatCompletion, Completion, EmbeddingList, Health, Model, ModelList
+from server.openai.responses import ChatCompletion, Completion, EmbeddingList, Health, Load, Model, ModelList, Version
 from server.openai.schema import documented_body, documented_errors, openapi_page
 from server.openai.service import Service
 from server.openai.stream import event_stream, until_disconnected
@@ -133,16 +134,30 @@ def _add_absence(app: FastAPI) -> None:
 def _add_operations(app: FastAPI, backend: Backend, traffic: Traffic, usage: UsageMeter, runner: BatchRunner | None) -> None:
     """The chat page, and what watches over a server asks for. None of these needs a key."""
 
+    @app.head("/ping", include_in_schema=False)
+    @app.post("/ping", include_in_schema=False)
+    @app.get("/ping", include_in_schema=False)
+    @app.head("/health", include_in_schema=False)
     @app.get("/health", responses={503: {"model": Health, "description": "The engine has failed; restart the server"}})
     async def health() -> Response:
         failure = backend.failure()
         return JSONResponse({"status": failure or "ok"}, 503 if failure else 200)
 
+    @app.head("/ready", include_in_schema=False)
     @app.get("/ready", responses={503: {"model": Health, "description": "Send no requests now"}})
     async def ready() -> Response:
         is_ready = backend.is_ready() and not traffic.is_closing
         status = "ready" if is_ready else backend.failure() or ("shutting down" if traffic.is_closing else "starting")
         return JSONResponse({"status": status}, 200 if is_ready else 503)
+
+    @app.get("/version")
+    async def version() -> Version:
+        return Version(version=metadata.version("jaxinfer"))
+
+    @app.get("/load")
+    async def load() -> Load:
+        """How many requests below /v1/ are under way."""
+        return Load(server_load=traffic.num_open)
 
     @app.get("/metrics", responses={200: {"content": {"text/plain": {}}}}, response_class=Response)
     async def metrics() -> Response:

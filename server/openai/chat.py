@@ -36,7 +36,7 @@ async def _prepare(service: Service, body: ChatRequest, caller: Caller) -> _Chat
     params = body.sampling_params()
     text = _render(service.tokenizer, body)
     prompt = await service.encode(text, add_special_tokens=False)  # the template has written them
-    service.check_prompt("messages", prompt, params, "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens")
+    service.check_prompt("messages", prompt, params)
     id = new_id("chatcmpl")
     usage = service.usage.measure(asked(caller, context, id, ENDPOINT, body.model), [prompt], params.n)
     return _Chat(id, int(time.time()), prompt, params, context, usage)
@@ -89,12 +89,13 @@ async def stream(service: Service, body: ChatRequest, caller: Caller = UNKNOWN) 
     started: set[int] = set()
     tier = tier_of(chat.context)
 
-    def chunk(choices: list[ChatChunkChoice], usage: Usage | None = None) -> ChatChunk:
+    def chunk(choices: list[ChatChunkChoice], usage: Usage | None = None, num_unsent: int = 0) -> ChatChunk:
+        """`num_unsent` tokens are counted already and come with a later chunk."""
         made = ChatChunk(
             id=chat.id, object="chat.completion.chunk", created=chat.created, model=body.model, choices=choices, service_tier=tier
         )
         if body.includes_usage:
-            made.usage = Usage.of(chat.usage) if body.includes_usage_so_far else usage
+            made.usage = Usage.of(chat.usage, num_unsent) if body.includes_usage_so_far else usage
         return made
 
     with chat.usage:
@@ -105,7 +106,8 @@ async def stream(service: Service, body: ChatRequest, caller: Caller = UNKNOWN) 
                 if delta.index not in started:
                     started.add(delta.index)
                     role = ChatDelta(role="assistant", content="")
-                    yield chunk([ChatChunkChoice(index=delta.index, delta=role, logprobs=None, finish_reason=None)])
+                    choice = ChatChunkChoice(index=delta.index, delta=role, logprobs=None, finish_reason=None)
+                    yield chunk([choice], num_unsent=len(delta.token_ids))
                 for choice in choices:
                     yield chunk([choice])
     if body.includes_usage:

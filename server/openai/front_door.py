@@ -72,7 +72,8 @@ class FrontDoor:
                 MutableHeaders(scope=message).update(echoed)
             await send(message)
 
-        is_guarded = scope["path"].startswith(GUARDED)
+        scope["root_path"] = self._config.root_path  # which the routes are matched without
+        is_guarded = route_path(scope["path"], self._config.root_path).startswith(GUARDED)
         try:
             if is_guarded:
                 self._traffic.enter()
@@ -106,6 +107,11 @@ class FrontDoor:
             may_go_ahead=key is None or key.may_go_ahead,
             timeout=self._config.request_timeout,
         )
+
+
+def route_path(path: str, root_path: str) -> str:
+    """The path that routes are matched with, as the framework has it: without the root path, where it begins with it."""
+    return path[len(root_path) :] if root_path and f"{path}/".startswith(f"{root_path}/") else path
 
 
 def sent_key(headers: Headers, keys: KeyRing) -> ApiKey:

@@ -31,12 +31,13 @@ class Usage(BaseModel):
     jaxinfer: DeviceSeconds
 
     @classmethod
-    def of(cls, usage: RequestUsage) -> Usage:
-        """A request's so far."""
+    def of(cls, usage: RequestUsage, num_unsent: int = 0) -> Usage:
+        """A request's so far, without the output tokens that are yet to be sent."""
+        num_output = usage.output_tokens - num_unsent
         return cls(
             prompt_tokens=usage.input_tokens,
-            completion_tokens=usage.output_tokens,
-            total_tokens=usage.input_tokens + usage.output_tokens,
+            completion_tokens=num_output,
+            total_tokens=usage.input_tokens + num_output,
             prompt_tokens_details=CachedTokens(cached_tokens=usage.cached_input_tokens),
             jaxinfer=DeviceSeconds(**device_seconds(usage.device)),
         )
@@ -172,3 +173,11 @@ class ModelList(BaseModel):
 
 class Health(BaseModel):
     status: str
+
+
+class Version(BaseModel):
+    version: str
+
+
+class Load(BaseModel):
+    server_load: int  # requests under way

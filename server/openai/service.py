@@ -62,8 +62,9 @@ class Service:
             return self.tokenizer.encode(text, add_special_tokens)
         return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens)
 
-    def check_prompt(self, param: str, prompt: Sequence[int], params: SamplingParams, max_tokens_param: str = "max_tokens") -> None:
-        """Raises `RequestError` naming the field for a prompt or token ids that the model can't take."""
+    def check_prompt(self, param: str, prompt: Sequence[int], params: SamplingParams) -> None:
+        """Raises `RequestError` naming the field for a prompt or token ids that the model can't take. `max_tokens` over the room is
+        clamped by the engine."""
         limit = self.backend.max_model_len
         if not prompt:
             raise RequestError(f"{param} is empty: give at least one token", param)
@@ -71,9 +72,6 @@ class Service:
         if room < (0 if params.max_tokens == 0 else 1):
             message = f"the model's context is {limit} tokens, {param} has {len(prompt)} and the answer needs room: shorten {param}"
             raise RequestError(message, param, "context_length_exceeded")
-        if params.max_tokens is not None and params.max_tokens > room:
-            message = f"the model's context is {limit} tokens, {param} has {len(prompt)}: {max_tokens_param} is {params.max_tokens}, at most {room} fit"
-            raise RequestError(message, max_tokens_param, "context_length_exceeded")
         for name, ids in ((param, prompt), ("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
             self._check_ids(name, ids)
 

@@ -12,7 +12,7 @@ export async function getJson(path, key) {
 
 // Yields the chunks of a streamed chat completion. Aborting `signal` closes the connection, and the server drops the request.
 export async function* streamChat(body, key, signal) {
-  const response = await fetch("/v1/chat/completions", {
+  const response = await fetch("v1/chat/completions", {
     method: "POST", headers: headers(key), signal,
     body: JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true } }),
   });

@@ -154,7 +154,7 @@ function submit() {
 
 async function findModel() {
   try {
-    const { data } = await getJson("/v1/models", element("key").value);
+    const { data } = await getJson("v1/models", element("key").value);
     model = data[0].id;
     element("model").textContent = `${model} · context of ${data[0].max_model_len.toLocaleString()} tokens`;
   } catch (error) {

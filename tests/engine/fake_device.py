@@ -70,7 +70,8 @@ def expected_tokens(
     """The tokens of a request's sequence, worked out without an engine."""
     assert params.seed is not None
     tokens = list(prompt)
-    most = max_model_len - len(prompt) if params.max_tokens is None else params.max_tokens
+    room = max_model_len - len(prompt)
+    most = room if params.max_tokens is None else min(params.max_tokens, room)
     of_groups: list[list[int]] = [[] for _ in spans]
     while len(tokens) - len(prompt) < most:
         context: list[int] = []

@@ -127,7 +127,8 @@ class FakeBackend:
                 self.aborted.append(request_id)
 
     def _deltas(self, request_id: str, prompt: Sequence[int], params: SamplingParams) -> list[OutputDelta]:
-        budget = self.max_model_len - len(prompt) if params.max_tokens is None else params.max_tokens
+        room = self.max_model_len - len(prompt)
+        budget = room if params.max_tokens is None else min(params.max_tokens, room)
         deltas = []
         for index in range(params.n):
             is_first, num_left = True, budget

@@ -4,12 +4,16 @@ import re
 from pathlib import Path
 
 import pytest
+from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
 import server
+from jaxinfer.config import ConfigError
 from jaxinfer.stats import EngineStats, ExpertLoad, StageTimes, TierStats
+from server.config import ServerConfig
 from server.metrics import live_numbers, metrics_text
+from server.openai.app import create_app
 from server.summary import Measured, summary_table
 
 STATIC = Path(server.__file__).parent / "static"
@@ -193,3 +197,32 @@ def test_the_chat_page_is_self_contained_and_never_parses_a_models_text_as_html(
         text = path.read_text(encoding="utf-8")
         assert not re.findall(r"https?://(?!www\.w3\.org/2000/svg)", text), path
         assert not re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|<script>|\son\w+=", text), path
+
+
+@pytest.mark.parametrize("url", ["/health", "/ready", "/ping"])
+def test_probes_are_answered_without_a_body_too(client, backend, url):
+    assert client.get(url).status_code == client.head(url).status_code == 200
+    assert client.head(url).content == b""
+    backend.failed = "the engine failed"
+    assert client.get(url).status_code == client.head(url).status_code == 503
+
+
+def test_the_version_and_the_load_are_told(client, backend):
+    assert client.post("/ping").json() == {"status": "ok"}
+    assert re.fullmatch(r"\d+\.\d+\.\d+.*", client.get("/version").json()["version"])
+    assert client.get("/load").json() == {"server_load": 0}
+    client.app.state.traffic.enter()
+    assert client.get("/load").json() == {"server_load": 1}
+
+
+def test_below_a_root_path_the_same_is_served_and_guarded(backend, tokenizer):
+    config = ServerConfig(served_model_name=("tiny",), api_keys=("secret",), root_path="/llm")
+    with TestClient(create_app(backend, tokenizer, config)) as client:
+        for path in ("/v1/models", "/llm/v1/models"):
+            assert client.get(path).status_code == 401
+            assert client.get(path, headers={"Authorization": "Bearer secret"}).json()["data"][0]["id"] == "tiny"
+        assert [client.get(f"/llm/{path}").status_code for path in ("health", "", "static/main.js", "stats")] == [200] * 4
+        assert client.get("/llmv1/models").status_code == client.get("/llm/llm/v1/models").status_code == 404
+        assert client.get("/llm/openapi.json").json()["servers"] == [{"url": "/llm"}]
+    with pytest.raises(ConfigError, match="root_path is 'llm/': give one such as /llm"):
+        ServerConfig(root_path="llm/")
