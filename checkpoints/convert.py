@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints.gguf_source import GGUFSource
+from checkpoints.json_file import read_json
 from checkpoints.orbax_source import WEIGHTS
 from checkpoints.orbax_writer import write_orbax
 from checkpoints.outgoing import Outgoing
-from checkpoints.safetensors_source import read_json
 from checkpoints.safetensors_writer import write_safetensors
 from checkpoints.source import CheckpointError, TensorSource
 

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
+from checkpoints.model_path import FETCH_AGAIN, check_magic
 from checkpoints.source import CheckpointError
 
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9
-_FETCH_AGAIN = "fetch or convert the file again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +43,16 @@ class GGUFFile:
             with path.open("rb") as file:
                 self.data = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
         except (OSError, ValueError) as error:  # ValueError: an empty file can't be mapped
-            raise CheckpointError(f"{path}: can't be read ({error}); check the path, or {_FETCH_AGAIN}") from error
+            raise CheckpointError(f"{path}: can't be read ({error}); check the path, or {FETCH_AGAIN}") from error
         try:
             self.metadata, self.tensors = _Parser(path, self.data).parse()
         except (struct.error, UnicodeDecodeError, MemoryError, OverflowError) as error:
-            raise CheckpointError(f"{path}: truncated or corrupt GGUF header ({error}); {_FETCH_AGAIN}") from error
+            raise CheckpointError(f"{path}: truncated or corrupt GGUF header ({error}); {FETCH_AGAIN}") from error
         for name, tensor in self.tensors.items():
             if tensor.offset + tensor.num_bytes > len(self.data):
                 raise CheckpointError(
                     f"{path}: truncated: tensor {name!r} ends at byte {tensor.offset + tensor.num_bytes:,} and the file at "
-                    f"{len(self.data):,}; {_FETCH_AGAIN}"
+                    f"{len(self.data):,}; {FETCH_AGAIN}"
                 )
 
 
@@ -63,8 +63,7 @@ class _Parser:
         self.at = 0
 
     def parse(self) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
-        if bytes(self.buffer[:4]) != b"GGUF":
-            raise CheckpointError(f"{self.path}: not a GGUF file (it starts with {bytes(self.buffer[:4])!r}); {_FETCH_AGAIN}")
+        check_magic(self.path, bytes(self.buffer[:4]))
         self.at = 4
         version, num_tensors, num_values = self._scalar("<I"), self._scalar("<Q"), self._scalar("<Q")
         if version not in (2, 3):
@@ -75,7 +74,7 @@ class _Parser:
             metadata[key] = self._value(self._scalar("<I"), key)
         tensors = dict(self._tensor_info() for _ in range(num_tensors))
         if len(tensors) != num_tensors:
-            raise CheckpointError(f"{self.path}: a tensor name occurs twice in the GGUF directory; {_FETCH_AGAIN}")
+            raise CheckpointError(f"{self.path}: a tensor name occurs twice in the GGUF directory; {FETCH_AGAIN}")
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1:
             raise struct.error(f"general.alignment is {alignment!r}")

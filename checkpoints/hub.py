@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 
 import huggingface_hub
@@ -11,15 +10,14 @@ import huggingface_hub
 from checkpoints import embedded
 from checkpoints.gguf_parts import gguf_in
 from checkpoints.gguf_source import GGUFSource
+from checkpoints.model_path import DEFAULT_MODEL, EMBEDDING_MODEL, local_path
 from checkpoints.orbax_source import OrbaxSource, weights_folder
 from checkpoints.safetensors_source import SafetensorsSource
 from checkpoints.source import CheckpointError, TensorSource
 
-DEFAULT_MODEL, EMBEDDING_MODEL = "default", "minilm"
 _EMBEDDED = {DEFAULT_MODEL: embedded.DEFAULT, EMBEDDING_MODEL: embedded.MINILM}
 _HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja"]
 _HUB_NOT = ["consolidated*", "original/*", "onnx/*"]  # the same weights again, in other forms
-_WAYS = f"give a local folder (config.json, tokenizer.json, safetensors or Orbax), a .gguf file, a Hugging Face id such as org/name, or {DEFAULT_MODEL!r}"
 
 
 def resolve(model: str) -> Path:
@@ -30,14 +28,7 @@ def resolve(model: str) -> Path:
     """
     if model in _EMBEDDED:
         return embedded.fetched(_EMBEDDED[model], cache_dir())
-    path = Path(model).expanduser()
-    if model and (path.is_dir() or (path.is_file() and path.suffix == ".gguf")):
-        return path
-    if model and path.exists():
-        raise CheckpointError(f"model {model!r} is neither a folder nor a .gguf file: {_WAYS}")
-    if path.suffix == ".gguf" or not re.fullmatch(r"[\w.-]+/[\w.-]+", model) or model.startswith("."):
-        raise CheckpointError(f"model {model!r} does not exist: {_WAYS}")
-    return _from_hub(model)
+    return local_path(model) or _from_hub(model)
 
 
 def open_source(path: Path) -> TensorSource:

@@ -13,9 +13,9 @@ from typing import Any
 from checkpoints.digest import weight_files
 from checkpoints.gguf_file import GGUFFile
 from checkpoints.hub import open_source
+from checkpoints.json_file import read_json
 from checkpoints.orbax_source import weights_folder
 from checkpoints.safetensors_file import SafetensorsFile
-from checkpoints.safetensors_source import read_json
 from checkpoints.source import CheckpointError, TensorSource
 
 # The first that a tensor's name has something of, in this order; shown in that of PARTS.

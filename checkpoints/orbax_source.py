@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from checkpoints.safetensors_source import read_json
+from checkpoints.json_file import read_json
 from checkpoints.source import ByteCounter, CheckpointError, Index, Part, Ranges, Stored, bounds, last_word
 
 WEIGHTS = "weights"  # the checkpoint's folder beside config.json

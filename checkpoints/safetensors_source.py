@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path, PurePath
-from typing import Any
 
 import numpy as np
 
+from checkpoints.json_file import read_json
 from checkpoints.quantisation import declared
 from checkpoints.safetensors_file import FileTensor, SafetensorsFile
 from checkpoints.source import ByteCounter, CheckpointError, Index, Ranges, Stored, bounds
@@ -92,26 +91,3 @@ class SafetensorsSource:
         if len(files) > 1 and _SINGLE not in files:
             raise CheckpointError(f"{self.path}: {len(files)} safetensors files but no {_INDEX}; {_AGAIN}")
         return _SINGLE if _SINGLE in files else files[0]
-
-
-def read_json(file: Path, is_once: bool = False) -> dict[str, Any]:
-    """The object a JSON file holds; `CheckpointError` names the file where there is none. With `is_once` no key may occur twice in it."""
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_once if is_once else None)
-    except FileNotFoundError:
-        raise CheckpointError(f"{file}: missing; give a folder with config.json, tokenizer.json and safetensors, or a .gguf file") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file}: can't be read as JSON ({error}); fetch it again") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{file}: holds {type(value).__name__}, not a JSON object; fetch it again")
-    return value
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Of the same key twice JSON readers silently take the last."""
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise ValueError(f"{key!r} is listed twice")
-        found[key] = value
-    return found

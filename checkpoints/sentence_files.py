@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from checkpoints.safetensors_source import read_json
+from checkpoints.json_file import read_json
 from checkpoints.source import CheckpointError
 
 

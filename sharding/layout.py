@@ -47,3 +47,12 @@ class Parallel:
 
     def __str__(self) -> str:
         return ",".join(f"{axis}={getattr(self, axis)}" for axis in _AXES if axis == "tp" or getattr(self, axis) > 1)
+
+
+def missing_device(device_ids: Sequence[int], num_devices: int, platform: str) -> str | None:
+    """Which of these devices a machine of so many lacks, as an error says it; None if it has them all."""
+    missing = [i for i in device_ids if i >= num_devices]
+    if not missing:
+        return None
+    hint = "; --cpu-devices N splits the CPU into N virtual devices" if platform == "cpu" else ""
+    return f"device {missing[0]} does not exist: this machine has {num_devices} {platform} device(s), numbered from 0{hint}"

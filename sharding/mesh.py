@@ -8,6 +8,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from sharding.layout import missing_device
+
 TENSOR = "tensor"  # the mesh axis that attention heads, MLP columns and the vocabulary are split over
 
 
@@ -17,11 +19,8 @@ def make_mesh(device_ids: Sequence[int], devices: Sequence[jax.Device] | None = 
     Raises `ValueError` for a device number that does not exist.
     """
     available = list(jax.devices() if devices is None else devices)
-    missing = [i for i in device_ids if i >= len(available)]
-    if missing:
-        kind = available[0].platform
-        hint = "; --cpu-devices N splits the CPU into N virtual devices" if kind == "cpu" else ""
-        raise ValueError(f"device {missing[0]} does not exist: this machine has {len(available)} {kind} device(s), numbered from 0{hint}")
+    if reason := missing_device(device_ids, len(available), available[0].platform):
+        raise ValueError(reason)
     chosen = np.array([available[i] for i in device_ids])
     return Mesh(chosen, (TENSOR,), axis_types=(AxisType.Explicit,))
 

@@ -18,7 +18,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "checkpoints": ("pallas_kernels.decompress_matmul.format",),  # the packed-weight format
     "jaxinfer": ("pallas_kernels", "sharding", "checkpoints"),
     "server": ("jaxinfer",),
-    "server.cli": ("jaxinfer", "checkpoints"),  # `jaxinfer convert` and the default model's fetch
+    "server.cli": ("jaxinfer", "checkpoints", "sharding.layout"),  # `jaxinfer convert` and the default model's fetch
     "server.inspection": ("jaxinfer", "checkpoints"),  # `jaxinfer inspect`
 }
 
@@ -98,6 +98,8 @@ JAX_FREE = (
     "sharding/pipeline.py",
     "sharding/stage_balancer.py",
     "checkpoints/errors.py",
+    "checkpoints/json_file.py",
+    "checkpoints/model_path.py",
     "checkpoints/source.py",
     "checkpoints/digest.py",
     "checkpoints/weight_map.py",

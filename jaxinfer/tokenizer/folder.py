@@ -9,7 +9,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from checkpoints.safetensors_source import read_json
+from checkpoints.json_file import read_json
 from checkpoints.source import CheckpointError
 from jaxinfer.chat_template import ChatTemplate
 from jaxinfer.tokenizer.byte_level import WORDS

@@ -7,6 +7,7 @@ import logging
 import os
 from pathlib import Path
 
+from checkpoints.model_path import check_model
 from jaxinfer.config import parse_bytes
 
 
@@ -30,6 +31,7 @@ def add_source(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Write the folder, with a bar on a terminal."""
     shard_size = parse_bytes("shard_size", arguments.shard_size)
+    check_model(arguments.source)  # before the long imports, which a wrong name would waste
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 

@@ -1,22 +1,35 @@
-"""The engine of a command: its settings checked before anything heavy is imported, its start with a spinner on a terminal."""
+"""The engine of a command: what can be checked of its settings without JAX, and its start with a spinner on a terminal."""
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import os
+import sys
 from typing import TYPE_CHECKING
 
-from jaxinfer.config import EngineConfig, flat_fields
+from checkpoints.model_path import check_model
+from jaxinfer.config import ConfigError, EngineConfig, flat_fields
 from server.flags import given
+from sharding.layout import missing_device
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from jaxinfer.engine import Engine
 
+_ACCELERATORS = ("jax_plugins", "libtpu")  # packages, one of which JAX needs for devices other than the CPU's
+
 
 def engine_config(arguments: argparse.Namespace) -> EngineConfig:
-    """What the flags say. Raises `ConfigError`."""
-    return EngineConfig.of(**given(arguments, flat_fields()))
+    """What the flags say. Raises `ConfigError`, and `CheckpointError` for a local model that can't be opened: in milliseconds, where
+    building the engine would say the same after seconds of imports."""
+    config = EngineConfig.of(**given(arguments, flat_fields()))
+    _check_devices(config)
+    for model in (config.model.model, config.model.embedding_model):
+        if model is not None:
+            check_model(model)
+    return config
 
 
 def start_engine(config: EngineConfig, console: Console) -> Engine:
@@ -25,3 +38,22 @@ def start_engine(config: EngineConfig, console: Console) -> Engine:
         from jaxinfer.engine import Engine
 
         return Engine(config)
+
+
+def _check_devices(config: EngineConfig) -> None:
+    num_devices = _num_cpu_devices(config)
+    if num_devices is None:
+        return
+    for role in ("prefill", "decode"):
+        device_ids = config.devices.of_role(role)
+        if reason := missing_device(device_ids, num_devices, "cpu"):
+            raise ConfigError(f"{role}_devices is {device_ids}: {reason}")
+
+
+def _num_cpu_devices(config: EngineConfig) -> int | None:
+    """How many devices JAX will have, where it can have none but the CPU's; None where only JAX knows."""
+    is_cpu = os.environ.get("JAX_PLATFORMS") == "cpu" or not any(map(importlib.util.find_spec, _ACCELERATORS))
+    is_set_elsewhere = "jax" in sys.modules or "XLA_FLAGS" in os.environ or "JAX_NUM_CPU_DEVICES" in os.environ
+    if not is_cpu or is_set_elsewhere or config.devices.num_processes > 1:
+        return None
+    return config.devices.cpu_devices or 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from contextlib import closing, nullcontext
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 from jaxinfer.config import flat_fields
@@ -15,6 +15,7 @@ from server.cli.server_config import server_config
 from server.config import ServerConfig
 from server.flags import add_flags
 from server.tls import Tls
+from server.usage_log import UsageLog
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +29,9 @@ def run(arguments: argparse.Namespace) -> int:
     engine_settings = engine_config(arguments)
     config = server_config(arguments, engine_settings)
     KeyRing(config), Tls.of(config)  # what is wrong with their files is reported now, before the long start
-    with listening_socket(config) as listener:  # before the long start, which a failure would waste
+    with ExitStack() as opened:  # before the long start, which a failure would waste
+        listener = opened.enter_context(listening_socket(config))
+        usage_log = opened.enter_context(UsageLog(config.usage_log)) if config.usage_log else None
         from rich.console import Console
 
         from server.batches.batch_store import BatchStore
@@ -36,20 +39,17 @@ def run(arguments: argparse.Namespace) -> int:
         from server.local_backend import LocalBackend
         from server.openai.app import create_app
         from server.summary import summary_table
-        from server.usage_log import UsageLog
 
         console = Console(stderr=True)
-        usage_log = UsageLog(config.usage_log) if config.usage_log else nullcontext()
-        store = closing(BatchStore(Path(config.batch_dir).expanduser())) if config.batch_dir else nullcontext()
-        with usage_log as log, store as batches:
-            engine = start_engine(engine_settings, console)
-            console.print(summary_table(engine.stats))
-            host, port = listener.getsockname()[:2]
-            scheme = "http" if config.ssl_certfile is None else "https"
-            message = f"{config.model_name} is ready on {scheme}://{f'[{host}]' if ':' in host else host}:{port}"
-            # More prompts than may wait would always be too many.
-            config = dataclasses.replace(config, max_prompts=min(config.max_prompts, engine.config.schedule.max_queue_size))
-            app = create_app(LocalBackend(engine), engine.tokenizer, config, log, batches)
-            config = config.without_secrets()
-            GracefulServer(app, config, on_started=lambda: console.print(message, highlight=False)).run(sockets=[listener])
+        store = opened.enter_context(closing(BatchStore(Path(config.batch_dir).expanduser()))) if config.batch_dir else None
+        engine = start_engine(engine_settings, console)
+        console.print(summary_table(engine.stats))
+        host, port = listener.getsockname()[:2]
+        scheme = "http" if config.ssl_certfile is None else "https"
+        message = f"{config.model_name} is ready on {scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+        # More prompts than may wait would always be too many.
+        config = dataclasses.replace(config, max_prompts=min(config.max_prompts, engine.config.schedule.max_queue_size))
+        app = create_app(LocalBackend(engine), engine.tokenizer, config, usage_log, store)
+        config = config.without_secrets()
+        GracefulServer(app, config, on_started=lambda: console.print(message, highlight=False)).run(sockets=[listener])
     return 0

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import socket
 import subprocess
 import sys
 import types
@@ -13,7 +14,6 @@ import pytest
 from checkpoints.source import CheckpointError
 from jaxinfer.config import EngineConfig, flat_fields
 from server import cli
-from server.cli.engine_start import engine_config
 from server.cli.parser import parse as parse_command
 from server.cli.server_config import KEYS_VARIABLE, PRIORITY_KEYS_VARIABLE, server_config
 from server.config import ServerConfig
@@ -42,15 +42,85 @@ def run(*arguments):
     return exit.value.code
 
 
-def test_help_is_quick_because_nothing_heavy_is_imported():
+# What takes 0.1 s to import, or seconds.
+HEAVY = {"jax", "flax", "numpy", "pydantic", "fastapi", "uvicorn", "rich", "huggingface_hub", "tokenizers", "safetensors", "asyncio"}
+
+
+def in_own_process(*arguments):
+    """Run the command line. Returns its exit code, what it wrote to both streams, the heavy packages it imported, and its CPU seconds."""
     script = (
-        "import sys\nfrom server.cli import main\ntry: main(['generate', '--help'])\n"
-        "except SystemExit: print(sorted({'jax', 'flax', 'fastapi', 'tokenizers'} & set(sys.modules)))"
+        "import sys, time\nfrom server.cli import main\ntry: main(sys.argv[1:])\n"
+        f"except SystemExit as ended: print(ended.code, sorted({HEAVY!r} & set(sys.modules)), time.process_time(), sep='|')"
     )
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.endswith("[]\n")
-    assert "--prefill-devices" in done.stdout
-    assert "--temperature" in done.stdout
+    command = [sys.executable, "-c", script, *arguments]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60, check=True)
+    output, _, last = done.stdout.rstrip().rpartition("\n")
+    code, heavy, seconds = last.split("|")
+    return int(code), output, heavy, float(seconds)
+
+
+@pytest.mark.parametrize(("arguments", "shows"), [((), "serve "), (("generate",), "--temperature"), (("serve",), "--prefill-devices")])
+def test_help_is_quick_because_nothing_heavy_is_imported(arguments, shows):
+    tries = [in_own_process(*arguments, "--help") for _ in range(3)]
+    assert {(code, heavy) for code, _, heavy, _ in tries} == {(0, "[]")}
+    assert shows in tries[0][1]
+    assert min(seconds for *_, seconds in tries) < 0.25
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("serve", "--port", "99999"), "port is 99999"),
+        (("serve", "--port", "{taken}"), "can't listen on 127.0.0.1 port {taken}: "),
+        (("serve", "--port", "0", "--model", "nowhere"), "model 'nowhere' does not exist: give a local folder"),
+        (("serve", "--port", "0", "--model", "{folder}/empty"), "config.json: missing; give a folder with config.json"),
+        (("generate", "hi", "--model", "{folder}/broken"), "broken/config.json: can't be read as JSON"),
+        (("batch", "in", "out", "--model", "{folder}/text.gguf"), "text.gguf: not a GGUF file (it starts with b'hell')"),
+        (("serve", "--port", "0", "--embedding-model", "nowhere"), "model 'nowhere' does not exist"),
+        (("serve", "--prefill-parallel", "tp=x"), "prefill_parallel is 'tp=x'"),
+        (("serve", "--prefill-parallel", "tp=2", "--prefill-devices", "0"), "prefill_parallel is tp=2, for 2 device(s)"),
+        (("serve", "--decode-devices", "2", "--cpu-devices", "2"), "device 2 does not exist: this machine has 2 cpu device(s)"),
+        (("inspect", "{folder}/nowhere.gguf"), "nowhere.gguf' does not exist"),
+    ],
+)
+def test_mistakes_are_told_before_anything_heavy_is_imported(tmp_path, monkeypatch, arguments, says):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    for folder in ("empty", "broken"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "broken/config.json").write_text("{")
+    (tmp_path / "text.gguf").write_text("hello")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        names = {"taken": str(taken.getsockname()[1]), "folder": str(tmp_path)}
+        code, output, heavy, seconds = in_own_process(*(argument.format(**names) for argument in arguments))
+    assert (code, heavy) == (2, "[]")
+    assert output.startswith("jaxinfer: error: ")
+    assert output.count("\n") == 0
+    assert says.format(**names) in output
+    assert seconds < 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("serve", "--prot", "80"), "jaxinfer serve: error: unknown flag --prot: did you mean --port?"),
+        (("batch", "--max-batch", "3"), "jaxinfer batch: error: unknown flag --max-batch: did you mean --max-batch-size?"),
+        (("generate", "--colour=red", "hi"), "jaxinfer generate: error: unknown flag --colour"),
+        (("serve", "default"), "jaxinfer serve: error: unexpected argument default"),
+        (("serve", "--port", "x"), "jaxinfer serve: error: argument --port: invalid int value: 'x'"),
+        (("sreve",), "jaxinfer: error: unknown command 'sreve': did you mean serve?"),
+    ],
+)
+def test_a_mistyped_flag_is_told_in_two_lines_with_the_nearest(capsys, arguments, says):
+    assert run(*arguments) == 2
+    usage, error = capsys.readouterr().err.splitlines()
+    assert usage.startswith("usage: jaxinfer ")
+    assert error == says
+
+
+def test_what_begins_like_a_flag_may_still_be_a_prompt(engines, capsys):
+    assert run("generate", "--what is this", "--max-tokens", "1") == 0
+    assert run("generate", "--max-tokens", "1", "--", "--what") == 0
+    assert run("generate", "-1", "--max-tokens", "1") == 0
 
 
 @pytest.mark.parametrize("command", ["serve", "generate", "batch", "demo"])
@@ -69,7 +139,7 @@ def test_every_setting_is_a_flag_with_its_help_and_default(command, capsys, monk
 def configured(*flags):
     """The ServerConfig of `jaxinfer serve` with these flags."""
     _, arguments = parse_command(["serve", *flags])
-    return server_config(arguments, engine_config(arguments))
+    return server_config(arguments, EngineConfig.of(**given(arguments, flat_fields())))  # of models that need not be there
 
 
 def parse(*arguments):

@@ -170,7 +170,7 @@ def test_a_gguf_file_gets_a_tokenizer_of_its_own(tmp_path: Path) -> None:
         (("inspect", "{model}/.."), "config.json: missing"),
         (("inspect", "{folder}/broken.gguf"), "broken.gguf: not a GGUF file"),
         (("convert", "no-such-model", "{folder}/new"), "model 'no-such-model' does not exist"),
-        (("convert", "no-such-model", "{folder}"), "exists and is not empty: give another folder, or --force"),
+        (("convert", "org/none", "{folder}"), "exists and is not empty: give another folder, or --force"),
         (("convert", "{model}", "{folder}/new", "--shard-size", "big"), "shard_size is 'big'"),
         (("convert", "{model}", "{model}", "--force"), "is where the checkpoint to convert lies"),
     ],

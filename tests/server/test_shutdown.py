@@ -26,7 +26,7 @@ class Slow(ScriptedEngine):
 
 sys.modules["jaxinfer.engine"] = types.SimpleNamespace(Engine=Slow)
 from server.cli import main
-main(["serve", "--port", "0", "--model", "tiny", "--shutdown-timeout", *sys.argv[1:]])
+main(["serve", "--port", "0", "--served-model-name", "tiny", "--shutdown-timeout", *sys.argv[1:]])
 """
 BODY = {"model": "tiny", "prompt": "x", "max_tokens": 15, "stream": True}
 

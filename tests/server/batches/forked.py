@@ -37,7 +37,7 @@ class Paced(ScriptedEngine):
 def serve(folder: str, log: str) -> NoReturn:
     """`jaxinfer serve` itself."""
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
-    jaxinfer(["serve", "--port", "0", "--model", "tiny", "--batch-dir", folder])
+    jaxinfer(["serve", "--port", "0", "--served-model-name", "tiny", "--batch-dir", folder])
 
 
 def live(folder: str, acknowledged: str, run: int, crash_at: int, end: str) -> None:
