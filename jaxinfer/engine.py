@@ -93,15 +93,15 @@ class Engine:
         vocab_size, length = self._vocab_size, len(prompt_token_ids)
         if not length:
             raise RequestError("the prompt is empty: give at least one token", "prompt")
-        for name, ids in (("prompt", prompt_token_ids), ("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
-            for token in ids:
-                if not isinstance(token, int) or not 0 <= token < vocab_size:
-                    raise RequestError(f"{name} has token id {token!r}: this model's are 0 to {vocab_size - 1}", name)
         longest = self.max_model_len - (params.max_tokens != 0)
         if length > longest:
             room = "" if longest == self.max_model_len else ", for the answer needs room for one"
             message = f"the prompt has {length} tokens: at most {longest} fit{room}; shorten the prompt"
             raise RequestError(message, "prompt", "context_length_exceeded")
+        for name, ids in (("prompt", prompt_token_ids), ("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+            for token in ids:
+                if not isinstance(token, int) or not 0 <= token < vocab_size:
+                    raise RequestError(f"{name} has token id {token!r}: this model's are 0 to {vocab_size - 1}", name)
 
     def add_request(self, request_id: str, prompt_token_ids: Tokens[int], params: SamplingParams, context: RequestContext = ANYONE) -> None:
         """Queue a request. Raises `RequestError` if it can never be served or its id is in use."""

@@ -65,7 +65,7 @@ class LLM:
         each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(several)
         if len(each) != len(several):
             raise RequestError(f"{len(each)} sampling parameters for {len(several)} prompts: give one, or one for each", "params")
-        token_lists = [self.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in several]
+        token_lists = [self.tokenizer.encode(p, max_tokens=self.engine.max_model_len) if isinstance(p, str) else list(p) for p in several]
         for token_ids, of_prompt in zip(token_lists, each, strict=True):
             self.engine.validate(token_ids, of_prompt)
         outputs: dict[str, RequestOutput] = {}
@@ -95,7 +95,7 @@ class LLM:
         conversations = [messages] if is_one else messages
         texts = [self.tokenizer.render_chat(conversation, **template) for conversation in conversations]
         # The template writes the special tokens itself.
-        token_lists = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        token_lists = [self.tokenizer.encode(text, add_special_tokens=False, max_tokens=self.engine.max_model_len) for text in texts]
         outputs = self.generate(token_lists, params or SamplingParams(max_tokens=None))
         for output, text in zip(outputs, texts, strict=True):
             output.prompt = text

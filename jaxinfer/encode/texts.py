@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Float32, Int32
 
 from jaxinfer.request import DeviceUsage, RequestError
-from jaxinfer.tokenizer import Tokenizer
+from jaxinfer.tokenizer import TextTooLong, Tokenizer
 
 Text = str | Sequence[int]  # or its token ids, those around a text included
 TokenIds = Int32[np.ndarray, " T"]  # an eighth of a list's memory, and many texts may wait
@@ -45,18 +45,23 @@ class TextReader:
             raise RequestError(f"{name} is empty: give some text", param)
         if isinstance(text, str):
             try:
-                token_ids = self.tokenizer.encode(text)
+                token_ids = self.tokenizer.encode(text, max_tokens=self.max_tokens)
+            except TextTooLong as error:
+                raise self._too_long(name, error.measure, param) from None
             except RequestError as error:
                 raise RequestError(f"{name}: {error}", param) from None
         else:
+            if len(text) > self.max_tokens:
+                raise self._too_long(name, f"{len(text)} tokens", param)
             token_ids = list(text)
             for token in token_ids:
                 if not isinstance(token, int) or not 0 <= token < self.vocab_size:
                     raise RequestError(f"{name} has token id {token!r}: this model's are 0 to {self.vocab_size - 1}", param)
-        if len(token_ids) > self.max_tokens:
-            message = f"{name} has {len(token_ids)} tokens: the embedding model takes at most {self.max_tokens}; split or shorten the text"
-            raise RequestError(message, param, "context_length_exceeded")
         return np.array(token_ids, np.int32)
+
+    def _too_long(self, name: str, measure: str, param: str) -> RequestError:
+        message = f"{name} has {measure}: the embedding model takes at most {self.max_tokens} tokens; split or shorten the text"
+        return RequestError(message, param, "context_length_exceeded")
 
     def check_dimensions(self, dimensions: int | None) -> None:
         """Raises `RequestError` for a size that an embedding can't be cut to."""

@@ -1,5 +1,5 @@
 """Text to token ids and back, from a checkpoint's files. Imports no JAX."""
 
-from jaxinfer.tokenizer.tokenizer import Tokenizer
+from jaxinfer.tokenizer.tokenizer import TextTooLong, Tokenizer
 
-__all__ = ["Tokenizer"]
+__all__ = ["TextTooLong", "Tokenizer"]

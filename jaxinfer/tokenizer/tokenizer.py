@@ -17,7 +17,16 @@ from jaxinfer.request import RequestError
 from jaxinfer.tokenizer.byte_level import BYTES
 from jaxinfer.tokenizer.folder import read_folder
 from jaxinfer.tokenizer.gguf import read_gguf
+from jaxinfer.tokenizer.length import length_bound
 from jaxinfer.tokenizer.sentencepiece import SPACE
+
+
+class TextTooLong(RequestError):
+    """A text of more tokens than fit. `measure` is its length, such as '9000 tokens' or 'at least 9000 tokens'."""
+
+    def __init__(self, measure: str, max_tokens: int) -> None:
+        super().__init__(f"the text has {measure}: at most {max_tokens} fit; shorten it", "prompt", "context_length_exceeded")
+        self.measure = measure
 
 
 class Tokenizer:
@@ -31,6 +40,7 @@ class Tokenizer:
     def __init__(self, backend: tokenizers.Tokenizer, bos: int | None, eos: Sequence[int], template: ChatTemplate) -> None:
         self._backend = backend
         self._template = template
+        self._bound = length_bound(backend)
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.bos_token_id = bos
         self.eos_token_ids = tuple(dict.fromkeys(eos))
@@ -49,17 +59,25 @@ class Tokenizer:
         """The tokenizer in a model's folder; its weights need not be there. Raises `CheckpointError` as `from_source`."""
         return cls(*read_folder(path))
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids; with the tokens that the model wants around a prompt (such as one for its beginning) unless told not to.
+    def encode(self, text: str, add_special_tokens: bool = True, *, max_tokens: int | None = None) -> list[int]:
+        """Token ids; with the tokens that the model wants around a prompt (such as one for its beginning) unless told not to. Other
+        threads run meanwhile.
 
-        Raises `RequestError` for text that is not Unicode (half a surrogate pair, which JSON can spell).
+        Raises `TextTooLong` for a text of more than `max_tokens`, where its length tells it before any work, and `RequestError` for
+        text that is not Unicode (half a surrogate pair, which JSON can spell).
         """
+        if max_tokens is not None and (num_tokens := self._bound.min_tokens(text, max_tokens)) > max_tokens:
+            raise TextTooLong(f"at least {num_tokens} tokens", max_tokens)
         try:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            # A batch of one: a text alone is encoded with the interpreter's lock held.
+            [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except (UnicodeEncodeError, TypeError) as error:
             raise RequestError(
                 "the text holds half a surrogate pair (such as \\ud83d alone), which is no character: send the whole pair", "prompt"
             ) from error
+        if max_tokens is not None and len(encoding) > max_tokens:
+            raise TextTooLong(f"{len(encoding)} tokens", max_tokens)
+        return encoding.ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The ids' text; bytes that are not UTF-8 become U+FFFD, ids outside the vocabulary nothing."""

@@ -6,15 +6,17 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 
 from jaxinfer.request import OutputDelta, RequestContext, RequestError, RequestOutput, SamplingParams
 from jaxinfer.tokenizer import Tokenizer
 from server.openai.caller import UNKNOWN, Caller, asked, tier_of
 from server.openai.logprobs import chat_logprobs
-from server.openai.messages import AssistantTurn, for_template
+from server.openai.messages import AssistantTurn, for_template, size_for_template
 from server.openai.protocol import ChatRequest
 from server.openai.responses import AssistantMessage, ChatChoice, ChatChunk, ChatChunkChoice, ChatCompletion, ChatDelta, Usage
 from server.openai.service import Service, finished_by, new_id
+from server.openai.text_work import work_on
 from server.usage import RequestUsage
 
 ENDPOINT = "/v1/chat/completions"
@@ -34,12 +36,16 @@ async def _prepare(service: Service, body: ChatRequest, caller: Caller) -> _Chat
     service.check_model(body.model)
     context = caller.context(body)
     params = body.sampling_params()
-    text = _render(service.tokenizer, body)
-    prompt = await service.encode(text, add_special_tokens=False)  # the template has written them
+    prompt = await work_on(size_for_template(body.messages), partial(_encode, service, body))
     service.check_prompt("messages", prompt, params)
     id = new_id("chatcmpl")
     usage = service.usage.measure(asked(caller, context, id, ENDPOINT, body.model), [prompt], params.n)
     return _Chat(id, int(time.time()), prompt, params, context, usage)
+
+
+def _encode(service: Service, body: ChatRequest) -> list[int]:
+    text = _render(service.tokenizer, body)
+    return service.encode("messages", text, add_special_tokens=False)  # the template has written them
 
 
 def _render(tokenizer: Tokenizer, body: ChatRequest) -> str:

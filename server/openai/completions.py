@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 
 from jaxinfer.request import OutputDelta, RequestContext, RequestError, SamplingParams, TokenLogprob
 from server.openai.caller import UNKNOWN, Caller, asked, tier_of
@@ -14,6 +15,7 @@ from server.openai.protocol import CompletionRequest
 from server.openai.responses import Completion, CompletionChoice, CompletionLogprobs, Usage
 from server.openai.service import Service, finished_by, new_id
 from server.openai.stream import merged
+from server.openai.text_work import work_on
 from server.usage import RequestUsage
 
 ENDPOINT = "/v1/completions"
@@ -35,12 +37,16 @@ async def _prepare(service: Service, body: CompletionRequest, caller: Caller) ->
     params = body.sampling_params()
     if len(body.prompts) > service.config.max_prompts:
         raise RequestError(f"prompt has {len(body.prompts)} prompts: at most {service.config.max_prompts} in one request", "prompt")
-    prompts = [p if isinstance(p, list) else await service.encode(p, add_special_tokens=True) for p in body.prompts]
+    prompts = await work_on(sum(map(len, body.prompts)), partial(_encode, service, body.prompts))
     for prompt in prompts:
         service.check_prompt("prompt", prompt, params)
     id = new_id("cmpl")
     usage = service.usage.measure(asked(caller, context, id, ENDPOINT, body.model), prompts, params.n)
     return _Job(id, int(time.time()), prompts, params, context, usage)
+
+
+def _encode(service: Service, prompts: list[str] | list[list[int]]) -> list[list[int]]:
+    return [p if isinstance(p, list) else service.encode("prompt", p, add_special_tokens=True) for p in prompts]
 
 
 class _Sequence:

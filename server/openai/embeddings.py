@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import base64
+from functools import partial
 
-from jaxinfer.encode.texts import Embedded, TextReader, TokenIds, cut
+from jaxinfer.encode.texts import Embedded, cut
 from jaxinfer.request import FinishReason, OutputDelta
 from server.openai.caller import UNKNOWN, Caller
 from server.openai.protocol import EmbeddingRequest
 from server.openai.responses import Embedding, EmbeddingList, EmbeddingUsage
-from server.openai.service import LONG_TEXT, Service, finished_by, new_id
+from server.openai.service import Service, finished_by, new_id
+from server.openai.text_work import work_on
 from server.usage import Asked
 
 ENDPOINT = "/v1/embeddings"
@@ -20,7 +22,7 @@ async def respond(service: Service, body: EmbeddingRequest, caller: Caller = UNK
     """The whole answer. Raises what `errors.from_exception` knows."""
     reader = service.embedding_reader(body.model)
     reader.check_dimensions(body.dimensions)
-    token_lists = await _read(reader, body)
+    token_lists = await work_on(sum(map(len, body.inputs)), partial(reader.read, body.inputs, "input"))
     id = new_id("embd")
     asked = Asked(id, caller.request_id, caller.tenant, caller.session, ENDPOINT, body.model, "default", 0)
     # To the books a request is one prompt, however many texts it has.
@@ -35,13 +37,6 @@ async def respond(service: Service, body: EmbeddingRequest, caller: Caller = UNK
         usage.add(OutputDelta(id, 0, finish_reason=FinishReason.STOP, device_usage=embedded.usage))
     data = _data(embedded, body)
     return EmbeddingList.model_construct(object="list", data=data, model=body.model, usage=EmbeddingUsage.of(usage))
-
-
-async def _read(reader: TextReader, body: EmbeddingRequest) -> list[TokenIds]:
-    inputs = body.inputs
-    if sum(map(len, inputs)) < LONG_TEXT:
-        return reader.read(inputs, "input")
-    return await asyncio.to_thread(reader.read, inputs, "input")
 
 
 def _data(embedded: Embedded, body: EmbeddingRequest) -> list[Embedding]:

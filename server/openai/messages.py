@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
@@ -128,6 +129,16 @@ def for_template(message: ChatMessage | AssistantTurn | ToolTurn, arguments_as_t
     if isinstance(message, ToolTurn):
         fields["tool_call_id"] = message.tool_call_id
     return {name: value for name, value in fields.items() if value is not None}
+
+
+_MESSAGE_CHARACTERS = 100  # whose tokenizing takes as long as a message's way through the template
+
+
+def size_for_template(messages: Sequence[ChatMessage | AssistantTurn | ToolTurn]) -> int:
+    """How much work a prompt of these is, in characters to be tokenized."""
+    contents = (message.content or "" for message in messages)
+    texts = (content if isinstance(content, str) else "".join(part.text for part in content) for content in contents)
+    return _MESSAGE_CHARACTERS * len(messages) + sum(map(len, texts))
 
 
 class ToolFunction(StrictModel):

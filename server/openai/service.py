@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from jaxinfer.encode.texts import TextReader
 from jaxinfer.request import FinishReason, RequestError, SamplingParams
-from jaxinfer.tokenizer import Tokenizer
+from jaxinfer.tokenizer import TextTooLong, Tokenizer
 from server.backend import Backend, Unavailable
 from server.config import ServerConfig
 from server.openai.errors import ApiError
 from server.openai.responses import FinishedBy, Model
 from server.usage import UsageMeter
-
-LONG_TEXT = 20_000  # characters; above it the tokenizer works in a thread, so that other streams go on
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +53,14 @@ class Service:
                 return model
         raise _no_model(name, "served here is", [model.id for model in self.models()])
 
-    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """The text's token ids."""
-        if len(text) < LONG_TEXT:
-            return self.tokenizer.encode(text, add_special_tokens)
-        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens)
+    def encode(self, param: str, text: str, *, add_special_tokens: bool) -> list[int]:
+        """The text's token ids. Long work: see `work_on`. Raises `RequestError` naming the field for what the model can't take."""
+        limit = self.backend.max_model_len
+        try:
+            return self.tokenizer.encode(text, add_special_tokens, max_tokens=limit)
+        except TextTooLong as error:
+            message = f"the model's context is {limit} tokens, {param} has {error.measure}: shorten {param}"
+            raise RequestError(message, param, "context_length_exceeded") from None
 
     def check_prompt(self, param: str, prompt: Sequence[int], params: SamplingParams) -> None:
         """Raises `RequestError` naming the field for a prompt or token ids that the model can't take. `max_tokens` over the room is

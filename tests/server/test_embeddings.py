@@ -19,7 +19,8 @@ from server.openai.app import create_app
 from server.openai.caller import Caller
 from server.openai.embeddings import respond
 from server.openai.protocol import MAX_INPUTS, EmbeddingRequest
-from server.openai.service import LONG_TEXT, Service
+from server.openai.service import Service
+from server.openai.text_work import LONG_TEXT
 from tests.server.fakes import EMBEDDING_SIZE, MAX_TOKENS, embedding
 from tests.server.serving import served
 
