@@ -38,6 +38,13 @@ class ServerConfig:
     ssl_certfile: str | None = _flag(None, "PEM file of a certificate and its chain: the server speaks HTTPS; read again on SIGHUP")
     ssl_keyfile: str | None = _flag(None, "PEM file of the certificate's key, if it is not in --ssl-certfile")
     ssl_ca_certs: str | None = _flag(None, "PEM file of authorities: clients must show a certificate that one of them signed")
+    max_connections: int = _flag(
+        1000, "connections that may be open; over it the longest idle one is closed, and if none is, requests get 503"
+    )
+    head_timeout: float = _flag(10.0, "seconds for a request's head to be complete, from its first byte or the opening of its connection")
+    body_timeout: float = _flag(30.0, "seconds that a request's body may take, and one more for each 4 KiB of it")
+    idle_timeout: float = _flag(75.0, "seconds that a connection may stay open after an answer without another request")
+    write_timeout: float = _flag(300.0, "seconds in which a client must take at least a byte of what is sent to it")
     request_timeout: float | None = _flag(None, "most seconds a request may take, whatever its timeout says; then it is given up")
     usage_log: str | None = _flag(None, "file to append a JSON line to for each request: whose it was, its tokens, its device time")
     max_body_size: str = _flag("32MiB", "largest request body; above it a request is answered 413")
@@ -62,8 +69,12 @@ class ServerConfig:
         for setting in ("served_model_name", "served_embedding_name"):
             if any(not name.strip() for name in getattr(self, setting)):
                 raise ConfigError(f"{setting} has an empty name: give non-empty names, separated by commas")
-        if self.max_prompts < 1:
-            raise ConfigError(f"max_prompts is {self.max_prompts}: it must be at least 1")
+        for name in ("max_prompts", "max_connections"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}: it must be at least 1")
+        for name in ("head_timeout", "body_timeout", "idle_timeout", "write_timeout"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} is {getattr(self, name):g}: give seconds above 0")
         if self.shutdown_timeout < 0:
             raise ConfigError(f"shutdown_timeout is {self.shutdown_timeout}: give seconds, 0 or more")
         for name in ("max_body_size", "max_file_size"):

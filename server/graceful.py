@@ -14,6 +14,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from server.config import ServerConfig
+from server.http_limits import MAX_HEAD_BYTES, protocol_factory
 from server.tls import Tls
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,9 @@ class GracefulServer(uvicorn.Server):
             port=config.port,
             log_level=config.log_level,
             access_log=config.access_log,
+            http=protocol_factory(config),  # type: ignore[arg-type]  # called as a class is
+            h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+            timeout_keep_alive=config.idle_timeout,  # type: ignore[arg-type]  # handed on to the loop, which takes fractions
             timeout_graceful_shutdown=CLOSE_TIMEOUT,
             server_header=False,
         )

@@ -36,10 +36,12 @@ def run(arguments: argparse.Namespace) -> int:
 
         from server.batches.batch_store import BatchStore
         from server.graceful import GracefulServer
+        from server.http_limits import raise_file_limit
         from server.local_backend import LocalBackend
         from server.openai.app import create_app
         from server.summary import summary_table
 
+        raise_file_limit(config.max_connections)
         console = Console(stderr=True)
         store = opened.enter_context(closing(BatchStore(Path(config.batch_dir).expanduser()))) if config.batch_dir else None
         engine = start_engine(engine_settings, console)

@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.api_keys import ApiKey, KeyRing
 from server.config import ServerConfig
+from server.http_limits import timely
 from server.openai.caller import ANONYMOUS, SESSION_HEADER, Caller, checked_session
 from server.openai.errors import ApiError, from_exception
 from server.openai.stream import CLIENT_CLOSED_REQUEST, ClientGone
@@ -77,11 +78,13 @@ class FrontDoor:
         try:
             if is_guarded:
                 self._traffic.enter()
-                caller = self._admit(Headers(scope=scope), request_id)
-                scope.setdefault("state", {})["caller"] = caller  # the handlers' request.state.caller
+                state = scope.setdefault("state", {})
+                if state.get("is_over_capacity"):
+                    raise _over_capacity(self._config.max_connections)
+                caller = state["caller"] = self._admit(Headers(scope=scope), request_id)  # the handlers' request.state.caller
                 if caller.session is not None:
                     echoed[SESSION_HEADER] = caller.session
-            await self._app(scope, receive, send_counted)
+            await self._app(scope, timely(receive, self._config.body_timeout), send_counted)
         except (ClientGone, ClientDisconnect):  # the latter within the request's body
             pass
         except Exception as error:
@@ -112,6 +115,12 @@ class FrontDoor:
 def route_path(path: str, root_path: str) -> str:
     """The path that routes are matched with, as the framework has it: without the root path, where it begins with it."""
     return path[len(root_path) :] if root_path and f"{path}/".startswith(f"{root_path}/") else path
+
+
+def _over_capacity(max_connections: int) -> ApiError:
+    message = f"the server has {max_connections} connections with requests under way, and takes no more: try again"
+    headers = {"Retry-After": "1", "Connection": "close"}
+    return ApiError(503, message, code="too_many_connections", type="server_error", headers=headers)
 
 
 def sent_key(headers: Headers, keys: KeyRing) -> ApiKey:

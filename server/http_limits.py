@@ -1,0 +1,226 @@
+"""Limits on connections: how many, how long a head may take, a body, a pause between requests, a client that reads nothing.
+
+uvicorn bounds the size of a head and the pause after an answer. What it lacks is here: `LimitedProtocol` is its protocol with a timer for
+whatever a connection owes, and `timely` bounds the wait for a body. Neither ever cuts an answer that its client reads."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import logging
+import resource
+import socket
+import termios
+import time
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import h11
+from starlette.types import Message, Receive
+from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
+
+from server.config import ServerConfig
+from server.openai.errors import ApiError
+
+logger = logging.getLogger(__name__)
+
+MAX_HEAD_BYTES = 64 * 1024
+MIN_BODY_RATE = 4096  # bytes a second that an unfinished body must keep, on average and beyond its timeout
+SPARE_FILES = 256  # descriptors for what is not a connection
+KEEPALIVE = (60, 15, 4)  # seconds until a silent peer is probed, between probes, and how many: then it is gone
+
+
+@dataclass(slots=True)
+class Connections:
+    """Those of one server. Over the bound the one that has waited longest without a request under way makes room for a new one."""
+
+    max_connections: int
+    idle: dict[LimitedProtocol, None] = field(default_factory=dict)  # the longest idle first
+    num_open: int = 0
+
+    def admit(self, protocol: LimitedProtocol) -> bool:
+        """Count a new one. False if it is one too many and no other could make room: then it may ask for no work."""
+        self.num_open += 1
+        if self.num_open <= self.max_connections:
+            return True
+        if self.idle:
+            next(iter(self.idle)).abort()
+            return True
+        return False
+
+
+def protocol_factory(config: ServerConfig) -> Callable[..., LimitedProtocol]:
+    """For uvicorn's setting `http`."""
+    connections = Connections(config.max_connections)
+
+    def make(**arguments: Any) -> LimitedProtocol:
+        return LimitedProtocol(config, connections, **arguments)
+
+    return make
+
+
+class LimitedProtocol(H11Protocol):
+    """h11 whatever is installed beside it, for it bounds a head's size. A connection owes a whole head as long as no request is under way,
+    and has `head_timeout` for it from its first byte on, or from when it was opened; uvicorn's own timer runs in the pause between."""
+
+    def __init__(self, limits: ServerConfig, connections: Connections, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._limits, self._all = limits, connections
+        self._deadline: asyncio.TimerHandle | None = None
+        self._write_deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        _probe_silent_peers(transport)
+        if not self._all.admit(self):
+            self.app_state = {**self.app_state, "is_over_capacity": True}
+        self._all.idle[self] = None
+        self._expect_head()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._look()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()  # a head that came ahead of this may begin the next request here
+        self._look()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._all.num_open -= 1
+        self._all.idle.pop(self, None)
+        self._cancel_deadline()
+        self.resume_writing()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._expect_reading(_num_unread(self.transport))
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._write_deadline is not None:
+            self._write_deadline.cancel()
+            self._write_deadline = None
+
+    def abort(self) -> None:
+        """Close at once, whatever is still to be sent."""
+        self._all.idle.pop(self, None)
+        self.transport.abort()
+
+    @property
+    def _is_under_way(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _look(self) -> None:
+        """After anything that may have begun or ended a request."""
+        if self.transport.is_closing() or self._is_under_way:
+            self._all.idle.pop(self, None)
+            self._cancel_deadline()
+            return
+        self._all.idle.setdefault(self)
+        if self._deadline is None and self.timeout_keep_alive_task is None:
+            self._expect_head()
+
+    def _expect_head(self) -> None:
+        self._deadline = self.loop.call_later(self._limits.head_timeout, self._give_up_head)
+
+    def _cancel_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _give_up_head(self) -> None:
+        self._deadline = None
+        if self.conn.our_state is h11.IDLE and self.conn.trailing_data[0]:
+            self._answer_timeout()
+        self.transport.close()
+        # A peer that reads nothing would hold even the closing.
+        self.loop.call_later(self._limits.head_timeout, self.transport.abort)
+
+    def _answer_timeout(self) -> None:
+        seconds = self._limits.head_timeout
+        error = ApiError(408, f"the request's head was not complete within {seconds:g} s", code="head_timeout", type="timeout")
+        body = json.dumps(error.body()).encode()
+        headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
+        for event in (
+            h11.Response(status_code=408, headers=headers, reason=STATUS_PHRASES[408]),
+            h11.Data(data=body),
+            h11.EndOfMessage(),
+        ):
+            self.transport.write(self.conn.send(event) or b"")
+
+    def _expect_reading(self, num_unsent: int) -> None:
+        self._write_deadline = self.loop.call_later(self._limits.write_timeout, self._check_reading, num_unsent)
+
+    def _check_reading(self, num_unsent: int) -> None:
+        """A slow client is waited for; one that took not a byte is gone."""
+        left = _num_unread(self.transport)
+        if left < num_unsent:
+            self._expect_reading(left)
+        else:
+            logger.info("a client read nothing for %g s: its connection is closed", self._limits.write_timeout)
+            self.transport.abort()
+
+
+def _num_unread(transport: asyncio.WriteTransport) -> int:
+    """Bytes that the peer's system has not taken: those here, and those that the kernel holds, where it can be asked."""
+    held = array("i", [0])
+    try:
+        fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, held)
+    except OSError:
+        held[0] = 0
+    return transport.get_write_buffer_size() + held[0]
+
+
+def timely(receive: Receive, seconds: float) -> Receive:
+    """The same until the body has ended, but raises `ApiError` 408 where it isn't there within `seconds`, and as many more as what has come
+    takes at MIN_BODY_RATE. Time in which the handler reads nothing, for it is busy, doesn't count. Waits for a disconnect are unlimited."""
+    waited = 0.0
+    num_bytes = 0
+    is_complete = False
+
+    async def receive_in_time() -> Message:
+        nonlocal waited, num_bytes, is_complete
+        if is_complete:
+            return await receive()
+        start = time.monotonic()
+        try:
+            async with asyncio.timeout(seconds + num_bytes / MIN_BODY_RATE - waited):
+                message = await receive()
+        except TimeoutError:
+            text = f"the request's body was not complete within {seconds:g} s: {num_bytes} bytes came; send it without a pause"
+            raise ApiError(408, text, code="body_timeout", type="timeout", headers={"Connection": "close"}) from None
+        waited += time.monotonic() - start
+        num_bytes += len(message.get("body", b""))
+        is_complete = not message.get("more_body", False)
+        return message
+
+    return receive_in_time
+
+
+def raise_file_limit(max_connections: int) -> None:
+    """Have descriptors for as many connections: systems begin with 1,024 a process and allow more to who asks."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = max_connections + SPARE_FILES
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < wanted:
+        logger.warning(
+            "max_connections is %d, but this process may open %d files: raise its limit, or lower the setting", max_connections, hard
+        )
+
+
+def _probe_silent_peers(transport: asyncio.BaseTransport) -> None:
+    """A client whose machine is gone says no goodbye: without probes its request would run to its end for nobody."""
+    connection = transport.get_extra_info("socket")
+    if connection is None or connection.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in zip(("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT"), KEEPALIVE, strict=True):
+        if hasattr(socket, name):  # not on every system
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
