@@ -14,6 +14,7 @@ from checkpoints.model_path import DEFAULT_MODEL, EMBEDDING_MODEL, local_path
 from checkpoints.orbax_source import OrbaxSource, weights_folder
 from checkpoints.safetensors_source import SafetensorsSource
 from checkpoints.source import CheckpointError, TensorSource
+from checkpoints.user_folders import cache_folder, home_folder
 
 _EMBEDDED = {DEFAULT_MODEL: embedded.DEFAULT, EMBEDDING_MODEL: embedded.MINILM}
 _HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja"]
@@ -41,13 +42,15 @@ def open_source(path: Path) -> TensorSource:
 
 
 def cache_dir() -> Path:
-    """Where fetched models are kept: $XDG_CACHE_HOME/jaxinfer/models, by default under ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxinfer" / "models"
+    """Where fetched models are kept."""
+    return cache_folder() / "models"
 
 
 def _from_hub(model: str) -> Path:
     try:
-        return Path(huggingface_hub.snapshot_download(model, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_NOT))
+        # Its own folder is in the home, or as HF_HOME says.
+        folder = cache_dir() / "hub" if home_folder() is None and "HF_HOME" not in os.environ else None
+        return Path(huggingface_hub.snapshot_download(model, cache_dir=folder, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_NOT))
     except Exception as error:  # the HTTP client behind it has kinds of its own; whatever failed, the ways out are these
         raise CheckpointError(
             f"model {model!r} is not a local path and can't be had from Hugging Face ({_first_line(error)}): check the id and the "

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from checkpoints.errors import CheckpointError
 from checkpoints.json_file import read_json
+from checkpoints.user_folders import expanded
 
 DEFAULT_MODEL, EMBEDDING_MODEL = "default", "minilm"
 FETCH_AGAIN = "fetch or convert the file again"  # what to do about a damaged GGUF
@@ -18,7 +19,7 @@ def local_path(model: str) -> Path | None:
     """The folder or .gguf file that is meant; None for one to be fetched. Raises `CheckpointError` for a path that is not there."""
     if model in (DEFAULT_MODEL, EMBEDDING_MODEL):
         return None
-    path = Path(model).expanduser()
+    path = expanded(model)
     if model and (path.is_dir() or (path.is_file() and path.suffix == ".gguf")):
         return path
     if model and path.exists():

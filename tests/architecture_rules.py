@@ -100,6 +100,7 @@ JAX_FREE = (
     "checkpoints/errors.py",
     "checkpoints/json_file.py",
     "checkpoints/model_path.py",
+    "checkpoints/user_folders.py",
     "checkpoints/source.py",
     "checkpoints/digest.py",
     "checkpoints/weight_map.py",

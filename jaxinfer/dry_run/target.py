@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from checkpoints.user_folders import cache_folder
 from jaxinfer.config import ConfigError
 from jaxinfer.plan import CPU_KV_BYTES
 from sharding.hardware import HARDWARE, Hardware
@@ -68,6 +69,5 @@ class Target:
 
 
 def calibration_path(card: str) -> Path:
-    """Where what was measured of a card is kept: in $XDG_CACHE_HOME, or ~/.cache, under jaxinfer/hardware."""
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "jaxinfer" / "hardware" / f"{card}.json"
+    """Where what was measured of a card is kept: the folder `hardware` of the cache."""
+    return cache_folder() / "hardware" / f"{card}.json"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
+from checkpoints.user_folders import expanded
 from jaxinfer.models.config import UnsupportedModelError
 
 _FOLDER = files("jaxinfer") / "model_shapes"
@@ -27,7 +27,7 @@ def model_shape(name: str) -> dict[str, Any]:
 
 def read_shape(name_or_path: str) -> dict[str, Any]:
     """Of a known model, or of any by its config.json or its folder. Raises `UnsupportedModelError`."""
-    path = Path(name_or_path).expanduser()
+    path = expanded(name_or_path)
     path = path / "config.json" if path.is_dir() else path
     if name_or_path in known_shapes() or path.suffix != ".json":
         return model_shape(name_or_path)

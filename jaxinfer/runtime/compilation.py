@@ -17,6 +17,7 @@ import jax
 from jax._src.config import persistent_cache_min_compile_time_secs  # alone among JAX's settings of it: a thread's own
 from jax.sharding import Mesh, NamedSharding
 
+from checkpoints.user_folders import cache_folder
 from jaxinfer.runtime.program_cache import ProgramCache
 from jaxinfer.runtime.program_key import UnknownOriginError, describe, surroundings
 from jaxinfer.runtime.program_key import sources as source_digest
@@ -184,8 +185,7 @@ def use_persistent_cache() -> Path:
     """Keep compiled programs under the user's cache directory, unless JAX was told of another. Returns the folder."""
     folder = jax.config.values.get("jax_compilation_cache_dir")
     if folder is None:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        folder = str(base / "jaxinfer" / "xla")
+        folder = str(cache_folder() / "xla")
         jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -6,10 +6,10 @@ import atexit
 import logging
 import time
 from collections.abc import Mapping
-from pathlib import Path
 
 import jax
 
+from checkpoints.user_folders import expanded
 from jaxinfer.config import ConfigError
 from jaxinfer.runtime.compilation import Executable
 
@@ -24,7 +24,7 @@ class Profile:
     """
 
     def __init__(self, folder: str, seconds: float) -> None:
-        self._folder = Path(folder).expanduser()
+        self._folder = expanded(folder)
         self._seconds = seconds
         self._began: float | None = None
         self._is_over = False

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from contextlib import ExitStack, closing
-from pathlib import Path
 
+from checkpoints.user_folders import expanded
 from jaxinfer.config import flat_fields
 from server.api_keys import KeyRing
 from server.cli.engine_start import engine_config, start_engine
@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         raise_file_limit(config.max_connections)
         console = Console(stderr=True)
-        store = opened.enter_context(closing(BatchStore(Path(config.batch_dir).expanduser()))) if config.batch_dir else None
+        store = opened.enter_context(closing(BatchStore(expanded(config.batch_dir)))) if config.batch_dir else None
         engine = start_engine(engine_settings, console)
         console.print(summary_table(engine.stats))
         host, port = listener.getsockname()[:2]
