@@ -72,10 +72,18 @@ class ChatTemplate:
     @cached_property
     def reads_tools(self) -> bool:
         """Whether there is anything in it that `tools` could change; also if there is no template, or a broken one."""
+        return "tool_use" in self._sources or self.reads("tools")
+
+    def reads(self, variable: str) -> bool:
+        """Whether there is anything in it that the variable could change; also if there is no template, or a broken one."""
+        return self._variables is None or variable in self._variables
+
+    @cached_property
+    def _variables(self) -> set[str] | None:
         try:
-            return "tool_use" in self._sources or "tools" in meta.find_undeclared_variables(_environment().parse(self._source_for(None)))
+            return meta.find_undeclared_variables(_environment().parse(self._source_for(None)))
         except (TemplateError, RequestError):
-            return True
+            return None
 
     def _source_for(self, tools: Sequence[Mapping[str, Any]] | None) -> str:
         if not self._sources:

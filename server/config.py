@@ -50,6 +50,9 @@ class ServerConfig:
     max_body_size: str = _flag("32MiB", "largest request body; above it a request is answered 413")
     batch_dir: str | None = _flag(None, "folder to keep /v1/files and /v1/batches in, one server's alone; none: both are off")
     max_file_size: str = _flag("200MiB", "largest file that may be uploaded to /v1/files")
+    strict_parameters: bool = _flag(
+        False, "refuse what requests hold that is unknown or has no effect; off: what can't change the answer is ignored and named"
+    )
     max_prompts: int = _flag(128, "most prompts in one completions request")
     shutdown_timeout: float = _flag(60.0, "seconds that running requests get to finish after SIGTERM")
     log_level: str = _flag("info", "least level that is logged", choices=("debug", "info", "warning", "error"))

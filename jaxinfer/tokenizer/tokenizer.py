@@ -109,6 +109,10 @@ class Tokenizer:
         """Whether the model's chat template has any use for `render_chat`'s tools."""
         return self._template.reads_tools
 
+    def template_reads(self, variable: str) -> bool:
+        """Whether the model's chat template has any use for one of `render_chat`'s `chat_template_kwargs`."""
+        return self._template.reads(variable)
+
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],

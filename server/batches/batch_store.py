@@ -151,10 +151,10 @@ class BatchStore:
         [row] = self._database.query(f"SELECT {_COLUMNS} FROM batches WHERE id = ?", id)
         return _batch(row)
 
-    def validate(self, batch: StoredBatch, max_line_bytes: int) -> StoredBatch:
-        """Read a batch's input through: it is then in progress, or has failed; or it was cancelled meanwhile."""
+    def validate(self, batch: StoredBatch, max_line_bytes: int, *, is_strict: bool = False) -> StoredBatch:
+        """Read a batch's input through, with `check_input`: it is then in progress, or has failed; or it was cancelled meanwhile."""
         try:
-            checked = check_input(self.files.path(batch.input_file_id), batch.endpoint, max_line_bytes)
+            checked = check_input(self.files.path(batch.input_file_id), batch.endpoint, max_line_bytes, is_strict=is_strict)
         except FileNotFoundError:
             checked = CheckedInput(errors=(LineError("file_not_found", "the input file's contents are gone from the server's folder"),))
         now = int(self.now())

@@ -6,23 +6,25 @@ import asyncio
 import json
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field
 
 from server.backend import Overloaded, Unavailable
 from server.openai import chat, completions
 from server.openai.body import check, read_json
 from server.openai.caller import UNKNOWN, Caller
-from server.openai.errors import ApiError, from_exception, from_validation
+from server.openai.errors import ApiError, from_exception
 from server.openai.protocol import ChatRequest, CompletionRequest
+from server.openai.reading import Reading
 from server.openai.service import Service
+from server.openai.strict import StrictModel
 
 LONGEST_WAIT = 1.0  # seconds between two tries at a full queue
 
 
-class BatchLine(BaseModel):
+class BatchLine(StrictModel):
     """A line of the input file. The body is checked later, by its URL's handler."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    place = "line"
 
     custom_id: str = Field(min_length=1)
     method: str = Field(pattern="^POST$")
@@ -42,8 +44,8 @@ class BatchLine(BaseModel):
         return self.num_prompts * (n if isinstance(n, int) and n > 0 else 1)
 
 
-def read_line(raw: bytes) -> tuple[str | None, BatchLine | ApiError]:
-    """The line's custom_id, where it has one, and the line, or what is wrong with it."""
+def read_line(raw: bytes, *, is_strict: bool = False) -> tuple[str | None, BatchLine | ApiError]:
+    """The line's custom_id, where it has one, and the line, or what is wrong with it. `is_strict`: unknown names are wrong."""
     try:
         data = read_json(raw, "the line")
     except ApiError as error:
@@ -51,9 +53,9 @@ def read_line(raw: bytes) -> tuple[str | None, BatchLine | ApiError]:
     named = data.get("custom_id") if isinstance(data, dict) else None
     custom_id = named if isinstance(named, str) else None
     try:
-        return custom_id, BatchLine.model_validate(data)
-    except ValidationError as error:
-        return custom_id, from_validation(error, BatchLine)
+        return custom_id, check(data, BatchLine, Reading(is_strict))
+    except ApiError as error:
+        return custom_id, error
 
 
 async def answer_line(
@@ -104,9 +106,10 @@ async def _respond(service: Service, line: BatchLine, caller: Caller) -> tuple[i
 async def _handle(service: Service, line: BatchLine, caller: Caller) -> BaseModel:
     if line.body.get("stream"):
         raise ApiError(400, "stream is true: a batch's answers come whole, leave it out", param="stream", code="unsupported_parameter")
+    reading = Reading(service.config.strict_parameters)
     match line.url:
         case "/v1/chat/completions":
-            return await chat.respond(service, check(line.body, ChatRequest), caller)
+            return await chat.respond(service, check(line.body, ChatRequest, reading), caller)
         case "/v1/completions":
-            return await completions.respond(service, check(line.body, CompletionRequest), caller)
+            return await completions.respond(service, check(line.body, CompletionRequest, reading), caller)
     raise ApiError(404, f"url is {line.url[:80]!r}: /v1/chat/completions and /v1/completions are served", param="url", code="unknown_url")

@@ -52,7 +52,7 @@ async def run_batch(
     `advance` is called with a number of lines done. Raises `OSError` for files that can't be read or written, `BatchFileError`
     for an output file that holds something else, and `BatchStopped`."""
     answered = _read_answered(source, target)
-    tasks = _tasks(source, answered)
+    tasks = _tasks(source, answered, service.config.strict_parameters)
     counts = {"kept": 0, "answered": 0, "failed": 0}
     with target.open("ab") as out:
 
@@ -136,7 +136,7 @@ def _as_custom(custom_id: object) -> str:
     return f"custom_id {custom_id}"  # apart from the ids in one set
 
 
-def _tasks(source: Path, answered: set[str]) -> Iterator[_Task | None]:
+def _tasks(source: Path, answered: set[str], is_strict: bool) -> Iterator[_Task | None]:
     """What is to do for each line of the input, in order; None for one already answered."""
     seen: set[str] = set()
     with source.open("rb") as lines:
@@ -144,7 +144,7 @@ def _tasks(source: Path, answered: set[str]) -> Iterator[_Task | None]:
             if not raw.strip():
                 continue
             id = f"batch_req_{number}_{hashlib.sha256(raw.strip()).hexdigest()[:12]}"
-            custom_id, line = read_line(raw)
+            custom_id, line = read_line(raw, is_strict=is_strict)
             if isinstance(line, BatchLine):
                 if line.custom_id in seen:
                     message = f"custom_id {custom_id!r} was used by an earlier line: give each line its own"

@@ -100,7 +100,9 @@ class BatchRunner:
             batch = await in_thread(self._store.read, id)
             if batch.status == "validating":
                 async with self._one_at_a_time:
-                    batch = await in_thread(self._store.validate, batch, self._service.config.max_body_bytes)
+                    config = self._service.config
+                    validate = partial(self._store.validate, is_strict=config.strict_parameters)
+                    batch = await in_thread(validate, batch, config.max_body_bytes)
             if batch.status == "in_progress" and not self._is_over(batch):
                 await self._answer_until_ended(batch)
             async with self._one_at_a_time:
@@ -125,7 +127,9 @@ class BatchRunner:
         """Ask every line that has no answer. Cancelled, it aborts those under way."""
         async with asyncio.TaskGroup() as group:
             async for place in self._unanswered(batch):
-                custom_id, line = read_line(await in_thread(self._store.request, batch, place))
+                custom_id, line = read_line(
+                    await in_thread(self._store.request, batch, place), is_strict=self._service.config.strict_parameters
+                )
                 taken = await self._turnstile.enter(line) if isinstance(line, BatchLine) else None
                 task = group.create_task(self._answer(batch, place.number, custom_id, line))
                 if taken is not None:  # not within the task, which may be cancelled before it begins

@@ -42,8 +42,8 @@ class CheckedInput:
     model: str | None = None
 
 
-def check_input(path: Path, endpoint: str, max_line_bytes: int) -> CheckedInput:
-    """Read an input file through. Raises `OSError` for one that can't be read."""
+def check_input(path: Path, endpoint: str, max_line_bytes: int, *, is_strict: bool = False) -> CheckedInput:
+    """Read an input file through; `is_strict` as `read_line` has it. Raises `OSError` for one that can't be read."""
     errors: list[LineError] = []
     lines: list[LinePlace] = []
     seen: set[str] = set()
@@ -57,7 +57,7 @@ def check_input(path: Path, endpoint: str, max_line_bytes: int) -> CheckedInput:
                 message = f"the line is over {max_line_bytes} bytes, the largest body that is served"
                 found: BatchLine | LineError = LineError("line_too_large", message, line=place.number)
             else:
-                found = _check_line(raw, place.number, endpoint, seen)
+                found = _check_line(raw, place.number, endpoint, seen, is_strict)
             if isinstance(found, LineError):
                 errors.append(found)
                 if len(errors) == MAX_ERRORS:
@@ -89,8 +89,8 @@ def _lines(file: BinaryIO, max_line_bytes: int) -> Iterator[tuple[LinePlace, byt
         position += num_bytes
 
 
-def _check_line(raw: bytes, number: int, endpoint: str, seen: set[str]) -> BatchLine | LineError:
-    _, line = read_line(raw)
+def _check_line(raw: bytes, number: int, endpoint: str, seen: set[str], is_strict: bool) -> BatchLine | LineError:
+    _, line = read_line(raw, is_strict=is_strict)
     if isinstance(line, ApiError):
         code = "invalid_json_line" if line.code == "invalid_json" else line.code or "invalid_value"
         return LineError(code, line.message, line.param, number)

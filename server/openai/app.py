@@ -13,6 +13,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import FileResponse, JSONResponse
 from fastapi.staticfiles import StaticFiles
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
 
@@ -25,7 +26,7 @@ from server.config import ServerConfig
 from server.metrics import live_numbers, metrics_text
 from server.openai import chat, completions, embeddings
 from server.openai.batches import CreateBatch, add_batches
-from server.openai.body import parse, read_body
+from server.openai.body import parse, read_body, reading
 from server.openai.caller import ANONYMOUS
 from server.openai.errors import ApiError, from_exception, quoted
 from server.openai.files import add_files
@@ -75,12 +76,14 @@ def create_app(
     _add_api(app, service)
     if store is not None and runner is not None:
         add_files(app, store.files, config.max_file_bytes)
-        add_batches(app, store, runner, config.max_body_bytes)
+        add_batches(app, store, runner, config)
     else:
         _add_absence(app)
     _add_operations(app, backend, traffic, usage, runner)
     app.mount("/static", StaticFiles(directory=STATIC), name="static")
-    app.openapi = openapi_page(app, [ChatRequest, CompletionRequest, EmbeddingRequest, CreateBatch], has_keys=bool(keys))  # type: ignore[method-assign]
+    bodies: list[type[BaseModel]] = [ChatRequest, CompletionRequest, EmbeddingRequest, CreateBatch]
+    page = openapi_page(app, bodies, has_keys=bool(keys), is_strict=config.strict_parameters)
+    app.openapi = page  # type: ignore[method-assign]
     return app
 
 
@@ -94,7 +97,7 @@ def _add_api(app: FastAPI, service: Service) -> None:
         "/v1/chat/completions", response_model=ChatCompletion, responses=errors | streamed, openapi_extra=documented_body(ChatRequest)
     )
     async def chat_completions(request: Request) -> Response:
-        body = parse(await read_body(request, config.max_body_bytes), ChatRequest)
+        body = parse(await read_body(request, config.max_body_bytes), ChatRequest, reading(request, config))
         if body.stream:
             return await event_stream(request, chat.stream(service, body, request.state.caller))
         answer = await until_disconnected(request.receive, chat.respond(service, body, request.state.caller))
@@ -102,7 +105,7 @@ def _add_api(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/completions", response_model=Completion, responses=errors | streamed, openapi_extra=documented_body(CompletionRequest))
     async def text_completions(request: Request) -> Response:
-        body = parse(await read_body(request, config.max_body_bytes), CompletionRequest)
+        body = parse(await read_body(request, config.max_body_bytes), CompletionRequest, reading(request, config))
         if body.stream:
             return await event_stream(request, completions.stream(service, body, request.state.caller))
         answer = await until_disconnected(request.receive, completions.respond(service, body, request.state.caller))
@@ -110,7 +113,7 @@ def _add_api(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/embeddings", response_model=EmbeddingList, responses=errors, openapi_extra=documented_body(EmbeddingRequest))
     async def text_embeddings(request: Request) -> Response:
-        body = parse(await read_body(request, config.max_body_bytes), EmbeddingRequest)
+        body = parse(await read_body(request, config.max_body_bytes), EmbeddingRequest, reading(request, config))
         answer = await until_disconnected(request.receive, embeddings.respond(service, body, request.state.caller))
         return Response(await asyncio.to_thread(answer.model_dump_json), media_type="application/json")
 

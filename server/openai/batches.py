@@ -10,7 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from server.batches.batch_store import BatchStore, StoredBatch, UnknownFile
 from server.batches.database import in_thread
 from server.batches.runner import BatchRunner
-from server.openai.body import check, parse, read_body
+from server.config import ServerConfig
+from server.openai.body import check, parse, read_body, reading
 from server.openai.errors import ApiError, quoted
 from server.openai.files import ExpiresAfter
 from server.openai.schema import documented_body, documented_errors, documented_query
@@ -29,8 +30,8 @@ class CreateBatch(StrictModel):
     output_expires_after: ExpiresAfter | None = None
 
 
-class BatchQuery(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class BatchQuery(StrictModel):
+    model_config = ConfigDict(strict=False)  # a query is text
 
     after: str | None = Field(None, pattern="^batch_", description="the last id of the page before")
     limit: int = Field(20, ge=1, le=100)
@@ -118,12 +119,12 @@ class BatchList(BaseModel):
     has_more: bool
 
 
-def add_batches(app: FastAPI, store: BatchStore, runner: BatchRunner, max_body_bytes: int) -> None:
+def add_batches(app: FastAPI, store: BatchStore, runner: BatchRunner, config: ServerConfig) -> None:
     """The paths of the Batches API."""
 
     @app.post("/v1/batches", responses=documented_errors(400, 401, 413, 500, 503), openapi_extra=documented_body(CreateBatch))
     async def create_batch(request: Request) -> BatchObject:
-        body = parse(await read_body(request, max_body_bytes), CreateBatch)
+        body = parse(await read_body(request, config.max_body_bytes), CreateBatch, reading(request, config))
         seconds = None if body.output_expires_after is None else body.output_expires_after.seconds
         try:
             batch = await in_thread(store.create, request.state.caller.tenant, body.input_file_id, body.endpoint, body.metadata, seconds)

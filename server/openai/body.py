@@ -9,7 +9,10 @@ from fastapi import Request
 from pydantic import BaseModel, ValidationError
 from starlette.types import Message
 
-from server.openai.errors import ApiError, from_validation
+from server.config import ServerConfig
+from server.openai.errors import ApiError, from_exception, from_validation, joined
+from server.openai.reading import IGNORED, Reading
+from server.openai.strict import StrictModel
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -47,11 +50,17 @@ def _too_large(limit: int) -> ApiError:
     )
 
 
-def parse(raw: bytes, model: type[Body]) -> Body:
+def reading(request: Request, config: ServerConfig) -> Reading:
+    """How this request's parameters are read. What is ignored of them comes back in a header."""
+    request.state.reading = Reading(config.strict_parameters)
+    return request.state.reading
+
+
+def parse(raw: bytes, model: type[Body], reading: Reading | None = None) -> Body:
     """The body as `model`. Raises `ApiError` 400 saying what is wrong with it."""
     if not raw:
         raise ApiError(400, "the body is empty: send a JSON object", code="invalid_json")
-    return check(read_json(raw, "the body"), model)
+    return check(read_json(raw, "the body"), model, reading)
 
 
 def read_json(raw: bytes, what: str) -> object:
@@ -68,9 +77,17 @@ def _number(text: str) -> int | float:
     return int(number) if number.is_integer() and abs(number) < 2**53 else number
 
 
-def check(data: object, model: type[Body]) -> Body:
-    """A body that was read from JSON as `model`. Raises `ApiError` 400 saying what is wrong with it."""
+def check(data: object, model: type[Body], reading: Reading | None = None) -> Body:
+    """A body that was read from JSON as `model`; without a `reading`, unknown names are errors. Raises `ApiError` 400 saying what is
+    wrong with it."""
+    reading = reading or Reading()
     try:
-        return model.model_validate(data)
+        body = model.model_validate(data, context=reading)
     except ValidationError as error:
-        raise from_validation(error, model) from None
+        raise from_validation(error, model, reading.refusals) from None
+    if reading.refusals:
+        raise joined([from_exception(refusal) for refusal in reading.refusals])
+    IGNORED.log(reading.ignored)
+    if isinstance(body, StrictModel):
+        body.read_with(reading)
+    return body

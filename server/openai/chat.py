@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from jaxinfer.request import OutputDelta, RequestContext, RequestError, RequestOutput, SamplingParams
 from jaxinfer.tokenizer import Tokenizer
@@ -14,6 +15,7 @@ from server.openai.caller import UNKNOWN, Caller, asked, tier_of
 from server.openai.logprobs import chat_logprobs
 from server.openai.messages import AssistantTurn, for_template, size_for_template
 from server.openai.protocol import ChatRequest
+from server.openai.reading import IGNORED, not_implemented
 from server.openai.responses import AssistantMessage, ChatChoice, ChatChunk, ChatChunkChoice, ChatCompletion, ChatDelta, Usage
 from server.openai.service import Service, finished_by, new_id
 from server.openai.text_work import work_on
@@ -49,10 +51,10 @@ def _encode(service: Service, body: ChatRequest) -> list[int]:
 
 
 def _render(tokenizer: Tokenizer, body: ChatRequest) -> str:
-    tools = [tool.model_dump(exclude_none=True) for tool in body.tools] if body.tools else None
+    tools = [tool.for_template() for tool in body.tools] if body.tools else None
     if tools is not None and not tokenizer.reads_tools:
         raise RequestError("the model's chat template has no use for tools: leave them out", "tools", "unsupported_parameter")
-    variables = body.chat_template_kwargs
+    variables = _variables(tokenizer, body)
     try:
         return tokenizer.render_chat([for_template(message) for message in body.messages], tools=tools, chat_template_kwargs=variables)
     except RequestError:
@@ -61,6 +63,20 @@ def _render(tokenizer: Tokenizer, body: ChatRequest) -> str:
         # Most templates read the arguments of calls as objects; DeepSeek's joins them as text.
         messages = [for_template(message, arguments_as_text=True) for message in body.messages]
         return tokenizer.render_chat(messages, tools=tools, chat_template_kwargs=variables)
+
+
+def _variables(tokenizer: Tokenizer, body: ChatRequest) -> dict[str, Any] | None:
+    """Of the template, the reasoning effort among them where it reads one: elsewhere it can't change the answer."""
+    effort = body.reasoning_effort
+    if effort is None or effort == "none":
+        return body.chat_template_kwargs
+    if tokenizer.template_reads("reasoning_effort"):
+        return {"reasoning_effort": effort} | (body.chat_template_kwargs or {})
+    if body.reading.is_strict:
+        raise not_implemented(["reasoning_effort"])
+    body.reading.ignore("", "reasoning_effort")
+    IGNORED.log(["reasoning_effort"])
+    return body.chat_template_kwargs
 
 
 async def respond(service: Service, body: ChatRequest, caller: Caller = UNKNOWN) -> ChatCompletion:

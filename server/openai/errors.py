@@ -6,7 +6,7 @@ import difflib
 import logging
 import math
 import reprlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from fastapi.responses import JSONResponse
@@ -18,6 +18,8 @@ from jaxinfer.request import RequestError
 from server.backend import Overloaded, Unavailable
 
 logger = logging.getLogger(__name__)
+
+MAX_FAULTS = 8  # of one body, told in one error
 
 _SHORT = reprlib.Repr()  # a message quotes the client's value, which may be megabytes
 _SHORT.maxstring = _SHORT.maxother = 80
@@ -77,11 +79,26 @@ def from_exception(error: Exception) -> ApiError:
     return ApiError(500, "internal error; the server's log has the details", code="internal_error", type="server_error")
 
 
-def from_validation(error: ValidationError, model: type[BaseModel]) -> ApiError:
-    """The answer to a body that doesn't fit `model`: its first fault, named with its value and what would be right."""
+def from_validation(error: ValidationError, model: type[BaseModel], refusals: Sequence[RequestError] = ()) -> ApiError:
+    """The answer to a body that doesn't fit `model`: its faults, each named with its value and what would be right. `refusals` are
+    faults that were found before."""
     # A misspelt name explains a missing one, so it is told first.
     errors = sorted(error.errors(include_url=False), key=lambda e: e["type"] != "extra_forbidden")
-    return _from_details(errors[0], model)
+    shown = [from_exception(refusal) for refusal in refusals] + [_from_details(details, model) for details in errors[:MAX_FAULTS]]
+    return joined(shown, len(refusals) + len(errors))
+
+
+def joined(faults: Sequence[ApiError], num_faults: int | None = None) -> ApiError:
+    """Several faults of one request as one error about the first; there may be more than are given, `num_faults` in all."""
+    first, *others = faults[:MAX_FAULTS]
+    num_left = (len(faults) if num_faults is None else num_faults) - 1 - len(others)
+    messages = [first.message, *(_named(other) for other in others), *([f"and {num_left} more faults"] if num_left else [])]
+    return ApiError(first.status, "; ".join(messages), param=first.param, code=first.code, type=first.type, headers=first.headers)
+
+
+def _named(fault: ApiError) -> str:
+    is_named = fault.param is None or fault.param in fault.message
+    return fault.message if is_named else f"{fault.param}: {fault.message}"
 
 
 def _from_details(details: ErrorDetails, model: type[BaseModel]) -> ApiError:

@@ -34,8 +34,8 @@ class FileUpload(StrictModel):
     expires_after: ExpiresAfter | None = None
 
 
-class FileQuery(BaseModel):
-    model_config = ConfigDict(extra="forbid")  # a query is text, so nothing else of StrictModel holds
+class FileQuery(StrictModel):
+    model_config = ConfigDict(strict=False)  # a query is text
 
     after: str | None = Field(None, pattern="^file-", description="the last id of the page before")
     limit: int = Field(10_000, ge=1, le=10_000)

@@ -15,6 +15,7 @@ from server.config import ServerConfig
 from server.http_limits import timely
 from server.openai.caller import ANONYMOUS, SESSION_HEADER, Caller, checked_session
 from server.openai.errors import ApiError, from_exception
+from server.openai.reading import HEADER as IGNORED_HEADER
 from server.openai.stream import CLIENT_CLOSED_REQUEST, ClientGone
 
 GUARDED = "/v1/"  # what lies below needs a key where keys are set, and is refused during shutdown; health and metrics aren't
@@ -70,7 +71,11 @@ class FrontDoor:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message).update(echoed)
+                headers = MutableHeaders(scope=message)
+                headers.update(echoed)
+                reading = scope.get("state", {}).get("reading")
+                if reading is not None and reading.ignored:
+                    headers[IGNORED_HEADER] = reading.header
             await send(message)
 
         scope["root_path"] = self._config.root_path  # which the routes are matched without

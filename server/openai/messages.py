@@ -14,6 +14,8 @@ from server.openai.strict import NonEmpty, StrictModel, Text, documented, one_of
 
 
 class TextPart(StrictModel):
+    place = "messages[].content[]"
+
     type: Literal["text"]
     text: Text
 
@@ -21,8 +23,14 @@ class TextPart(StrictModel):
     @classmethod
     def _refuse_other_parts(cls, data: Any) -> Any:
         kind = data.get("type") if isinstance(data, dict) else None
+        if kind == "refusal" and isinstance(data, dict):  # an assistant's words as well
+            return {"type": "text", "text": data.get("refusal")}
         if isinstance(kind, str) and kind != "text":
-            raise RequestError(f"a content part's type is {kind[:40]!r}: this model reads text only", "type", "unsupported_content")
+            raise RequestError(
+                f"a content part's type is {kind[:40]!r}, which is not implemented: this model reads text only",
+                "type",
+                "unsupported_content",
+            )
         return data
 
 
@@ -32,35 +40,38 @@ Content = Annotated[
 ]
 
 
-_ROLES = ("system", "developer", "user", "assistant", "tool")
-
-
 def _kind_of_message(value: Any) -> str:
     role = value.get("role") if isinstance(value, dict) else None
     return f"<{role}>" if role in ("assistant", "tool") else "<said>"
 
 
+_NOT_READ: dict[str, tuple[Any, ...]] = {"tool_calls": ([],), "function_call": (), "audio": ()}
+_NOT_READ_IF_STRICT: dict[str, tuple[Any, ...]] = {"tool_call_id": (), "refusal": (), "annotations": ([],)}
+
+
 class ChatMessage(StrictModel):
-    """What was said to the model."""
+    """What was said to the model: by 'system', 'developer', 'user', or by whoever else its chat template knows."""
 
-    unsupported = {"tool_calls": ([],), "function_call": (), "tool_call_id": (), "audio": (), "refusal": (), "annotations": ([],)}
+    place = "messages[]"
+    unsupported = _NOT_READ
+    unsupported_if_strict = _NOT_READ_IF_STRICT
 
-    role: Literal["system", "developer", "user"]
+    role: NonEmpty
     content: Content
     name: Text | None = None
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_other_roles(cls, data: Any) -> Any:
-        role = data.get("role") if isinstance(data, dict) else None
-        if role == "function":
-            raise RequestError("role is 'function': send what a tool returned with role 'tool'", "role", "unsupported_parameter")
-        if isinstance(role, str) and role not in _ROLES:
-            raise RequestError(f"role is {quoted(role)}: it must be {', '.join(map(repr, _ROLES[:-1]))} or {_ROLES[-1]!r}", "role")
+    def _refuse_functions(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("role") == "function":
+            message = "role is 'function', which is not implemented: send what a tool returned with role 'tool'"
+            raise RequestError(message, "role", "unsupported_parameter")
         return data
 
 
 class CalledFunction(StrictModel):
+    place = "messages[].tool_calls[].function"
+
     name: NonEmpty
     arguments: Text = Field(description="a JSON object, as text")
 
@@ -79,34 +90,56 @@ class CalledFunction(StrictModel):
 
 
 class ToolCall(StrictModel):
+    place = "messages[].tool_calls[]"
+
     id: NonEmpty
-    type: Literal["function"]
+    type: Literal["function"] | None = "function"
     function: CalledFunction
 
     def for_template(self, arguments_as_text: bool) -> dict[str, Any]:
         arguments = self.function.arguments if arguments_as_text else self.function.as_object()
-        return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
+        return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
 
 
 class AssistantTurn(StrictModel):
     """What the model answered, or the tools that it called."""
 
-    unsupported = {name: harmless for name, harmless in ChatMessage.unsupported.items() if name != "tool_calls"}
+    place = "messages[]"
+    unsupported = {name: harmless for name, harmless in _NOT_READ.items() if name != "tool_calls"}
+    unsupported_if_strict = _NOT_READ_IF_STRICT
 
     role: Literal["assistant"]
     content: Content | None = None
     name: Text | None = None
     tool_calls: list[ToolCall] | None = None
+    reasoning_content: Any = documented(description="what it thought, as text; for templates that read it, without effect on others")
+    reasoning: Any = documented(description="another name of reasoning_content")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_refusal(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("content") is None and isinstance(data.get("refusal"), str):
+            return data | {"content": data["refusal"]}  # the words it said instead
+        return data
 
     @model_validator(mode="after")
     def _check_said_something(self) -> Self:
         if self.content is None and not self.tool_calls:
-            raise RequestError("content is null: it must be a string or a list of text parts where there are no tool_calls", "content")
+            if not self.thoughts:
+                raise RequestError("content is null: it must be a string or a list of text parts where there are no tool_calls", "content")
+            self.content = ""  # it was cut off while it thought
         return self
+
+    @property
+    def thoughts(self) -> str | None:
+        """None where there are none, or in a form that no template reads."""
+        return next((text for text in (self.reasoning_content, self.reasoning) if isinstance(text, str)), None)
 
 
 class ToolTurn(StrictModel):
     """What a tool returned."""
+
+    place = "messages[]"
 
     role: Literal["tool"]
     content: Content
@@ -126,6 +159,8 @@ def for_template(message: ChatMessage | AssistantTurn | ToolTurn, arguments_as_t
     fields: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": content, "name": message.name}
     if isinstance(message, AssistantTurn) and message.tool_calls:
         fields["tool_calls"] = [call.for_template(arguments_as_text) for call in message.tool_calls]
+    if isinstance(message, AssistantTurn):
+        fields["reasoning_content"] = message.thoughts
     if isinstance(message, ToolTurn):
         fields["tool_call_id"] = message.tool_call_id
     return {name: value for name, value in fields.items() if value is not None}
@@ -142,6 +177,7 @@ def size_for_template(messages: Sequence[ChatMessage | AssistantTurn | ToolTurn]
 
 
 class ToolFunction(StrictModel):
+    place = "tools[].function"
     unsupported = {"strict": (False,)}
 
     name: NonEmpty
@@ -150,5 +186,11 @@ class ToolFunction(StrictModel):
 
 
 class Tool(StrictModel):
-    type: Literal["function"]
+    place = "tools[]"
+    unsupported = {"strict": (False,)}
+
+    type: Literal["function"] | None = "function"
     function: ToolFunction
+
+    def for_template(self) -> dict[str, Any]:
+        return {"type": "function", "function": self.function.model_dump(exclude_none=True)}

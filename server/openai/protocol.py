@@ -12,6 +12,7 @@ from jaxinfer.request import MAX_LOGIT_BIAS, MAX_N, MAX_STOP_TOKENS, MAX_TOP_LOG
 from server.openai.errors import quoted
 from server.openai.messages import AnyMessage, Tool
 from server.openai.strict import NonEmpty, StrictModel, documented, one_of
+from server.openai.unsupported import CHAT, COMPLETION, EMBEDDING, HARMLESS_BUT_STRICT
 
 MAX_INT = 2**31 - 1
 
@@ -26,6 +27,8 @@ Stop = Annotated[
 
 
 class StreamOptions(StrictModel):
+    place = "stream_options"
+
     include_usage: bool | None = documented(description="send a last chunk with the request's usage")
     continuous_usage_stats: bool | None = documented(description="with include_usage: the usage so far in each chunk too, as vLLM has it")
     include_obfuscation: bool | None = documented(description="accepted, without effect")
@@ -33,6 +36,8 @@ class StreamOptions(StrictModel):
 
 class SamplingBody(StrictModel):
     """What chat and text completions have in common."""
+
+    without_effect = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
 
     model: str
     stream: bool | None = None
@@ -57,11 +62,11 @@ class SamplingBody(StrictModel):
     cache_salt: NonEmpty | None = documented(description="prompts are found in the prefix cache only by requests of the same salt")
     timeout: float | None = documented(exclusiveMinimum=0, description="seconds after which the request is given up")
     service_tier: ServiceTier | None = documented(description="flex: after the others; priority: before them; auto: default")
-    # Information for the provider, without effect here.
-    user: str | None = None
-    metadata: dict[str, str] | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    # Information for the provider.
+    user: Any = documented(description="without effect")
+    metadata: Any = documented(description="without effect")
+    safety_identifier: Any = documented(description="without effect")
+    prompt_cache_key: Any = documented(description="without effect: prompts are cached by what they begin with")
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> Self:
@@ -113,24 +118,12 @@ _SAME_NAMES = (
 
 
 class ChatRequest(SamplingBody):
-    unsupported = {
-        # By what asks for it: calls of tools that are found in the answer, structured output, other media, storage and reasoning.
-        "tool_choice": ("none", "auto"),
-        "parallel_tool_calls": (True, False),
-        "functions": (),
-        "function_call": ("none",),
-        "response_format": ({"type": "text"},),
-        "modalities": (["text"],),
-        "audio": (),
-        "prediction": (),
-        "web_search_options": (),
-        "store": (False,),
-        "reasoning_effort": ("none",),
-        "verbosity": (),
-    }
+    unsupported = CHAT
+    unsupported_if_strict = HARMLESS_BUT_STRICT
 
     messages: list[AnyMessage] = Field(min_length=1)
     tools: list[Tool] | None = documented(description="shown to the model by its chat template; what it calls is in the answer's text")
+    reasoning_effort: NonEmpty | None = documented(description="for templates that read it; without effect on others")
     chat_template_kwargs: dict[str, Any] | None = documented(description="variables of the model's chat template: enable_thinking, ...")
     max_tokens: int | None = documented(minimum=1, maximum=MAX_INT, description="by default what the context holds")
     max_completion_tokens: int | None = documented(minimum=1, maximum=MAX_INT, description="the newer name of max_tokens")
@@ -190,13 +183,16 @@ MAX_INPUTS = 2048  # OpenAI's limit
 
 
 class EmbeddingRequest(StrictModel):
+    unsupported = EMBEDDING
+    without_effect = frozenset({"user"})
+
     model: str
     input: Prompt
     encoding_format: Literal["float", "base64"] | None = documented(description="base64: of little-endian float32; float by default")
     dimensions: int | None = documented(
         minimum=1, description="that many of each embedding, brought to length 1 again; at most the model's"
     )
-    user: str | None = None  # without effect here
+    user: Any = documented(description="without effect")
 
     @model_validator(mode="after")
     def _check_number(self) -> Self:
@@ -211,7 +207,7 @@ class EmbeddingRequest(StrictModel):
 
 
 class CompletionRequest(SamplingBody):
-    unsupported = {"suffix": ()}
+    unsupported = COMPLETION
 
     prompt: Prompt
     echo: bool | None = None

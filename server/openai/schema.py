@@ -50,14 +50,18 @@ def documented_query(model: type[BaseModel]) -> dict[str, Any]:
     return {"parameters": [{"name": name, "in": "query", "schema": schema} for name, schema in properties.items()]}
 
 
-def openapi_page(app: FastAPI, bodies: Sequence[type[BaseModel]], *, has_keys: bool) -> Callable[[], dict[str, Any]]:
-    """A replacement of `app.openapi` that adds the bodies' schemas and, where keys are set, that one is needed."""
+def openapi_page(app: FastAPI, bodies: Sequence[type[BaseModel]], *, has_keys: bool, is_strict: bool) -> Callable[[], dict[str, Any]]:
+    """A replacement of `app.openapi` that adds the bodies' schemas and, where keys are set, that one is needed. Unless `is_strict`,
+    objects may have names that no schema has."""
 
     def page() -> dict[str, Any]:
         if app.openapi_schema is None:
             made = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
             components = made.setdefault("components", {})
             _, definitions = models_json_schema([(body, "validation") for body in bodies], ref_template="#/components/schemas/{model}")
+            for schema in () if is_strict else definitions["$defs"].values():
+                if schema.get("additionalProperties") is False:
+                    del schema["additionalProperties"]
             components.setdefault("schemas", {}).update(definitions["$defs"])
             if has_keys:
                 components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}

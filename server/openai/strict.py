@@ -1,12 +1,14 @@
-"""What every request's model is made of: no unknown names, nothing converted, errors that speak of one field."""
+"""What every request's model is made of: nothing converted, errors that speak of one field."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, PrivateAttr, ValidationInfo, model_validator
 
 from jaxinfer.request import RequestError
+from server.openai.reading import Reading, meant, not_implemented
 
 
 def documented(**keywords: Any) -> Any:
@@ -39,19 +41,70 @@ def one_of(what: str, **tags: str) -> Discriminator:
 
 
 class StrictModel(BaseModel):
-    """A JSON object: unknown names are refused, and nothing is converted (a number isn't read from a string)."""
+    """A JSON object: nothing is converted (a number isn't read from a string). What becomes of unknown names is `Reading`'s to say:
+    without one they are errors."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
-    # What OpenAI's API has and this server doesn't: refused by name, unless null or one of the values that ask for nothing.
+    # Where such an object is in a body; empty for the body itself.
+    place: ClassVar[str] = ""
+    # What would change the answer and is not implemented: refused by name, unless null or one of the values that ask for nothing.
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    # What can't change the answer: refused so where parameters are read strictly, else ignored as any unknown name is.
+    unsupported_if_strict: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    # Fields that are accepted and do nothing, whatever they hold.
+    without_effect: ClassVar[frozenset[str]] = frozenset()
+
+    _reading: Reading = PrivateAttr(default_factory=Reading)
+
+    @property
+    def reading(self) -> Reading:
+        """How it was read; what turns out later to have no effect is noted there. Its own for a body alone."""
+        return self._reading
+
+    def read_with(self, reading: Reading) -> None:
+        """Set `reading`."""
+        self._reading = reading
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_unsupported(cls, data: Any) -> Any:
+    def _read(cls, data: Any, info: ValidationInfo) -> Any:
         if not isinstance(data, dict):
             return data
-        for name, harmless in cls.unsupported.items():
-            if data.get(name) is not None and data[name] not in harmless:
-                raise RequestError(f"{name} is not supported by this server: leave it out", name, "unsupported_parameter")
-        return {name: value for name, value in data.items() if name not in cls.unsupported}
+        reading = info.context if isinstance(info.context, Reading) else Reading()
+        kept = _read_names(cls, data, reading)
+        if reading.refusals and reading is not info.context:  # nobody is there to tell them
+            raise reading.refusals[0]
+        return kept
+
+
+def _read_names(model: type[StrictModel], data: Mapping[str, Any], reading: Reading) -> dict[str, Any]:
+    """An object's values that its model is to check. Raises `RequestError` for names that would change the answer; those of the
+    outermost object are noted as refusals instead, so that its other faults are told too."""
+    kept: dict[str, Any] = {}
+    missing: list[str] = []
+    misspelt: list[tuple[str, str]] = []
+    refused = model.unsupported | (model.unsupported_if_strict if reading.is_strict else {})
+    for name, value in data.items():
+        if (known := model.model_fields.get(name)) is not None:
+            if value is not None or known.is_required() or reading.is_strict:
+                kept[name] = value
+            if name in model.without_effect and value is not None:
+                reading.ignore(model.place, name)
+        elif name in refused:
+            if value is not None and value not in refused[name]:
+                missing.append(name)
+        elif reading.is_strict:
+            kept[name] = value  # an error of pydantic's
+        elif value is None:
+            pass  # as if it were left out
+        elif (near := meant(name, [*model.model_fields, *refused], reading)) is not None:
+            misspelt.append((name, near))
+        else:
+            reading.ignore(model.place, name)
+    problems = [] if not missing else [not_implemented(missing)]
+    problems += [RequestError(f"unknown parameter: {name!r}; did you mean {near!r}?", name, "unknown_parameter") for name, near in misspelt]
+    if problems and model.place:
+        raise RequestError("; ".join(map(str, problems)), problems[0].param, problems[0].code)
+    reading.refusals += problems
+    return kept

@@ -164,7 +164,7 @@ def test_what_is_no_upload_is_refused(client, request_body):
         ({"metadata": {str(n): "x" for n in range(17)}}, "metadata"),
         ({"metadata": {"k": "x" * 513}}, "metadata.k"),
         ({"output_expires_after": {"anchor": "created_at", "seconds": 1}}, "output_expires_after.seconds"),
-        ({"webhook": "x"}, "webhook"),
+        ({"input_file_ids": "x"}, "input_file_ids"),
     ],
 )
 def test_a_batch_that_makes_no_sense_is_refused(client, fields, param):

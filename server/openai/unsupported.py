@@ -1,0 +1,104 @@
+"""Parameters that other servers or clients know, that would change the answer, and that this server does not implement.
+
+Each has the values that ask for nothing, which are accepted. A name that a request's model has as a field is not looked up here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+Harmless = dict[str, tuple[Any, ...]]
+
+STRUCTURE: Harmless = {
+    "response_format": ({"type": "text"},),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"), ()),
+    **dict.fromkeys(("json_schema", "regex", "ebnf", "grammar", "format"), ()),
+}
+SAMPLING: Harmless = {
+    **dict.fromkeys(("logits_processors", "logit_processors", "custom_logit_processor", "custom_params", "vllm_xargs", "samplers"), ()),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "early_stopping": (False,),
+    "no_repeat_ngram_size": (0,),
+    "typical_p": (1,),
+    "tfs_z": (1,),
+    "top_a": (0,),
+    "mirostat": (0,),
+    "dynatemp_range": (0,),
+    "xtc_probability": (0,),
+    "dry_multiplier": (0,),
+    "repeat_penalty": (1,),
+    "penalty_alpha": (),
+    "sampling_seed": (),
+    **dict.fromkeys(("bad_words", "allowed_token_ids", "stop_regex"), ([],)),
+    # Other names of what has one here.
+    **dict.fromkeys(("max_new_tokens", "max_output_tokens", "max_length", "n_predict", "num_predict"), ()),
+    **dict.fromkeys(("min_new_tokens", "min_length"), (0,)),
+    **dict.fromkeys(("stop_sequences", "options", "parameters", "generation_config", "model_kwargs", "extra_body"), ([], {})),
+}
+PROMPT: Harmless = {
+    "truncate_prompt_tokens": (),
+    "prompt_embeds": (),
+    "input_embeds": (),
+    "kv_transfer_params": (),
+    **dict.fromkeys(("lora_path", "lora_request", "adapter_id"), ()),
+}
+OUTPUT: Harmless = {
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "prompt_logprobs": (),
+    "logprob_token_ids": ([],),
+    "return_hidden_states": (False,),
+    **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids"), (False,)),
+}
+MEDIA: Harmless = {"modalities": (["text"],), "audio": (), "images": ([],)}
+COMMON: Harmless = STRUCTURE | SAMPLING | PROMPT | OUTPUT | MEDIA
+
+CHAT: Harmless = COMMON | {
+    "add_special_tokens": (False,),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "web_search_options": (),
+    "plugins": ([],),
+    "documents": ([],),
+    "chat_template": (),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "echo": (False,),
+    "best_of": (1,),
+    # Of thinking; what a template reads goes into chat_template_kwargs.
+    **dict.fromkeys(("thinking", "enable_thinking", "thinking_budget", "thinking_token_budget", "reasoning"), ()),
+    "include_reasoning": (True,),
+    "separate_reasoning": (True,),
+    "reasoning_format": (),
+    # Of other APIs: they would be part of the prompt.
+    **dict.fromkeys(("system", "instructions", "input", "prompt", "previous_response_id", "conversation"), ()),
+}
+COMPLETION: Harmless = COMMON | {"suffix": ("",), "tools": ([],), "add_special_tokens": (True,)}
+EMBEDDING: Harmless = {
+    **dict.fromkeys(("input_type", "task", "task_type", "prompt_name", "instruction", "query_instruction", "late_chunking"), ()),
+    "normalize": (True,),
+    "normalize_embeddings": (True,),
+    "embedding_type": ("float",),
+    "embedding_types": (["float"],),
+    "output_dimension": (),
+    "output_dimensionality": (),
+    "truncate_prompt_tokens": (),
+    "truncate": (),
+    "add_special_tokens": (True,),
+    "messages": (),
+    "images": ([],),
+    "output_dtype": ("float",),
+    "pooling": (),
+    "pooling_type": (),
+}
+
+# What can't change an answer, and is refused where parameters are read strictly.
+HARMLESS_BUT_STRICT: Harmless = {
+    "store": (False,),
+    "verbosity": (),
+    "prediction": (),
+}
