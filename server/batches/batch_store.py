@@ -5,6 +5,7 @@ beside it. A line's answer is stored once, and only while the batch is in progre
 from __future__ import annotations
 
 import json
+import logging
 import sqlite3
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +18,8 @@ from server.batches.database import Clock, Database
 from server.batches.file_store import OPEN_STATUSES, FileStore, StoredFile
 from server.batches.lines import encoded, no_answer, read_line
 from server.batches.validation import CheckedInput, LineError, LinePlace, check_input
+
+logger = logging.getLogger(__name__)
 
 WINDOW_SECONDS = 24 * 3600  # of the only completion window there is, "24h"
 CHUNK = 256  # rows read at once
@@ -157,6 +160,11 @@ class BatchStore:
             checked = check_input(self.files.path(batch.input_file_id), batch.endpoint, max_line_bytes, is_strict=is_strict)
         except FileNotFoundError:
             checked = CheckedInput(errors=(LineError("file_not_found", "the input file's contents are gone from the server's folder"),))
+        except OSError:
+            raise
+        except Exception:  # a fault of this program: the file won't be other the next time
+            logger.exception("the input file of batch %s can't be checked", batch.id)
+            checked = CheckedInput(errors=(LineError("internal_error", "internal error; the server's log has the details"),))
         now = int(self.now())
         with self._database.transaction() as connection:
             if checked.errors:

@@ -18,6 +18,7 @@ from server.openai.reading import Reading
 from server.openai.service import Service
 from server.openai.strict import StrictModel
 
+INVALID_UNICODE = "invalid_unicode"  # the code of a line that fails alone, whatever its batch
 LONGEST_WAIT = 1.0  # seconds between two tries at a full queue
 
 
@@ -52,10 +53,24 @@ def read_line(raw: bytes, *, is_strict: bool = False) -> tuple[str | None, Batch
         return None, error
     named = data.get("custom_id") if isinstance(data, dict) else None
     custom_id = named if isinstance(named, str) else None
+    if not _is_unicode(raw, data):
+        message = "the line holds half a surrogate pair (such as \\ud83d alone), which is no character: send the whole pair"
+        return custom_id, ApiError(400, message, code=INVALID_UNICODE)
     try:
         return custom_id, check(data, BatchLine, Reading(is_strict))
     except ApiError as error:
         return custom_id, error
+
+
+def _is_unicode(raw: bytes, data: object) -> bool:
+    """Whether what was read from `raw` can be written again: JSON can spell half of a character, anywhere."""
+    if b"\\u" not in raw:
+        return True
+    try:
+        json.dumps(data, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 async def answer_line(

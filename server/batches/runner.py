@@ -15,7 +15,7 @@ from server.backend import Unavailable
 from server.batches.answer_writer import AnswerWriter
 from server.batches.batch_store import Answer, BatchStore, StoredBatch, answer_id
 from server.batches.database import in_thread
-from server.batches.lines import BatchLine, answer_line, encoded, is_failure, read_line, request_id
+from server.batches.lines import BatchLine, answer_line, encoded, is_failure, no_answer, read_line, request_id
 from server.batches.turnstile import Pass, Turnstile
 from server.batches.validation import LinePlace
 from server.openai.caller import Caller
@@ -156,6 +156,10 @@ class BatchRunner:
                 break
             except Unavailable:  # no answer: asked again when the backend serves again, be it after the next start
                 await asyncio.sleep(RETRY_SECONDS)
+            except Exception:  # a fault of this program: the others must not be asked for it again and again
+                logger.exception("line %d of batch %s can't be answered", number, batch.id)
+                answer = no_answer(id, custom_id, "internal_error", "internal error; the server's log has the details")
+                break
         await self._writer.write(_counted(batch, number, answer))
         self._num_answered[is_failure(answer)] += 1
         self._num_left[batch.id] -= 1

@@ -1,4 +1,6 @@
-"""A batch's input file read through before any of its lines is asked: one wrong line fails the whole batch, as OpenAI has it."""
+"""A batch's input file read through before any of its lines is asked: one wrong line fails the whole batch, as OpenAI has it.
+
+A line that holds no Unicode text is none: it gets an error for its answer."""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from server.batches.lines import BatchLine, read_line
+from server.batches.lines import INVALID_UNICODE, BatchLine, read_line
 from server.openai.errors import ApiError, quoted
 
 MAX_LINES = 50_000  # OpenAI's limit
@@ -55,7 +57,7 @@ def check_input(path: Path, endpoint: str, max_line_bytes: int, *, is_strict: bo
                 return CheckedInput(errors=(*errors[: MAX_ERRORS - 1], LineError("too_many_tasks", message)))
             if place.num_bytes > max_line_bytes:
                 message = f"the line is over {max_line_bytes} bytes, the largest body that is served"
-                found: BatchLine | LineError = LineError("line_too_large", message, line=place.number)
+                found: BatchLine | LineError | None = LineError("line_too_large", message, line=place.number)
             else:
                 found = _check_line(raw, place.number, endpoint, seen, is_strict)
             if isinstance(found, LineError):
@@ -64,6 +66,8 @@ def check_input(path: Path, endpoint: str, max_line_bytes: int, *, is_strict: bo
                     break
                 continue
             lines.append(place)
+            if found is None:
+                continue
             seen.add(found.custom_id)
             model = found.body.get("model")
             models.add(model if isinstance(model, str) else None)
@@ -89,9 +93,12 @@ def _lines(file: BinaryIO, max_line_bytes: int) -> Iterator[tuple[LinePlace, byt
         position += num_bytes
 
 
-def _check_line(raw: bytes, number: int, endpoint: str, seen: set[str], is_strict: bool) -> BatchLine | LineError:
+def _check_line(raw: bytes, number: int, endpoint: str, seen: set[str], is_strict: bool) -> BatchLine | LineError | None:
+    """None for a line that is to be answered with an error of its own."""
     _, line = read_line(raw, is_strict=is_strict)
     if isinstance(line, ApiError):
+        if line.code == INVALID_UNICODE:
+            return None
         code = "invalid_json_line" if line.code == "invalid_json" else line.code or "invalid_value"
         return LineError(code, line.message, line.param, number)
     if line.url != endpoint:

@@ -20,6 +20,18 @@ def line(custom_id: object, url: str = "/v1/completions", body: object = TEXT, m
     return json.dumps({"custom_id": custom_id, "method": method, "url": url, "body": body})
 
 
+HALF = "\ud83d"  # of a surrogate pair, which JSON can spell and UTF-8 can't
+NO_UNICODE = [
+    line("half 1", body=TEXT | {"model": HALF}),
+    line(f"half 2 {HALF}"),
+    line("half 3", url=f"/v1/completions{HALF}"),
+    line("half 4", body=TEXT | {HALF: 1}),
+    line("half 5", body=TEXT | {"prompt": f"a{HALF}"}),
+    line("half 6", body=TEXT | {"metadata": {HALF: "a"}}),
+    line("half 7", method=f"POST{HALF}"),
+]
+
+
 class SimulatedClock:
     def __init__(self) -> None:
         self.seconds = 1_700_000_000.0

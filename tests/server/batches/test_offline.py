@@ -8,6 +8,7 @@ import pytest
 from server.backend import Unavailable
 from server.batches.offline import BatchFileError, BatchStopped, check_files, run_batch
 from server.openai.service import Service
+from tests.server.batches.conftest import NO_UNICODE
 from tests.server.fakes import ANSWER
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}
@@ -47,6 +48,15 @@ def test_answers_are_those_of_http(run, client):
         assert answer["response"]["status_code"] == over_http.status_code
         assert answer["response"]["request_id"]
         assert without_ids(answer["response"]["body"]) == without_ids(over_http.json())
+
+
+def test_a_line_that_is_no_unicode_fails_alone_and_is_not_asked_again(run):
+    for num_answered in (len(NO_UNICODE) + 1, 0):
+        result, answers = run(*NO_UNICODE, line("last"))
+        failed = {answer["custom_id"]: answer["error"]["code"] for answer in answers if answer["error"]}
+        assert failed == {json.loads(text)["custom_id"]: "invalid_unicode" for text in NO_UNICODE}
+        assert [answer["custom_id"] for answer in answers if answer["response"]] == ["last"]
+        assert result.num_answered == num_answered
 
 
 def without_ids(body):

@@ -12,7 +12,7 @@ from server.backend import Overloaded, Unavailable
 from server.batches.batch_store import WINDOW_SECONDS
 from server.batches.runner import PRIORITY, BatchRunner
 from server.openai.service import Service
-from tests.server.batches.conftest import TEXT, line
+from tests.server.batches.conftest import NO_UNICODE, TEXT, line
 from tests.server.fakes import ANSWER
 
 ENDED = ("completed", "failed", "expired", "cancelled")
@@ -90,6 +90,45 @@ def test_answers_are_those_of_http_in_the_inputs_order(scene):
             assert ANSWER.encode()[: 1 + int(answer["custom_id"][1:]) % 7].decode() == text
         assert [(e["custom_id"], e["response"]["status_code"], e["error"]) for e in errors] == [("c5", 400, None), ("c6", 404, None)]
         assert len({answer["id"] for answer in output + errors}) == 40
+
+    run(main())
+
+
+def test_a_line_that_is_no_unicode_fails_alone(scene, caplog):
+    """Before, one in `model` kept its batch validating for ever."""
+
+    async def main():
+        async with scene.running():
+            batch = await scene.ended(scene.create(line("a"), *NO_UNICODE, line("b")))
+        output, errors = scene.answers(batch)
+        assert (batch.status, batch.model) == ("completed", "tiny")
+        assert [answer["custom_id"] for answer in output] == ["a", "b"]
+        assert [answer["custom_id"] for answer in errors] == [json.loads(text)["custom_id"] for text in NO_UNICODE]
+        assert {answer["error"]["code"] for answer in errors} == {"invalid_unicode"}
+        assert not caplog.records
+
+    run(main())
+
+
+@pytest.mark.parametrize("broken", ["check_input", "answer_line"])
+def test_a_fault_of_the_programs_own_ends_a_batch_and_is_not_tried_again(scene, monkeypatch, caplog, broken):
+    module = "batch_store" if broken == "check_input" else "runner"
+    calls = []
+
+    def fail(*arguments):
+        calls.append(arguments)
+        raise KeyError("a bug")
+
+    async def main():
+        monkeypatch.setattr(f"server.batches.{module}.{broken}", fail)
+        async with scene.running():
+            batch = await scene.ended(scene.create(line("a")))
+        assert len(calls) == len(caplog.records) == 1
+        if broken == "check_input":
+            assert (batch.status, batch.errors[0]["code"]) == ("failed", "internal_error")
+        else:
+            _, [answer] = scene.answers(batch)
+            assert (batch.status, answer["custom_id"], answer["error"]["code"]) == ("completed", "a", "internal_error")
 
     run(main())
 
