@@ -115,7 +115,7 @@ def test_a_fault_of_the_programs_own_ends_a_batch_and_is_not_tried_again(scene, 
     module = "batch_store" if broken == "check_input" else "runner"
     calls = []
 
-    def fail(*arguments):
+    def fail(*arguments, **settings):
         calls.append(arguments)
         raise KeyError("a bug")
 
