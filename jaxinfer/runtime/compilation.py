@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax._src import compilation_cache  # whose folder JAX lets nobody stand in for
 from jax._src.config import persistent_cache_min_compile_time_secs  # alone among JAX's settings of it: a thread's own
 from jax.sharding import Mesh, NamedSharding
 
 from checkpoints.user_folders import cache_folder
-from jaxinfer.runtime.program_cache import ProgramCache
+from jaxinfer.runtime.private_folder import check_folder
+from jaxinfer.runtime.program_cache import JaxCache, ProgramCache
 from jaxinfer.runtime.program_key import UnknownOriginError, describe, surroundings
 from jaxinfer.runtime.program_key import sources as source_digest
 from sharding.mesh import is_cpu
@@ -137,12 +139,12 @@ def _kept_program(source: ProgramSource, cache: ProgramCache) -> Executable:
     except UnknownOriginError as error:
         _LOG.info("%s isn't kept: %s", source.name, error)
         return compile_program(source)
-    program = cache.by_origin(origin, devices)
+    program = cache.by_origin(origin, source.arguments, devices)
     if program is not None:
         return program
     lowered = _lower(source)
     text = lowered.as_text() + around
-    program = cache.by_text(origin, text, lowered, devices)
+    program = cache.by_text(origin, text, lowered, source.arguments, devices)
     if program is not None:
         return program
     num_hits = COUNTER.num_hits
@@ -171,22 +173,38 @@ def _compile(lowered: jax.stages.Lowered, source: ProgramSource) -> jax.stages.C
 
 
 def _program_cache() -> ProgramCache | None:
-    """Below what JAX keeps; None where it keeps nothing, or not in a folder of this machine. A program over several processes is JAX's to keep:
+    """Below what JAX caches; None where it caches nothing, or not in a folder of this machine. A program over several processes is JAX's to cache:
     what is serialised here says nothing of which devices are this process's."""
-    if jax.process_count() > 1:
-        return None
+    return _local_cache() if jax.process_count() == 1 else None
+
+
+def _local_cache() -> ProgramCache | None:
     folder = jax.config.values.get("jax_compilation_cache_dir")
     if folder is None or "://" in folder or not jax.config.values.get("jax_enable_compilation_cache"):
         return None
-    return ProgramCache.at(Path(folder) / "programs")
+    return ProgramCache.at(Path(folder) / "programs", cache_folder() / "program-cache.key")
 
 
 def use_persistent_cache() -> Path:
-    """Keep compiled programs under the user's cache directory, unless JAX was told of another. Returns the folder."""
+    """Cache compiled programs under the user's cache directory, unless JAX was told of another. Returns the folder."""
     folder = jax.config.values.get("jax_compilation_cache_dir")
     if folder is None:
         folder = str(cache_folder() / "xla")
         jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    if "://" not in folder:
+        _replace_jax_cache(_local_cache())
+        try:
+            check_folder(Path(folder))
+        except OSError:  # XLA would read what it tuned there before, whoever wrote it
+            jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
     return Path(folder)
+
+
+def _replace_jax_cache(cache: ProgramCache | None) -> None:
+    """Have JAX read and write its own entries by way of this cache: it would load any file that it finds."""
+    compilation_cache.reset_cache()
+    with compilation_cache._cache_initialized_mutex:
+        compilation_cache._cache = JaxCache(cache)
+        compilation_cache._cache_initialized = True

@@ -62,12 +62,20 @@ def test_a_surprise_is_what_a_thread_compiles_without_saying_so():
     assert TOTAL.num_compilations >= total
 
 
-def test_programs_are_kept_in_the_users_cache(monkeypatch, tmp_path):
+def test_programs_are_cached_in_the_users_cache_and_jaxs_own_beside_them(monkeypatch, tmp_path):
     kept = jax.config.jax_compilation_cache_dir
     try:
         assert use_persistent_cache() == Path(kept), "a folder that JAX was told of stays"
         jax.config.update("jax_compilation_cache_dir", None)
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        assert use_persistent_cache() == tmp_path / "jaxinfer" / "xla"
+        with monkeypatch.context() as patch:
+            patch.setenv("XDG_CACHE_HOME", str(tmp_path))
+            assert use_persistent_cache() == tmp_path / "jaxinfer" / "xla"
+            with COUNTER.compiling():
+                jax.jit(lambda x: x - 14)(np.ones(3)).block_until_ready()
     finally:
         jax.config.update("jax_compilation_cache_dir", kept)
+        use_persistent_cache()
+    files = [path for path in (tmp_path / "jaxinfer").rglob("*") if path.is_file()]
+    assert sorted({path.suffix for path in files}) == [".jax", ".key"]
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "jaxinfer/xla", tmp_path / "jaxinfer/xla/programs")} == {0o700}

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,6 +19,7 @@ import pytest
 from jaxinfer.kv_transfer.page_moves import gather, scatter
 from jaxinfer.runtime import compilation
 from jaxinfer.runtime.compilation import TOTAL, ProgramSource, compile_programs
+from jaxinfer.runtime.program_format import Origin
 from sharding.mesh import make_mesh
 from sharding.partition import replicated
 
@@ -128,10 +128,10 @@ def test_damaged_files_are_made_anew(folder, done, caplog, kind, damage):
 
 
 def test_a_folder_that_cannot_be_written_costs_only_the_next_start(folder, done, caplog, monkeypatch):
-    def full(self: Path, data: bytes) -> int:
+    def full(*arguments: object, **keywords: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(os, "replace", full)
     with caplog.at_level(logging.WARNING):
         check(compile_programs(SOURCES))
     assert "No space left on device" in caplog.text
@@ -143,24 +143,28 @@ def test_a_folder_that_cannot_be_made_stops_no_start(folder, done, caplog):
     folder.write_text("a file")
     with caplog.at_level(logging.WARNING):
         check(compile_programs(SOURCES))
-    assert "can't be kept" in caplog.text
+    assert "aren't cached in" in caplog.text
 
 
 def test_what_others_delete_or_own_stops_no_start(folder, done, monkeypatch):
     compile_programs(SOURCES)
     (folder / "gone").symlink_to(folder / "nowhere")
-    monkeypatch.setattr(os, "utime", lambda path: (_ for _ in ()).throw(PermissionError(1, "not yours")))
+    monkeypatch.setattr(os, "utime", lambda file: (_ for _ in ()).throw(PermissionError(1, "not yours")))
     del done[:]
     check(compile_programs(SOURCES))
     assert not done, "it is read all the same"
 
 
-def test_what_cannot_be_pickled_is_made_every_time(folder, done, caplog, monkeypatch):
-    monkeypatch.setattr("jaxinfer.runtime.program_cache.pickle.dumps", lambda value: 1 / 0)
-    with caplog.at_level(logging.WARNING):
+def test_what_has_no_plain_form_is_made_every_time(folder, done, caplog, monkeypatch):
+    monkeypatch.setattr("jaxinfer.runtime.program_cache.encode_origin", fail_to_encode)
+    with caplog.at_level(logging.INFO):
         check(compile_programs(SOURCES))
-    assert "can't be written" in caplog.text
+    assert "can't be cached: no plain form" in caplog.text
     assert not list(folder.iterdir())
+
+
+def fail_to_encode(origin: Origin) -> bytes:
+    raise TypeError("no plain form")
 
 
 def test_a_cache_elsewhere_than_on_this_machine_is_jaxs_alone(folder, done):
