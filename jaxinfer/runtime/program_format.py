@@ -3,10 +3,10 @@ descriptions are let in."""
 
 from __future__ import annotations
 
-import importlib
 import io
 import json
 import struct
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -134,7 +134,7 @@ def _value_of(plain: Any) -> Any:
 def _named_tuple(place: str) -> Any:
     module, _, name = place.partition(":")
     if module.partition(".")[0] in _PACKAGES and "." not in name:
-        found = getattr(importlib.import_module(module), name, None)
+        found = getattr(sys.modules.get(module), name, None)  # the program's function has imported it
         if isinstance(found, type) and issubclass(found, tuple) and hasattr(found, "_fields"):
             return found
     raise ValueError(f"{place} is no named tuple of this program's")
