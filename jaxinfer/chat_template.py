@@ -9,6 +9,7 @@ from functools import cache, cached_property
 from typing import Any
 
 from jinja2 import TemplateError, meta, nodes
+from jinja2.compiler import CodeGenerator, Frame
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -16,6 +17,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from jaxinfer.request import RequestError
+from jaxinfer.untrusted_text import Marks, joined
 
 _GIVEN = ("messages", "tools", "documents", "add_generation_prompt")
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one thing; templates read the first, GPT-OSS's the second
@@ -44,9 +46,11 @@ class ChatTemplate:
         documents: Sequence[Mapping[str, Any]] | None = None,
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
+        marks: Marks | None = None,
     ) -> str:
         """The prompt text. `tools` are JSON schemas as OpenAI's API has them; `variables` are the template's own (enable_thinking, ...).
-        With `continue_final_message` the prompt ends where the last message's text does.
+        With `continue_final_message` the prompt ends where the last message's text does. `marks` are put into all that is given, and
+        are still in the prompt.
 
         Raises `RequestError` for a model without a template and for what the template refuses.
         """
@@ -59,8 +63,11 @@ class ChatTemplate:
         source = self._source_for(tools)
         try:
             chat = [_with_reasoning(_plain({k: v for k, v in message.items() if v is not None})) for message in messages]
+            given = {"tools": _plain(tools), "documents": _plain(documents), **_plain(variables or {})}
+            if marks is not None:
+                chat, given = marks.mark_messages(chat), {name: marks.mark(value) for name, value in given.items()}
+            given = self._special_tokens | given
             final = _mark_final(chat, source) if continue_final_message else ""
-            given = {"tools": _plain(tools), "documents": _plain(documents), **self._special_tokens, **_plain(variables or {})}
             text = self._compiled(source)(messages=chat, add_generation_prompt=add_generation_prompt, **given)
         except RequestError:
             raise
@@ -77,6 +84,17 @@ class ChatTemplate:
     def reads(self, variable: str) -> bool:
         """Whether there is anything in it that the variable could change; also if there is no template, or a broken one."""
         return self._variables is None or variable in self._variables
+
+    @cached_property
+    def literals(self) -> str:
+        """All text that it writes or looks for; empty if there is no template, or a broken one."""
+        try:
+            trees = [_environment().parse(source) for source in self._sources.values()]
+        except TemplateError:
+            return ""
+        written = [data.data for tree in trees for data in tree.find_all(nodes.TemplateData)]
+        constants = [str(constant.value) for tree in trees for constant in tree.find_all(nodes.Const)]
+        return "\n".join([*written, *constants, *self._special_tokens.values()])
 
     @cached_property
     def _variables(self) -> set[str] | None:
@@ -143,8 +161,24 @@ def _cut_at_mark(text: str, final: str) -> str:
     return text[:at] if text[at : at + len(_MARK)] == _MARK else text[:at].rstrip()
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+class _CodeGenerator(CodeGenerator):
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
+        """Of `a ~ b`, by the environment's own `concat`."""
+        self.write("environment.concat([")
+        for part in node.nodes:
+            self.write("str(")
+            self.visit(part, frame)
+            self.write("), ")
+        self.write("])")
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    code_generator_class = _CodeGenerator
+    concat = staticmethod(joined)
+
+
+def _environment() -> _Environment:
+    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     environment.filters["tojson"] = _to_json
     environment.globals |= {"raise_exception": _refuse, "strftime_now": _strftime_now, "dict": _Dict(), "namespace": _Namespace}
     return environment

@@ -56,6 +56,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "jaxinfer.tokenizer",
         "jaxinfer.detokenizer",
         "jaxinfer.chat_template",
+        "jaxinfer.untrusted_text",
     ),
 )
 TWINS = tuple(permutations(("jaxinfer.prefill", "jaxinfer.decode", "jaxinfer.encode"), 2))  # none imports another
@@ -71,6 +72,7 @@ JAX_FREE = (
     "jaxinfer/detokenizer.py",
     "jaxinfer/tokenizer/*.py",
     "jaxinfer/chat_template.py",
+    "jaxinfer/untrusted_text.py",
     "jaxinfer/kv_cache/spec.py",
     "jaxinfer/kv_cache/allocator.py",
     "jaxinfer/kv_cache/radix_cache.py",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,10 @@ from jaxinfer.tokenizer.folder import read_folder
 from jaxinfer.tokenizer.gguf import read_gguf
 from jaxinfer.tokenizer.length import length_bound
 from jaxinfer.tokenizer.sentencepiece import SPACE
+from jaxinfer.untrusted_text import ControlTokens, PromptText
+
+_LINE = "\n"
+_PARTS_AT_ONCE = 1024  # of a text that is cut, whose encodings take memory
 
 
 class TextTooLong(RequestError):
@@ -66,9 +72,14 @@ class Tokenizer:
         Raises `TextTooLong` for a text of more than `max_tokens`, where its length tells it before any work, and `RequestError` for
         text that is not Unicode (half a surrogate pair, which JSON can spell).
         """
+        cuts = text.cuts if isinstance(text, PromptText) else ()
+        if cuts and add_special_tokens:
+            raise ValueError("a chat's prompt has its special tokens already: encode it with add_special_tokens=False")
         if max_tokens is not None and (num_tokens := self._bound.min_tokens(text, max_tokens)) > max_tokens:
             raise TextTooLong(f"at least {num_tokens} tokens", max_tokens)
         try:
+            if cuts:
+                return self._encode_apart(text, cuts, max_tokens)
             # A batch of one: a text alone is encoded with the interpreter's lock held.
             [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except (UnicodeEncodeError, TypeError) as error:
@@ -78,6 +89,31 @@ class Tokenizer:
         if max_tokens is not None and len(encoding) > max_tokens:
             raise TextTooLong(f"{len(encoding)} tokens", max_tokens)
         return encoding.ids
+
+    def _encode_apart(self, text: str, cuts: Sequence[int], max_tokens: int | None) -> list[int]:
+        """The token ids of the text between the cuts."""
+        ids: list[int] = []
+        bounds = [0, *cuts, len(text)]
+        for first in range(0, len(bounds) - 1, _PARTS_AT_ONCE):
+            # Some tokenizers put a space before a text: not before the rest of one, which begins on a line of its own instead.
+            parts = [(_LINE if start else "", text[start:end]) for start, end in pairwise(bounds[first : first + _PARTS_AT_ONCE + 1])]
+            encodings = self._backend.encode_batch_fast([line + part for line, part in parts], add_special_tokens=False)
+            for encoding, (line, part) in zip(encodings, parts, strict=True):
+                ids += self._without_line(encoding.ids, part) if line else encoding.ids
+            if max_tokens is not None and len(ids) > max_tokens:
+                raise TextTooLong(f"at least {len(ids)} tokens", max_tokens)
+        return ids
+
+    def _without_line(self, ids: list[int], part: str) -> list[int]:
+        """The ids of a line's end and the part after it, without the former."""
+        line_ids = self._line_ids
+        if ids[: len(line_ids)] == line_ids:
+            return ids[len(line_ids) :]
+        return self._backend.encode(part, add_special_tokens=False).ids  # they were joined
+
+    @functools.cached_property
+    def _line_ids(self) -> list[int]:
+        return self._backend.encode(_LINE, add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The ids' text; bytes that are not UTF-8 become U+FFFD, ids outside the vocabulary nothing."""
@@ -126,10 +162,12 @@ class Tokenizer:
         """The prompt of a conversation, by the model's template; encode it with `add_special_tokens=False`: it has them already.
 
         `tools`, `documents` and `continue_final_message` as `ChatTemplate.render` has them; `chat_template_kwargs` are further
-        variables that the template reads, such as enable_thinking. Raises `RequestError` for a model without a template and for
-        what the template refuses.
+        variables that the template reads, such as enable_thinking. What is given never becomes a control token: `encode` reads
+        `<|im_end|>` in a message as any other text. Raises `RequestError` for a model without a template and for what the template
+        refuses.
         """
-        return self._template.render(
+        render = partial(
+            self._template.render,
             messages,
             add_generation_prompt,
             tools=tools,
@@ -137,3 +175,35 @@ class Tokenizer:
             continue_final_message=continue_final_message,
             variables=chat_template_kwargs,
         )
+        text = render()
+        marks = self._control_tokens.marks((messages, tools, documents, chat_template_kwargs))
+        return PromptText(text) if marks is None else self._control_tokens.prompt(text, render(marks=marks), marks)
+
+    @functools.cached_property
+    def _control_tokens(self) -> ControlTokens:
+        """Special tokens, and others that the template writes; the model's own words may hold the latter, if they don't begin turns."""
+        added = self._backend.get_added_tokens_decoder().values()
+        literals = self._template.literals
+        # Others are there for text, such as spaces and HTML's tags.
+        visible = {t.content for t in added if not t.special and _is_marker(t.content) and t.content in literals}
+        turns = self._turn()
+        answers = {token for token in visible if turns is not None and (token not in turns or _is_tag(token, visible))}
+        return ControlTokens({t.content for t in added if t.special} | visible, answers)
+
+    def _turn(self) -> str | None:
+        """Of plain turns the prompt; None where the template refuses them."""
+        turns = [{"role": role, "content": ""} for role in ("user", "assistant", "user")]
+        try:
+            return self._template.render(turns, True)
+        except RequestError:
+            return None
+
+
+def _is_tag(token: str, tokens: set[str]) -> bool:
+    """Whether it is one of a pair such as <think> and </think>."""
+    name = token.removeprefix("<").removeprefix("/")
+    return {f"<{name}", f"</{name}"} <= tokens
+
+
+def _is_marker(token: str) -> bool:
+    return not token[0].isalnum() and not token[-1].isalnum() and any(map(str.isalnum, token))
