@@ -10,14 +10,33 @@ from typing import Any
 
 _PUBLIC = {
     "LLM": "jaxinfer.llm",
+    "AsyncLLM": "jaxinfer.async_llm",
     "Embedder": "jaxinfer.embedder",
     "Engine": "jaxinfer.engine",
     "EngineConfig": "jaxinfer.config",
     "SamplingParams": "jaxinfer.request",
     "RequestOutput": "jaxinfer.request",
+    "OutputDelta": "jaxinfer.request",
+    "RequestError": "jaxinfer.request",
+    "ConfigError": "jaxinfer.config",
+    "EngineClosedError": "jaxinfer.engine_access",
+    "EngineFailedError": "jaxinfer.engine_thread",
 }
 
-__all__ = ["LLM", "Embedder", "Engine", "EngineConfig", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "ConfigError",
+    "Embedder",
+    "Engine",
+    "EngineClosedError",
+    "EngineConfig",
+    "EngineFailedError",
+    "OutputDelta",
+    "RequestError",
+    "RequestOutput",
+    "SamplingParams",
+]
 
 
 def __getattr__(name: str) -> Any:

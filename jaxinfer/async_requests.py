@@ -6,7 +6,9 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 
 from jaxinfer.encode.texts import Embedded, TokenIds
-from jaxinfer.engine_loop import EngineLoop, Event, Failed, NewRequest
+from jaxinfer.engine_loop import EngineLoop
+from jaxinfer.engine_thread import NewRequest
+from jaxinfer.listeners import Event, Failed
 from jaxinfer.request import OutputDelta
 
 
@@ -15,13 +17,8 @@ class AsyncRequests:
 
     def __init__(self, engine_loop: EngineLoop) -> None:
         self._engine_loop = engine_loop
-        self._event_loop = asyncio.get_running_loop()
+        self.event_loop = asyncio.get_running_loop()
         self._waiting: dict[str, asyncio.Queue[Event]] = {}  # by request id
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether nobody waits for anything."""
-        return not self._waiting
 
     async def stream(self, request: NewRequest) -> AsyncGenerator[OutputDelta]:
         """A request's deltas. Raises what `EngineLoop.submit` raises, and what the request fails by. Closing it early, or cancelling the task
@@ -67,7 +64,7 @@ class AsyncRequests:
     def deliver(self, events: list[Event]) -> None:
         """See `Listener`."""
         try:
-            self._event_loop.call_soon_threadsafe(self._sort, events)
+            self.event_loop.call_soon_threadsafe(self._sort, events)
         except RuntimeError:  # the event loop is closed, and with it who waited
             self._engine_loop.abort([event.request_id for event in events])
 

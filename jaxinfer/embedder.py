@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,18 +11,21 @@ from jaxtyping import Float32
 from jaxinfer.assembly import split_cpu
 from jaxinfer.config import EngineConfig
 from jaxinfer.encode.loading import load_encoder
-from jaxinfer.encode.texts import Text, cut
+from jaxinfer.encode.texts import Embedded, Text, TextReader, TokenIds, cut
 from jaxinfer.encode.worker import EncodeWorker
+from jaxinfer.engine_access import EngineAccess
+from jaxinfer.engine_loop import EngineLoop
+from jaxinfer.listeners import Answers, Failed
+from jaxinfer.prompts import as_prompts
+from jaxinfer.request import ANYONE, OutputDelta, RequestContext, SamplingParams
 from jaxinfer.runtime.compilation import use_persistent_cache
 from jaxinfer.runtime.device_clock import DeviceClock
 from jaxinfer.stats import EngineStats
 
-_REQUEST_ID = "embed"
-
 
 class Embedder:
     """`Embedder(model=..., dtype=..., prefill_devices=..., cpu_devices=...)`: an encoder as `embedding_model` names it, and settings of
-    `EngineConfig` by their names. Blocks until it is ready. Raises `ConfigError`, `CheckpointError` or `UnsupportedModelError`."""
+    `EngineConfig` by their names. Blocks until it is ready; then any thread's. Raises `ConfigError`, `CheckpointError` or `UnsupportedModelError`."""
 
     def __init__(self, model: str = "minilm", **settings: Any) -> None:
         config = EngineConfig.of(embedding_model=model, **settings)
@@ -30,36 +33,68 @@ class Embedder:
         use_persistent_cache()
         split_cpu(config.devices.cpu_devices)
         self._worker = load_encoder(config, self.stats, DeviceClock())
-        self.tokenizer = self._worker.reader.tokenizer
-        self.embedding_size = self._worker.reader.embedding_size
-        self.max_tokens = self._worker.reader.max_tokens  # of a text
+        self._reader, self._engine_loop = self._worker.reader, EngineLoop(_EncoderAlone(self._worker))
+        self.tokenizer = self._reader.tokenizer
+        self.embedding_size = self._reader.embedding_size
+        self.max_tokens = self._reader.max_tokens  # of a text
 
-    def embed(self, texts: Text | Sequence[Text], *, dimensions: int | None = None) -> Float32[np.ndarray, "N D"]:
+    def embed(self, texts: Text | Iterable[Text], *, dimensions: int | None = None) -> Float32[np.ndarray, "N D"]:
         """A row for each text (or its token ids), in the texts' order; of length 1 where the model normalises.
 
         `dimensions` keeps that many of each embedding and brings it to length 1 again. Raises `RequestError` for the first text that
         is empty or too long, before any is computed.
         """
-        return embed(self._worker, texts, dimensions)
+        self._engine_loop.check()
+        return embed(self._engine_loop, self._reader, texts, dimensions)
 
 
-def embed(worker: EncodeWorker, texts: Text | Sequence[Text], dimensions: int | None) -> Float32[np.ndarray, "N D"]:
-    """See `Embedder.embed`. The worker must have nothing else to do."""
-    reader = worker.reader
-    reader.check_dimensions(dimensions)
-    several = _as_texts(texts)
-    if not several:
+def embed(engine_loop: EngineLoop, reader: TextReader, texts: Text | Iterable[Text], dimensions: int | None) -> Float32[np.ndarray, "N D"]:
+    """See `Embedder.embed`."""
+    token_lists = read_texts(reader, texts, dimensions)
+    if not token_lists:
         return np.empty((0, dimensions or reader.embedding_size), np.float32)
-    worker.add(_REQUEST_ID, reader.read(several, "texts"))
+    answers, request_id = Answers(), engine_loop.new_id()
+    is_done = False
     try:
-        while True:
-            for done in worker.step():
-                return cut(done.embeddings, dimensions)
+        engine_loop.embed(request_id, token_lists, answers)
+        [event] = answers.get()
+        if isinstance(event, Failed):
+            raise event.error
+        assert isinstance(event, Embedded)
+        is_done = True
+        return cut(event.embeddings, dimensions)
     finally:
-        worker.abort(_REQUEST_ID)  # if it was interrupted
+        if not is_done:
+            engine_loop.abort([request_id], wait=True)
 
 
-def _as_texts(texts: Text | Sequence[Text]) -> Sequence[Text]:
-    if isinstance(texts, str) or (len(texts) and isinstance(texts[0], int)):
-        return [texts]  # type: ignore[list-item]
-    return texts  # type: ignore[return-value]
+def read_texts(reader: TextReader, texts: Text | Iterable[Text], dimensions: int | None) -> list[TokenIds]:
+    """Token ids of what `Embedder.embed` is given; none for no text. Raises `RequestError` as that does."""
+    reader.check_dimensions(dimensions)
+    several = as_prompts(texts, "texts")
+    return reader.read(several, "texts") if several else []
+
+
+class _EncoderAlone:
+    """An engine that has no language model. See `Drivable`."""
+
+    has_requests = has_work = False
+    shares_mesh = True
+
+    def __init__(self, encode: EncodeWorker) -> None:
+        self.access = EngineAccess()
+        self.encode: EncodeWorker | None = encode
+
+    def add_request(
+        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, context: RequestContext = ANYONE
+    ) -> None:
+        raise AssertionError
+
+    def step(self) -> list[OutputDelta]:
+        return []
+
+    def abort(self, request_id: str) -> bool:
+        return False
+
+    def close(self) -> None:
+        self.access.close()

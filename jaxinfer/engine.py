@@ -48,7 +48,7 @@ class Engine:
         self._prefilled: list[Sequence] = []  # hand-offs that wait for decode pages, in turn
         self._deadlines: list[tuple[float, str]] = []  # a heap
         self._num_arrived = 0
-        self.access = EngineAccess()
+        self.access = EngineAccess(lambda: self.has_requests)
         self._output = OutputBuilder(self.tokenizer, self.stats, self.config.schedule)
         self._update_gauges()
 

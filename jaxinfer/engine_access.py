@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from jaxinfer.request import RequestError
 
-_DRAIN_SECONDS = 1.0  # a loop whose last request has ended still reads the steps under way
+_DRAIN_SECONDS = 1.0  # in which a driver whose last request has ended reads the steps that are still under way
 
 
 class EngineClosedError(RequestError):
@@ -22,7 +22,8 @@ class EngineAccess:
     """`with access.call():` around each call that touches the engine. A thread that drives it for longer holds it by `drive`, and calls of
     other threads raise `RequestError` meanwhile instead of taking its tokens."""
 
-    def __init__(self) -> None:
+    def __init__(self, has_requests: Callable[[], bool] = lambda: False) -> None:
+        self._has_requests = has_requests
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._driver: int | None = None  # the thread in `drive`
@@ -57,7 +58,7 @@ class EngineAccess:
     def _await_driver(self) -> None:
         deadline = time.monotonic() + _DRAIN_SECONDS
         while self._driver is not None:
-            if time.monotonic() > deadline:
+            if self._has_requests() or time.monotonic() > deadline:
                 raise RequestError(
                     "another thread drives this engine, for requests of an LLM, an AsyncLLM or a server: send requests by these, or wait "
                     "until those under way have ended"

@@ -1,10 +1,11 @@
-"""LLM: offline, blocking generation over an engine in this process."""
+"""LLM: blocking generation over an engine in this process, from any number of threads."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import queue
+import threading
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from typing import Any, overload
 
 import numpy as np
@@ -14,13 +15,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from jaxinfer.config import ConfigError, EngineConfig
 from jaxinfer.embedder import embed
-from jaxinfer.encode.texts import Text
+from jaxinfer.encode.texts import Text, TextReader
 from jaxinfer.engine import Engine
+from jaxinfer.engine_loop import EngineLoop
+from jaxinfer.generation import Generation, RequestReader
+from jaxinfer.listeners import Failed
 from jaxinfer.plain_forward import PlainForward
-from jaxinfer.request import RequestError, RequestOutput, SamplingParams
-
-Prompt = str | Sequence[int]
-Message = Mapping[str, Any]
+from jaxinfer.prompts import Message, Prompt
+from jaxinfer.request import OutputDelta, RequestOutput, SamplingParams
 
 _LONG_WORK = 16  # prompts from which a progress bar is shown unless asked otherwise
 
@@ -28,8 +30,10 @@ _LONG_WORK = 16  # prompts from which a progress bar is shown unless asked other
 class LLM:
     """`LLM(model=..., kv_memory=..., ...)`: any setting of `EngineConfig` by its name, or a whole `config`.
 
-    Blocks until the engine is ready. Raises `ConfigError`, `CheckpointError` or `UnsupportedModelError`. As a context manager it closes
-    itself in the end, which only an LLM with `kv_disk` needs.
+    Blocks until the engine is ready. Raises `ConfigError`, `CheckpointError` or `UnsupportedModelError`. Every method is any thread's, and
+    threads share the engine's batches. Ctrl+C ends the waiting: the call's requests are aborted, and the LLM stays usable. As a context
+    manager it closes itself in the end. After that, and in a forked child, every call raises `EngineClosedError`, a `RequestError`; once a
+    step has failed, `EngineFailedError`.
     """
 
     def __init__(self, model: str = "default", *, config: EngineConfig | None = None, **settings: Any) -> None:
@@ -37,7 +41,10 @@ class LLM:
             raise ConfigError("config is a whole configuration: give it alone, or settings by their names instead")
         self.engine = Engine(config or EngineConfig.of(model=model, **settings))
         self.tokenizer = self.engine.tokenizer
-        self._num_calls = 0
+        self.engine_loop = EngineLoop(self.engine)
+        self.reader = RequestReader(self.engine, self.engine_loop)
+        self._plain_forward: PlainForward | None = None
+        self._making_plain_forward = threading.Lock()
 
     def __enter__(self) -> LLM:
         return self
@@ -46,13 +53,14 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Save what the prefix cache keeps to `kv_disk`, if there is one, which takes some seconds at most. Nothing may be asked afterwards."""
-        self.engine.close()
+        """End what other threads wait for, by `EngineClosedError`; save what the prefix cache keeps to `kv_disk`, if there is one, which takes
+        some seconds at most. Closing again is of no effect."""
+        self.engine_loop.close()
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Prompt | Iterable[Prompt],
+        params: SamplingParams | Iterable[SamplingParams] | None = None,
         *,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
@@ -61,21 +69,8 @@ class LLM:
         `params` is one for all or one for each. `progress` shows a bar on stderr; None: for long work only. Raises `RequestError`
         for the first prompt that can't be served, before any is started.
         """
-        several = _as_prompts(prompts)
-        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(several)
-        if len(each) != len(several):
-            raise RequestError(f"{len(each)} sampling parameters for {len(several)} prompts: give one, or one for each", "params")
-        token_lists = [self.tokenizer.encode(p, max_tokens=self.engine.max_model_len) if isinstance(p, str) else list(p) for p in several]
-        for token_ids, of_prompt in zip(token_lists, each, strict=True):
-            self.engine.validate(token_ids, of_prompt)
-        outputs: dict[str, RequestOutput] = {}
-        for prompt, token_ids, of_prompt in zip(several, token_lists, each, strict=True):
-            request_id = f"generate-{self._num_calls}"
-            self._num_calls += 1
-            self.engine.add_request(request_id, token_ids, of_prompt)
-            outputs[request_id] = RequestOutput.empty(request_id, prompt if isinstance(prompt, str) else None, token_ids, of_prompt)
-        self._run(outputs, len(outputs) >= _LONG_WORK if progress is None else progress)
-        return list(outputs.values())
+        generation = self.reader.read(prompts, params)
+        return self._complete(generation, len(generation.requests) >= _LONG_WORK if progress is None else progress)
 
     @overload
     def chat(self, messages: Sequence[Message], params: SamplingParams | None = None, **template: Any) -> RequestOutput: ...
@@ -89,34 +84,49 @@ class LLM:
         `template`: what `Tokenizer.render_chat` takes further, such as `tools`. Raises `RequestError` where there is no message,
         or the template refuses one.
         """
-        if not messages:
-            raise RequestError("messages is empty: give at least one message", "messages")
-        is_one = isinstance(messages[0], Mapping)
-        conversations = [messages] if is_one else messages
-        texts = [self.tokenizer.render_chat(conversation, **template) for conversation in conversations]
-        # The template writes the special tokens itself.
-        token_lists = [self.tokenizer.encode(text, add_special_tokens=False, max_tokens=self.engine.max_model_len) for text in texts]
-        outputs = self.generate(token_lists, params or SamplingParams(max_tokens=None))
-        for output, text in zip(outputs, texts, strict=True):
-            output.prompt = text
+        generation, is_one = self.reader.read_chat(messages, params, template)
+        outputs = self._complete(generation, len(generation.requests) >= _LONG_WORK)
         return outputs[0] if is_one else outputs
 
-    def embed(self, texts: Text | Sequence[Text], *, dimensions: int | None = None) -> Float32[np.ndarray, "N D"]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[OutputDelta]:
+        """Continue one prompt: deltas as they come, each with the `text` and `token_ids` of a step, the last with a `finish_reason`.
+
+        Starts with the first delta that is asked for. Closing the iterator early, also by leaving the loop over it, aborts the request.
+        Raises `RequestError` at once for a prompt that can't be served.
+        """
+        return self.engine_loop.stream(self.reader.read_one(prompt, params))
+
+    def stream_chat(self, messages: Sequence[Message], params: SamplingParams | None = None, **template: Any) -> Generator[OutputDelta]:
+        """Answer a conversation as `chat` does, with deltas as of `stream`."""
+        return self.engine_loop.stream(self.reader.read_conversation(messages, params, template))
+
+    def embed(self, texts: Text | Iterable[Text], *, dimensions: int | None = None) -> Float32[np.ndarray, "N D"]:
         """A row for each text (or its token ids), by the `embedding_model`; of length 1 where that model's are. See `Embedder.embed`.
 
         Raises `RequestError` for a text that is empty or too long, and `ConfigError` for an LLM without an embedding model.
         """
+        return embed(self.engine_loop, self.text_reader(), texts, dimensions)
+
+    def text_reader(self) -> TextReader:
+        """The embedding model's. Raises `ConfigError` without one, and as any call after the end."""
+        self.engine_loop.check()
         if self.engine.encode is None:
             raise ConfigError("this LLM has no embedding model: make it with embedding_model, such as LLM(embedding_model='minilm')")
-        return embed(self.engine.encode, texts, dimensions)
+        return self.engine.encode.reader
 
     def logits(self, token_ids: Sequence[int]) -> Float[np.ndarray, "T V"]:
         """float32 scores over the vocabulary of what follows each token, from the plain forward pass: no cache, no batch.
 
         Compiles on the first use of a length (rounded up to a power of two).
         """
+        self.engine_loop.check()
         self.engine.validate(token_ids, SamplingParams(max_tokens=0))
-        return self._plain_forward.logits(list(token_ids))
+        with self._making_plain_forward:
+            if self._plain_forward is None:
+                self._plain_forward = self.engine.plain_forward()
+        run = self._plain_forward.prepare(list(token_ids))
+        # Programs that exchange data over a mesh must all be launched by one thread; compiling and waiting is for the caller's.
+        return np.asarray(self.engine_loop.call(run))[: len(token_ids)]
 
     def logprobs(self, token_ids: Sequence[int]) -> Float[np.ndarray, " T"]:
         """Natural-log probability of each token given those before it, from the plain forward pass; NaN for the first."""
@@ -125,42 +135,32 @@ class LLM:
         chosen = shifted[np.arange(len(logits)), list(token_ids)[1:]] - np.log(np.exp(shifted).sum(axis=-1))
         return np.concatenate([[np.nan], chosen]).astype(np.float32)
 
-    @cached_property
-    def _plain_forward(self) -> PlainForward:
-        return self.engine.plain_forward()
-
-    def _run(self, outputs: dict[str, RequestOutput], shows_progress: bool) -> None:
-        finished = False
+    def _complete(self, generation: Generation, shows_progress: bool) -> list[RequestOutput]:
+        ended: queue.SimpleQueue[RequestOutput | Failed] = queue.SimpleQueue()
+        generation.on_end = ended.put
+        is_complete = False
         try:
-            with _progress(len(outputs), shows_progress) as advance:
-                while not all(output.is_finished for output in outputs.values()):
-                    for delta in self.engine.step():
-                        output = outputs[delta.request_id]
-                        output.add(delta)
-                        if output.is_finished:
-                            advance(len(delta.token_ids))
-            finished = True
+            with _progress(len(generation.requests), shows_progress) as advance:
+                self.engine_loop.submit(generation.requests, generation)
+                for _ in generation.requests:
+                    end = ended.get()
+                    if isinstance(end, Failed):
+                        raise end.error
+                    advance()
+            is_complete = True
         finally:
-            if not finished:  # interrupted: leave nothing behind in the engine
-                for request_id in outputs:
-                    self.engine.abort(request_id)
-
-
-def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, np.ndarray):
-        prompts = prompts.tolist()
-    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return [prompt.tolist() if isinstance(prompt, np.ndarray) else prompt for prompt in prompts]  # type: ignore[misc]
+            if not is_complete:  # interrupted, perhaps: leave nothing behind in the engine
+                self.engine_loop.abort(generation.request_ids, wait=True)
+        return generation.outputs
 
 
 @contextmanager
 def _progress(total: int, shown: bool) -> Iterator[Any]:
     """Gives a function to be called once for each finished request."""
     if not shown:
-        yield lambda num_tokens: None
+        yield lambda: None
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task("requests", total=total)
-        yield lambda num_tokens: bar.advance(task)
+        yield lambda: bar.advance(task)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,13 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
+from jax.stages import Compiled
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.kv_cache.pages import Pages
 from jaxinfer.layers.attention import Attend, How
 from jaxinfer.layers.latent_attention import expanded
 from jaxinfer.models.base import run_part
-from jaxinfer.runtime.compilation import Executable, ProgramSource, compile_program
+from jaxinfer.runtime.compilation import ProgramSource, compile_program
 from jaxinfer.runtime.template import ModelTemplate, Weights
 from pallas_kernels.seen import first_seen
 from sharding.mesh import TENSOR
@@ -28,31 +30,42 @@ _SHORTEST = 32  # tokens; lengths are rounded up to powers of two, so that few p
 
 
 class PlainForward:
-    """Compiles on first use of a length, and says nothing of it to the engine's count of compilations after ready."""
+    """Compiles on first use of a length, and says nothing of it to the engine's count of compilations after ready. Any thread's."""
 
     def __init__(self, stages: Sequence[tuple[ModelTemplate, Mesh]], weights: Sequence[Weights]) -> None:
         self._stages, self._weights = tuple(stages), tuple(weights)
-        self._programs: dict[tuple[int, int], Executable] = {}
+        self._programs: dict[int, list[Compiled]] = {}  # the stages' by length
+        self._compiling = threading.Lock()
 
     def logits(self, token_ids: list[int]) -> Float[np.ndarray, "T V"]:
         """float32 scores of what follows each token."""
-        length = len(token_ids)
-        padded_length = max(_SHORTEST, 1 << math.ceil(math.log2(length)))
-        padded = np.zeros(padded_length, np.int32)
-        padded[:length] = token_ids
-        handed: Any = padded
-        for number, ((_, mesh), weights) in enumerate(zip(self._stages, self._weights, strict=True)):
-            handed = jax.device_put(handed, replicated(mesh))
-            if (number, padded_length) not in self._programs:
-                self._programs[number, padded_length] = self._compile(number, handed)
-            handed = self._programs[number, padded_length](weights, handed)
-        return np.asarray(handed)[:length]
+        return np.asarray(self.prepare(token_ids)())[: len(token_ids)]
 
-    def _compile(self, number: int, handed: Array) -> Executable:
-        template, mesh = self._stages[number]
-        like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), (self._weights[number], handed))
-        name = f"plain forward/{len(handed)} stage {number + 1}"
-        return compile_program(ProgramSource(name, partial(_forward, template, mesh), like, mesh))
+    def prepare(self, token_ids: list[int]) -> Callable[[], Float[Array, "P V"]]:
+        """Compile what is needed, and return a function that starts the pass and returns its scores, of places after the last token too."""
+        padded_length = max(_SHORTEST, 1 << math.ceil(math.log2(len(token_ids))))
+        padded = np.zeros(padded_length, np.int32)
+        padded[: len(token_ids)] = token_ids
+        with self._compiling:
+            if padded_length not in self._programs:
+                self._programs[padded_length] = self._compile(padded_length)
+        return partial(self._run, self._programs[padded_length], padded)
+
+    def _run(self, programs: list[Compiled], handed: Any) -> Any:
+        for (_, mesh), weights, program in zip(self._stages, self._weights, programs, strict=True):
+            handed = program(weights, jax.device_put(handed, replicated(mesh)))
+        return handed
+
+    def _compile(self, padded_length: int) -> list[Compiled]:
+        programs: list[Compiled] = []
+        handed: Any = jax.ShapeDtypeStruct((padded_length,), np.int32)
+        for number, ((template, mesh), weights) in enumerate(zip(self._stages, self._weights, strict=True), 1):
+            of_weights = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), weights)
+            like = (of_weights, jax.ShapeDtypeStruct(handed.shape, handed.dtype, sharding=replicated(mesh)))
+            name = f"plain forward/{padded_length} stage {number}"
+            programs.append(compile_program(ProgramSource(name, partial(_forward, template, mesh), like, mesh)))
+            handed = programs[-1].out_info
+        return programs
 
 
 def _forward(template: ModelTemplate, mesh: Mesh, weights: Weights, handed: Int[Array, " T"] | Float[Array, "T D"]) -> Float[Array, "T X"]:

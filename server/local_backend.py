@@ -11,7 +11,8 @@ from jaxinfer.async_requests import AsyncRequests
 from jaxinfer.encode.texts import Embedded, TokenIds
 from jaxinfer.engine import Engine
 from jaxinfer.engine_access import EngineClosedError
-from jaxinfer.engine_loop import EngineLoop, Heartbeat, NewRequest
+from jaxinfer.engine_loop import EngineLoop
+from jaxinfer.engine_thread import Heartbeat, NewRequest
 from jaxinfer.request import ANYONE, OutputDelta, RequestContext, RequestError, SamplingParams
 from jaxinfer.stats import EngineStats
 from server.admission import Admissions

@@ -24,11 +24,13 @@ ARROWS: dict[str, tuple[str, ...]] = {
 
 # jaxinfer from top to bottom: a module imports from its own layer or lower ones.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("jaxinfer", "jaxinfer.llm"),
+    ("jaxinfer", "jaxinfer.llm", "jaxinfer.async_llm", "jaxinfer.generation"),
     (
         "jaxinfer.engine",
         "jaxinfer.engine_access",
         "jaxinfer.engine_loop",
+        "jaxinfer.engine_thread",
+        "jaxinfer.listeners",
         "jaxinfer.async_requests",
         "jaxinfer.embedder",
         "jaxinfer.assembly",
@@ -51,6 +53,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "jaxinfer.layers.heads",
         "jaxinfer.sequence",
         "jaxinfer.request",
+        "jaxinfer.prompts",
         "jaxinfer.config",
         "jaxinfer.stats",
         "jaxinfer.tokenizer",
@@ -65,6 +68,7 @@ TWINS = tuple(permutations(("jaxinfer.prefill", "jaxinfer.decode", "jaxinfer.enc
 JAX_FREE = (
     "jaxinfer/__init__.py",
     "jaxinfer/request.py",
+    "jaxinfer/prompts.py",
     "jaxinfer/config.py",
     "jaxinfer/stats.py",
     "jaxinfer/sequence.py",

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 
@@ -114,7 +118,7 @@ def test_an_interrupted_call_leaves_nothing_behind(embedder, monkeypatch):
         nonlocal num_steps
         num_steps += 1
         if num_steps == 3:
-            raise KeyboardInterrupt
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
         return step(**how)
 
     monkeypatch.setattr(worker, "step", interrupted)
@@ -122,6 +126,13 @@ def test_an_interrupted_call_leaves_nothing_behind(embedder, monkeypatch):
         embedder.embed(TOKENS * 50)
     expected = unit(GOLDEN.tiny_mean)
     np.testing.assert_allclose(embedder.embed(TOKENS[::-1]), expected[::-1], atol=1e-5)
+
+
+def test_any_number_of_threads_get_their_own(embedder):
+    expected = unit(GOLDEN.tiny_mean)
+    with ThreadPoolExecutor(6) as pool:
+        rows = list(pool.map(lambda number: embedder.embed(TOKENS[number % len(TOKENS)]), range(60)))
+    np.testing.assert_allclose(np.concatenate(rows), np.stack([expected[i % len(TOKENS)] for i in range(60)]), atol=1e-5)
 
 
 def test_settings_are_the_engines(embedders):

@@ -67,6 +67,7 @@ def check_spans(spec: PageSpec, table: list[int], num_tokens: int) -> None:
 
 def assert_all_free(engine: Engine) -> None:
     """Nothing is left of any request but, perhaps, a step under way when the last one ended."""
+    engine.access.call()  # waits for the end of what an LLM's thread does
     audit(engine)
     while engine.has_work:
         assert engine.step() == []

@@ -122,21 +122,3 @@ def test_a_bad_prompt_among_good_ones_starts_none(llm):
     assert llm.engine.stats.num_requests == requests
     assert llm.generate([]) == []
     assert llm.generate("fine", SamplingParams(max_tokens=2))[0].is_finished
-
-
-def test_an_interrupted_call_leaves_nothing_behind(llm, monkeypatch):
-    taken = 0
-
-    def step():
-        nonlocal taken
-        taken += 1
-        if taken == 5:
-            raise KeyboardInterrupt
-        return original()
-
-    original = llm.engine.step
-    monkeypatch.setattr(llm.engine, "step", step)
-    with pytest.raises(KeyboardInterrupt):
-        llm.generate(["one", "two", "three"], SamplingParams(max_tokens=50, n=2))
-    monkeypatch.undo()
-    assert_all_free(llm.engine)

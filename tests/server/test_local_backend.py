@@ -231,7 +231,7 @@ def test_stopping_finishes_what_runs_and_refuses_the_rest():
         await asyncio.wait_for(stopping, 5)
         assert engine.is_closed
         assert engine.threads == {"engine"}
-        assert not any(thread.name == "engine" for thread in threading.enumerate())
+        assert not backend._engine_loop._thread.is_alive()
 
     asyncio.run(run())
 

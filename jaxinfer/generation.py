@@ -1,0 +1,98 @@
+"""What LLM and AsyncLLM share: prompts and parameters become requests, and their deltas become outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+from jaxinfer.engine import Engine
+from jaxinfer.engine_loop import EngineLoop
+from jaxinfer.engine_thread import NewRequest
+from jaxinfer.listeners import Event, Failed
+from jaxinfer.prompts import Message, Prompt, as_conversations, as_params, as_prompts
+from jaxinfer.request import OutputDelta, RequestError, RequestOutput, SamplingParams
+
+
+class Generation:
+    """One call's requests and their outputs. As their listener it adds deltas in the engine's thread, where it also calls `on_end` with each
+    output that is finished, or with the `Failed` in its place: nobody is woken for a delta."""
+
+    def __init__(self, requests: list[NewRequest], outputs: list[RequestOutput]) -> None:
+        self.requests = requests
+        self.outputs = outputs
+        self.on_end: Callable[[RequestOutput | Failed], None] = lambda end: None
+        self._by_id = {output.request_id: output for output in outputs}
+
+    @property
+    def request_ids(self) -> list[str]:
+        return [request.request_id for request in self.requests]
+
+    def deliver(self, events: list[Event]) -> None:
+        """See `Listener`."""
+        for event in events:
+            if isinstance(event, OutputDelta):
+                output = self._by_id[event.request_id]
+                output.add(event)
+                if event.finish_reason is not None and output.is_finished:
+                    self.on_end(output)
+            elif isinstance(event, Failed):
+                self.on_end(event)
+
+
+class RequestReader:
+    """Makes the requests of calls. Any thread's."""
+
+    def __init__(self, engine: Engine, engine_loop: EngineLoop) -> None:
+        self._engine, self._engine_loop = engine, engine_loop
+
+    def read(self, prompts: Prompt | Iterable[Prompt], params: SamplingParams | Iterable[SamplingParams] | None) -> Generation:
+        """Requests in the prompts' order. Raises `RequestError` for the first that can't be served, and what `EngineLoop.check` raises."""
+        self._engine_loop.check()  # before the tokenizer's threads, which don't survive a fork either
+        several = as_prompts(prompts, "prompts")
+        encode = partial(self._engine.tokenizer.encode, max_tokens=self._engine.max_model_len)
+        texts = [prompt if isinstance(prompt, str) else None for prompt in several]
+        return self._read(texts, [encode(prompt) if isinstance(prompt, str) else prompt for prompt in several], params)
+
+    def read_one(self, prompt: Prompt, params: SamplingParams | None) -> NewRequest:
+        """The request of one prompt. Raises as `read` does, also for several prompts."""
+        requests = self.read(prompt, params).requests
+        if len(requests) != 1:
+            raise RequestError(f"there are {len(requests)} prompts: stream one at a time, in a thread or task of its own", "prompts")
+        return requests[0]
+
+    def read_chat(
+        self, messages: Sequence[Message] | Sequence[Sequence[Message]], params: SamplingParams | None, template: dict[str, Any]
+    ) -> tuple[Generation, bool]:
+        """Requests of conversations, and whether it was one alone. Raises `RequestError` where there is no message, or the template refuses one."""
+        self._engine_loop.check()
+        conversations, is_one = as_conversations(messages)
+        tokenizer = self._engine.tokenizer
+        texts = [tokenizer.render_chat(conversation, **template) for conversation in conversations]
+        # The template writes the special tokens itself.
+        most = self._engine.max_model_len
+        token_lists = [tokenizer.encode(text, add_special_tokens=False, max_tokens=most) for text in texts]
+        return self._read(texts, token_lists, params or SamplingParams(max_tokens=None)), is_one
+
+    def read_conversation(self, messages: Sequence[Message], params: SamplingParams | None, template: dict[str, Any]) -> NewRequest:
+        """The request of one conversation. Raises as `read_chat` does, also for several."""
+        generation, is_one = self.read_chat(messages, params, template)
+        if not is_one:
+            raise RequestError(f"there are {len(generation.requests)} conversations: stream one at a time", "messages")
+        return generation.requests[0]
+
+    def _read(
+        self, texts: Sequence[str | None], token_lists: list[list[int]], params: SamplingParams | Iterable[SamplingParams] | None
+    ) -> Generation:
+        each = as_params(params, len(token_lists))
+        requests, outputs = [], []
+        for number, (text, token_ids, of_prompt) in enumerate(zip(texts, token_lists, each, strict=True)):
+            try:
+                self._engine.validate(token_ids, of_prompt)
+            except RequestError as error:
+                if len(token_lists) == 1:
+                    raise
+                raise RequestError(f"of {len(token_lists)} prompts number {number}: {error}", error.param, error.code) from None
+            requests.append(NewRequest(self._engine_loop.new_id(), token_ids, of_prompt))
+            outputs.append(RequestOutput.empty(requests[-1].request_id, text, token_ids, of_prompt))
+        return Generation(requests, outputs)
