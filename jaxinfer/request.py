@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 MAX_TOP_LOGPROBS = 20  # alternatives a step can report; the compiled programs return this many, OpenAI's limit too
 MAX_LOGIT_BIAS = 300  # entries of `logit_bias`, OpenAI's limit
+MAX_STOP = 16  # entries of `stop`
+MAX_STOP_CHARACTERS = 1000  # of each
 MAX_STOP_TOKENS = 32  # entries of `stop_token_ids`
 MAX_N = 128  # sequences of one request, OpenAI's limit
 
@@ -107,6 +109,10 @@ class SamplingParams:
             raise RequestError(f"stop_token_ids has {len(self.stop_token_ids)} entries: at most {MAX_STOP_TOKENS}", "stop_token_ids")
         for token in self.stop_token_ids:
             _integer("stop_token_ids", token, 0, 2**31 - 1)
+        if len(self.stop) > MAX_STOP:
+            raise RequestError(f"stop has {len(self.stop)} entries: at most {MAX_STOP}", "stop")
+        if longest := max((len(s) for s in self.stop if isinstance(s, str) and len(s) > MAX_STOP_CHARACTERS), default=0):
+            raise RequestError(f"stop has a string of {longest} characters: at most {MAX_STOP_CHARACTERS}", "stop")
         if any(not isinstance(s, str) or not s for s in self.stop):
             raise RequestError(f"stop is {list(self.stop)!r}: each stop string must be a non-empty string", "stop")
 

@@ -47,7 +47,7 @@ class ServerConfig:
     write_timeout: float = _flag(300.0, "seconds in which a client must take at least a byte of what is sent to it")
     request_timeout: float | None = _flag(None, "most seconds a request may take, whatever its timeout says; then it is given up")
     usage_log: str | None = _flag(None, "file to append a JSON line to for each request: whose it was, its tokens, its device time")
-    max_body_size: str = _flag("32MiB", "largest request body; above it a request is answered 413")
+    max_body_size: str = _flag("4MiB", "largest request body, which is read while nothing else runs; above it a request is answered 413")
     batch_dir: str | None = _flag(None, "folder to keep /v1/files and /v1/batches in, one server's alone; none: both are off")
     max_file_size: str = _flag("200MiB", "largest file that may be uploaded to /v1/files")
     strict_parameters: bool = _flag(

@@ -10,9 +10,10 @@ from pydantic import BaseModel, Field
 
 from server.backend import Overloaded, Unavailable
 from server.openai import chat, completions
-from server.openai.body import check, read_json
+from server.openai.body import check
 from server.openai.caller import UNKNOWN, Caller
 from server.openai.errors import ApiError, from_exception
+from server.openai.json_text import read_json
 from server.openai.protocol import ChatRequest, CompletionRequest
 from server.openai.reading import Reading
 from server.openai.service import Service

@@ -26,7 +26,7 @@ from server.config import ServerConfig
 from server.metrics import live_numbers, metrics_text
 from server.openai import chat, completions, embeddings
 from server.openai.batches import CreateBatch, add_batches
-from server.openai.body import parse, read_body, reading
+from server.openai.body import read
 from server.openai.caller import ANONYMOUS
 from server.openai.errors import ApiError, from_exception, quoted
 from server.openai.files import add_files
@@ -97,7 +97,7 @@ def _add_api(app: FastAPI, service: Service) -> None:
         "/v1/chat/completions", response_model=ChatCompletion, responses=errors | streamed, openapi_extra=documented_body(ChatRequest)
     )
     async def chat_completions(request: Request) -> Response:
-        body = parse(await read_body(request, config.max_body_bytes), ChatRequest, reading(request, config))
+        body = await read(request, config, ChatRequest)
         if body.stream:
             return await event_stream(request, chat.stream(service, body, request.state.caller))
         answer = await until_disconnected(request.receive, chat.respond(service, body, request.state.caller))
@@ -105,7 +105,7 @@ def _add_api(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/completions", response_model=Completion, responses=errors | streamed, openapi_extra=documented_body(CompletionRequest))
     async def text_completions(request: Request) -> Response:
-        body = parse(await read_body(request, config.max_body_bytes), CompletionRequest, reading(request, config))
+        body = await read(request, config, CompletionRequest)
         if body.stream:
             return await event_stream(request, completions.stream(service, body, request.state.caller))
         answer = await until_disconnected(request.receive, completions.respond(service, body, request.state.caller))
@@ -113,7 +113,7 @@ def _add_api(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/embeddings", response_model=EmbeddingList, responses=errors, openapi_extra=documented_body(EmbeddingRequest))
     async def text_embeddings(request: Request) -> Response:
-        body = parse(await read_body(request, config.max_body_bytes), EmbeddingRequest, reading(request, config))
+        body = await read(request, config, EmbeddingRequest)
         answer = await until_disconnected(request.receive, embeddings.respond(service, body, request.state.caller))
         return Response(await asyncio.to_thread(answer.model_dump_json), media_type="application/json")
 

@@ -11,7 +11,7 @@ from server.batches.batch_store import BatchStore, StoredBatch, UnknownFile
 from server.batches.database import in_thread
 from server.batches.runner import BatchRunner
 from server.config import ServerConfig
-from server.openai.body import check, parse, read_body, reading
+from server.openai.body import check, read
 from server.openai.errors import ApiError, quoted
 from server.openai.files import ExpiresAfter
 from server.openai.schema import documented_body, documented_errors, documented_query
@@ -124,7 +124,7 @@ def add_batches(app: FastAPI, store: BatchStore, runner: BatchRunner, config: Se
 
     @app.post("/v1/batches", responses=documented_errors(400, 401, 413, 500, 503), openapi_extra=documented_body(CreateBatch))
     async def create_batch(request: Request) -> BatchObject:
-        body = parse(await read_body(request, config.max_body_bytes), CreateBatch, reading(request, config))
+        body = await read(request, config, CreateBatch)
         seconds = None if body.output_expires_after is None else body.output_expires_after.seconds
         try:
             batch = await in_thread(store.create, request.state.caller.tenant, body.input_file_id, body.endpoint, body.metadata, seconds)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from functools import partial
 from typing import TypeVar
 
 from fastapi import Request
@@ -11,10 +11,14 @@ from starlette.types import Message
 
 from server.config import ServerConfig
 from server.openai.errors import ApiError, from_exception, from_validation, joined
+from server.openai.json_text import read_json
 from server.openai.reading import IGNORED, Reading
 from server.openai.strict import StrictModel
+from server.openai.text_work import work_on
 
 Body = TypeVar("Body", bound=BaseModel)
+
+_BYTES_A_CHARACTER = 8  # that are read in the time in which one character is tokenized
 
 
 async def read_body(request: Request, limit: int) -> bytes:
@@ -56,25 +60,17 @@ def reading(request: Request, config: ServerConfig) -> Reading:
     return request.state.reading
 
 
+async def read(request: Request, config: ServerConfig, model: type[Body]) -> Body:
+    """The request's body as `model`. Raises `ApiError` 413 for one that is `limited`'s, and 400 saying what is wrong with another."""
+    raw = await read_body(request, config.max_body_bytes)
+    return await work_on(len(raw) // _BYTES_A_CHARACTER, partial(parse, raw, model, reading(request, config)))
+
+
 def parse(raw: bytes, model: type[Body], reading: Reading | None = None) -> Body:
     """The body as `model`. Raises `ApiError` 400 saying what is wrong with it."""
     if not raw:
         raise ApiError(400, "the body is empty: send a JSON object", code="invalid_json")
     return check(read_json(raw, "the body"), model, reading)
-
-
-def read_json(raw: bytes, what: str) -> object:
-    """The value of a JSON text. Raises `ApiError` 400 for anything else."""
-    try:
-        return json.loads(raw, parse_float=_number)
-    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, a number too long, nested too deep
-        raise ApiError(400, f"{what} is not valid JSON: {error}", code="invalid_json") from None
-
-
-def _number(text: str) -> int | float:
-    """JSON has one kind of number: 3.0 is as whole as 3."""
-    number = float(text)
-    return int(number) if number.is_integer() and abs(number) < 2**53 else number
 
 
 def check(data: object, model: type[Body], reading: Reading | None = None) -> Body:

@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 MAX_FAULTS = 8  # of one body, told in one error
 
+MAX_PARAM = 80  # characters of a parameter's name, which may be the client's own
 _SHORT = reprlib.Repr()  # a message quotes the client's value, which may be megabytes
 _SHORT.maxstring = _SHORT.maxother = 80
 
@@ -51,7 +52,7 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         # Both may quote the client, whose JSON can smuggle lone surrogates that UTF-8 can't hold.
-        self.message, self.param = _encodable(message), None if param is None else _encodable(param)
+        self.message, self.param = _encodable(message), None if param is None else _encodable(param[:MAX_PARAM])
         self.status, self.code, self.type, self.headers = status, code, type, dict(headers or {})
 
     def body(self) -> dict[str, Any]:
@@ -119,6 +120,9 @@ def _from_details(details: ErrorDetails, model: type[BaseModel]) -> ApiError:
             return ApiError(400, f"the body is {quoted(details['input'])}: it must be a JSON object", code="invalid_type")
         case "too_short" | "string_too_short":
             return ApiError(400, f"{param} is {quoted(details['input'])}: it must not be empty", param=param, code="invalid_value")
+        case "too_long":
+            most = details["ctx"]["max_length"]
+            return ApiError(400, f"{param} has over {most} entries: at most {most}", param=param, code="invalid_value")
         case kind:
             message = details["msg"].removeprefix("Value error, ").replace("Input should", "it must")
             code = "invalid_type" if kind.endswith("_type") else "invalid_value"

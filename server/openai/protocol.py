@@ -8,20 +8,24 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, Tag, model_validator
 
-from jaxinfer.request import MAX_LOGIT_BIAS, MAX_N, MAX_STOP_TOKENS, MAX_TOP_LOGPROBS, RequestError, SamplingParams
+from jaxinfer.request import MAX_LOGIT_BIAS, MAX_N, MAX_STOP, MAX_STOP_TOKENS, MAX_TOP_LOGPROBS, RequestError, SamplingParams
 from server.openai.errors import quoted
 from server.openai.messages import AnyMessage, Tool
 from server.openai.strict import NonEmpty, StrictModel, documented, one_of
 from server.openai.unsupported import CHAT, COMPLETION, EMBEDDING, HARMLESS_BUT_STRICT
 
 MAX_INT = 2**31 - 1
+MAX_INPUTS = 2048  # texts in one request, OpenAI's limit
+MAX_MESSAGES = 2048  # as many as OpenAI takes
+MAX_TOOLS = 128  # OpenAI's limit
+MAX_TEMPLATE_KWARGS = 64
 
 ServiceTier = Literal["auto", "default", "flex", "priority"]
 TIERS: dict[str, int] = {"auto": 0, "default": 0, "flex": 10, "priority": -10}  # the priority of each; lower goes first
 
 
 Stop = Annotated[
-    Annotated[NonEmpty, Tag("<string>")] | Annotated[list[NonEmpty], Tag("<strings>")],
+    Annotated[NonEmpty, Tag("<string>")] | Annotated[list[NonEmpty], Field(max_length=MAX_STOP, fail_fast=True), Tag("<strings>")],
     one_of("a string or a list of strings", str="<string>", list="<strings>", list_str="<strings>"),
 ]
 
@@ -121,10 +125,14 @@ class ChatRequest(SamplingBody):
     unsupported = CHAT
     unsupported_if_strict = HARMLESS_BUT_STRICT
 
-    messages: list[AnyMessage] = Field(min_length=1)
-    tools: list[Tool] | None = documented(description="shown to the model by its chat template; what it calls is in the answer's text")
+    messages: list[AnyMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = documented(
+        description="shown to the model by its chat template; what it calls is in the answer's text"
+    )
     reasoning_effort: NonEmpty | None = documented(description="for templates that read it; without effect on others")
-    chat_template_kwargs: dict[str, Any] | None = documented(description="variables of the model's chat template: enable_thinking, ...")
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_TEMPLATE_KWARGS)] | None = documented(
+        description="variables of the model's chat template: enable_thinking, ..."
+    )
     max_tokens: int | None = documented(minimum=1, maximum=MAX_INT, description="by default what the context holds")
     max_completion_tokens: int | None = documented(minimum=1, maximum=MAX_INT, description="the newer name of max_tokens")
     logprobs: bool | None = None
@@ -162,12 +170,12 @@ def _one_each(prompt: Any) -> Any:
     return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
 
 
-TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=MAX_INT)]], Field(min_length=1)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=MAX_INT)]], Field(min_length=1, fail_fast=True)]
 Prompt = Annotated[
     Annotated[NonEmpty, Tag("<string>")]
-    | Annotated[list[NonEmpty], Field(min_length=1), Tag("<strings>")]
+    | Annotated[list[NonEmpty], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True), Tag("<strings>")]
     | Annotated[TokenIds, Tag("<tokens>")]
-    | Annotated[list[TokenIds], Field(min_length=1), Tag("<token lists>")],
+    | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True), Tag("<token lists>")],
     one_of(
         "a string, a list of strings, a list of token ids or a list of such lists",
         str="<string>",
@@ -177,9 +185,6 @@ Prompt = Annotated[
         list_list="<token lists>",
     ),
 ]
-
-
-MAX_INPUTS = 2048  # OpenAI's limit
 
 
 class EmbeddingRequest(StrictModel):
@@ -193,12 +198,6 @@ class EmbeddingRequest(StrictModel):
         minimum=1, description="that many of each embedding, brought to length 1 again; at most the model's"
     )
     user: Any = documented(description="without effect")
-
-    @model_validator(mode="after")
-    def _check_number(self) -> Self:
-        if len(self.inputs) > MAX_INPUTS:
-            raise RequestError(f"input has {len(self.inputs)} texts: at most {MAX_INPUTS} in one request", "input")
-        return self
 
     @property
     def inputs(self) -> list[str] | list[list[int]]:

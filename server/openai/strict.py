@@ -10,6 +10,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field
 from jaxinfer.request import RequestError
 from server.openai.reading import Reading, meant, not_implemented
 
+MAX_NAMES = 256  # in an object that a request's model reads; it has some fifty
+
 
 def documented(**keywords: Any) -> Any:
     """An optional field with its range in the OpenAPI page. Null means the same as leaving it out, as OpenAI has it."""
@@ -71,6 +73,8 @@ class StrictModel(BaseModel):
     def _read(cls, data: Any, info: ValidationInfo) -> Any:
         if not isinstance(data, dict):
             return data
+        if len(data) > MAX_NAMES:
+            raise RequestError(f"an object with {len(data)} keys was sent: at most {MAX_NAMES}", None, "invalid_value")
         reading = info.context if isinstance(info.context, Reading) else Reading()
         kept = _read_names(cls, data, reading)
         if reading.refusals and reading is not info.context:  # nobody is there to tell them

@@ -1,0 +1,79 @@
+"""JSON texts of strangers: what would take long to read is refused before it is read, for nobody else runs meanwhile.
+
+Python reads JSON in one go, with the interpreter's lock held. Long strings are quick, many values are not.
+"""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+
+from server.openai.errors import ApiError
+
+MAX_VALUES = 300_000  # numbers, strings, lists and objects of one text: 10 ms of reading, as much of checking
+MAX_OBJECTS = 10_000  # of them lists and objects, each of which takes as long as thirty numbers
+MAX_KEYS = 20_000  # of all objects together
+MAX_KEY = 256  # characters
+MAX_DEPTH = 64  # of lists and objects in each other
+_SMALL = 64 * 1024  # bytes that can't hold too many values
+
+
+def read_json(raw: bytes, what: str) -> object:
+    """The value of a JSON text. Raises `ApiError` 400 for anything else, and for what is beyond the bounds above."""
+    try:
+        _check_structure(raw, what)
+        return json.loads(raw.decode("utf-8-sig"), parse_float=_number, object_pairs_hook=_object)
+    except _LongKey as error:
+        raise ApiError(400, f"{what} has a key of {error.length} characters: at most {MAX_KEY}", code="invalid_json") from None
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, a number too long
+        raise ApiError(400, f"{what} is not valid JSON: {error}", code="invalid_json") from None
+
+
+class _LongKey(Exception):
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+
+def _number(text: str) -> int | float:
+    """JSON has one kind of number: 3.0 is as whole as 3."""
+    number = float(text)
+    return int(number) if number.is_integer() and abs(number) < 2**53 else number
+
+
+def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    for key, _ in pairs:
+        if len(key) > MAX_KEY:
+            raise _LongKey(len(key))
+    return dict(pairs)
+
+
+def _check_structure(raw: bytes, what: str) -> None:
+    """Raises `ApiError` for a text of too many values, or too deep. Of one that is no JSON at all it says nothing."""
+    if len(raw) <= _SMALL and raw.count(b"[") + raw.count(b"{") <= MAX_DEPTH:
+        return
+    if b"\\" in raw:  # escaped backslashes first: what is left of them escapes a quote
+        raw = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
+    if raw.count(b'"') > 2 * (MAX_VALUES + MAX_KEYS):
+        raise _too_much(what, f"over {MAX_VALUES} values", MAX_VALUES)
+    structure = b"".join(raw.split(b'"')[::2]).translate(None, _NO_STRUCTURE)  # outside strings
+    num_opened, num_keys = structure.count(b"[") + structure.count(b"{"), structure.count(b":")
+    num_values = len(structure) - num_opened - num_keys  # a comma or an end for each
+    for number, most, kind in ((num_values, MAX_VALUES, "values"), (num_opened, MAX_OBJECTS, "objects"), (num_keys, MAX_KEYS, "keys")):
+        if number > most:
+            raise _too_much(what, f"{number} {kind}", most)
+    if (depth := _depth(structure)) > MAX_DEPTH:
+        raise _too_much(what, f"{depth} lists and objects in each other", MAX_DEPTH)
+
+
+def _too_much(what: str, measure: str, most: int) -> ApiError:
+    return ApiError(400, f"{what} has {measure}: at most {most} in one request", code="body_too_complex")
+
+
+_NO_STRUCTURE = bytes(set(range(256)) - set(b"[]{},:"))
+_STEPS = np.zeros(256, np.int8)
+_STEPS[list(b"[{")], _STEPS[list(b"]}")] = 1, -1
+
+
+def _depth(structure: bytes) -> int:
+    return int(np.cumsum(_STEPS[np.frombuffer(structure, np.uint8)], dtype=np.int32).max(initial=0))
