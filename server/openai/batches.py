@@ -14,6 +14,7 @@ from server.config import ServerConfig
 from server.openai.body import check, read
 from server.openai.errors import ApiError, quoted
 from server.openai.files import ExpiresAfter
+from server.openai.responses import OrAbsent
 from server.openai.schema import documented_body, documented_errors, documented_query
 from server.openai.strict import StrictModel, Text
 
@@ -75,22 +76,22 @@ class BatchObject(BaseModel):
     id: str
     object: Literal["batch"] = "batch"
     endpoint: str
-    model: str | None
-    errors: BatchErrors | None
+    model: OrAbsent[str] = None
+    errors: OrAbsent[BatchErrors] = None
     input_file_id: str
     completion_window: str
     status: Status
-    output_file_id: str | None
-    error_file_id: str | None
+    output_file_id: OrAbsent[str] = None
+    error_file_id: OrAbsent[str] = None
     created_at: int
-    in_progress_at: int | None
+    in_progress_at: OrAbsent[int] = None
     expires_at: int
-    finalizing_at: int | None
-    completed_at: int | None
-    failed_at: int | None
-    expired_at: int | None
-    cancelling_at: int | None
-    cancelled_at: int | None
+    finalizing_at: OrAbsent[int] = None
+    completed_at: OrAbsent[int] = None
+    failed_at: OrAbsent[int] = None
+    expired_at: OrAbsent[int] = None
+    cancelling_at: OrAbsent[int] = None
+    cancelled_at: OrAbsent[int] = None
     request_counts: RequestCounts
     usage: BatchUsage
     metadata: dict[str, str] | None
@@ -114,8 +115,8 @@ class BatchObject(BaseModel):
 class BatchList(BaseModel):
     object: Literal["list"] = "list"
     data: list[BatchObject]
-    first_id: str | None
-    last_id: str | None
+    first_id: OrAbsent[str] = None
+    last_id: OrAbsent[str] = None
     has_more: bool
 
 

@@ -13,6 +13,7 @@ from server.batches.database import in_thread
 from server.batches.file_store import FileStore, StoredFile
 from server.openai.body import check, limited
 from server.openai.errors import ApiError, quoted
+from server.openai.responses import OrAbsent
 from server.openai.schema import documented_errors, documented_query
 from server.openai.strict import StrictModel
 
@@ -48,11 +49,10 @@ class FileObject(BaseModel):
     object: Literal["file"] = "file"
     bytes: int
     created_at: int
-    expires_at: int | None
+    expires_at: OrAbsent[int] = None
     filename: str
     purpose: str
     status: Literal["processed"] = "processed"
-    status_details: None = None
 
     @classmethod
     def of(cls, file: StoredFile) -> Self:
@@ -69,8 +69,8 @@ class FileObject(BaseModel):
 class FileList(BaseModel):
     object: Literal["list"] = "list"
     data: list[FileObject]
-    first_id: str | None
-    last_id: str | None
+    first_id: OrAbsent[str] = None
+    last_id: OrAbsent[str] = None
     has_more: bool
 
 

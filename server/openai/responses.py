@@ -1,14 +1,19 @@
-"""The answers of OpenAI's API as pydantic models. Stream chunks are written without the fields that were not set."""
+"""The answers of OpenAI's API as pydantic models. Stream chunks are written without the fields that were not set.
+
+A null is written only where OpenAI's schema has one: clients with types of their own take no other."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal, TypeVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from server.usage import RequestUsage, device_seconds
 
 FinishedBy = Literal["stop", "length"]
+
+Value = TypeVar("Value")
+OrAbsent = Annotated[Value | None, Field(exclude_if=lambda value: value is None)]
 
 
 class CachedTokens(BaseModel):
@@ -79,7 +84,6 @@ class ChatCompletion(BaseModel):
     choices: list[ChatChoice]
     usage: Usage
     service_tier: str | None = None  # the one it was served in; null for a priority between the tiers
-    system_fingerprint: str | None = None
 
 
 class ChatDelta(BaseModel):
@@ -128,7 +132,7 @@ class Completion(BaseModel):
     created: int
     model: str
     choices: list[CompletionChoice]
-    service_tier: str | None = None
+    service_tier: OrAbsent[str] = None
     usage: Usage | None = None
 
 

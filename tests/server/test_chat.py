@@ -26,7 +26,6 @@ def test_a_chat_is_answered_in_openais_shape(client, backend, tokenizer):
     assert answer == {
         "object": "chat.completion",
         "model": "tiny",
-        "system_fingerprint": None,
         "choices": [
             {"index": 0, "message": {"role": "assistant", "content": ANSWER, "refusal": None}, "logprobs": None, "finish_reason": "stop"}
         ],
