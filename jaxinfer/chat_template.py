@@ -85,6 +85,10 @@ class ChatTemplate:
         """Whether there is anything in it that the variable could change; also if there is no template, or a broken one."""
         return self._variables is None or variable in self._variables
 
+    def mentions(self, name: str, tools: Sequence[Mapping[str, Any]] | None) -> bool:
+        """Whether the template for these tools has the name anywhere; also if there is none."""
+        return not self._sources or name in self._source_for(tools)
+
     @cached_property
     def literals(self) -> str:
         """All text that it writes or looks for; empty if there is no template, or a broken one."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
+from jaxinfer.conversation import render_conversation
 from jaxinfer.engine import Engine
 from jaxinfer.engine_loop import EngineLoop
 from jaxinfer.engine_thread import NewRequest
@@ -68,7 +69,7 @@ class RequestReader:
         self._engine_loop.check()
         conversations, is_one = as_conversations(messages)
         tokenizer = self._engine.tokenizer
-        texts = [tokenizer.render_chat(conversation, **template) for conversation in conversations]
+        texts = [render_conversation(tokenizer, conversation, **template) for conversation in conversations]
         # The template writes the special tokens itself.
         most = self._engine.max_model_len
         token_lists = [tokenizer.encode(text, add_special_tokens=False, max_tokens=most) for text in texts]

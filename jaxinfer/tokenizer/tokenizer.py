@@ -149,6 +149,10 @@ class Tokenizer:
         """Whether the model's chat template has any use for one of `render_chat`'s `chat_template_kwargs`."""
         return self._template.reads(variable)
 
+    def template_mentions(self, name: str, tools: Sequence[Mapping[str, Any]] | None) -> bool:
+        """Whether the model's chat template for these tools has the name anywhere; also if there is none."""
+        return self._template.mentions(name, tools)
+
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -158,7 +162,7 @@ class Tokenizer:
         documents: Sequence[Mapping[str, Any]] | None = None,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> str:
+    ) -> PromptText:
         """The prompt of a conversation, by the model's template; encode it with `add_special_tokens=False`: it has them already.
 
         `tools`, `documents` and `continue_final_message` as `ChatTemplate.render` has them; `chat_template_kwargs` are further
@@ -167,17 +171,28 @@ class Tokenizer:
         refuses.
         """
         render = partial(
-            self._template.render,
+            self.render_text,
             messages,
             add_generation_prompt,
             tools=tools,
             documents=documents,
             continue_final_message=continue_final_message,
-            variables=chat_template_kwargs,
+            chat_template_kwargs=chat_template_kwargs,
         )
         text = render()
         marks = self._control_tokens.marks((messages, tools, documents, chat_template_kwargs))
         return PromptText(text) if marks is None else self._control_tokens.prompt(text, render(marks=marks), marks)
+
+    def render_text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **given: Any,
+    ) -> str:
+        """What `render_chat` gives as text alone, in which nothing tells the template's control tokens from what was said."""
+        return self._template.render(messages, add_generation_prompt, variables=chat_template_kwargs, **given)
 
     @functools.cached_property
     def _control_tokens(self) -> ControlTokens:

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from jaxinfer.conversation import render_conversation
 from jaxinfer.request import OutputDelta, RequestContext, RequestError, RequestOutput, SamplingParams
 from jaxinfer.tokenizer import Tokenizer
 from server.openai.caller import UNKNOWN, Caller, asked, tier_of
 from server.openai.logprobs import chat_logprobs
-from server.openai.messages import AssistantTurn, for_template, size_for_template
+from server.openai.messages import for_template, size_for_template
 from server.openai.protocol import ChatRequest
 from server.openai.reading import IGNORED, not_implemented
 from server.openai.responses import AssistantMessage, ChatChoice, ChatChunk, ChatChunkChoice, ChatCompletion, ChatDelta, Usage
@@ -55,14 +56,8 @@ def _render(tokenizer: Tokenizer, body: ChatRequest) -> str:
     if tools is not None and not tokenizer.reads_tools:
         raise RequestError("the model's chat template has no use for tools: leave them out", "tools", "unsupported_parameter")
     variables = _variables(tokenizer, body)
-    try:
-        return tokenizer.render_chat([for_template(message) for message in body.messages], tools=tools, chat_template_kwargs=variables)
-    except RequestError:
-        if not any(isinstance(message, AssistantTurn) and message.tool_calls for message in body.messages):
-            raise
-        # Most templates read the arguments of calls as objects; DeepSeek's joins them as text.
-        messages = [for_template(message, arguments_as_text=True) for message in body.messages]
-        return tokenizer.render_chat(messages, tools=tools, chat_template_kwargs=variables)
+    messages = [for_template(message) for message in body.messages]
+    return render_conversation(tokenizer, messages, tools=tools, chat_template_kwargs=variables)
 
 
 def _variables(tokenizer: Tokenizer, body: ChatRequest) -> dict[str, Any] | None:

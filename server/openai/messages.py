@@ -96,9 +96,8 @@ class ToolCall(StrictModel):
     type: Literal["function"] | None = "function"
     function: CalledFunction
 
-    def for_template(self, arguments_as_text: bool) -> dict[str, Any]:
-        arguments = self.function.arguments if arguments_as_text else self.function.as_object()
-        return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
+    def for_template(self) -> dict[str, Any]:
+        return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": self.function.arguments}}
 
 
 class AssistantTurn(StrictModel):
@@ -153,12 +152,12 @@ AnyMessage = Annotated[
 ]
 
 
-def for_template(message: ChatMessage | AssistantTurn | ToolTurn, arguments_as_text: bool = False) -> dict[str, Any]:
-    """As chat templates read a message: text content, 'developer' under its older name, the arguments of calls as objects or as text."""
+def for_template(message: ChatMessage | AssistantTurn | ToolTurn) -> dict[str, Any]:
+    """As chat templates read a message: text content, 'developer' under its older name."""
     content = message.content if isinstance(message.content, str | None) else "".join(part.text for part in message.content)
     fields: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": content, "name": message.name}
     if isinstance(message, AssistantTurn) and message.tool_calls:
-        fields["tool_calls"] = [call.for_template(arguments_as_text) for call in message.tool_calls]
+        fields["tool_calls"] = [call.for_template() for call in message.tool_calls]
     if isinstance(message, AssistantTurn):
         fields["reasoning_content"] = message.thoughts
     if isinstance(message, ToolTurn):
