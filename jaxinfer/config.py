@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from decimal import Decimal
+from numbers import Integral
 from typing import Any
 
 from sharding.layout import Parallel
@@ -100,9 +101,11 @@ class CacheConfig:
     prefix_cache: bool = _flag(True, "keep the pages of finished requests, for those that start with the same tokens")
     session_seconds: float = _flag(300.0, "how long pages that a session used (x-session-affinity) are kept ahead of others")
     kv_memory: str = _flag(
-        "auto", "KV page memory of each mesh, such as 512MiB; auto: 512MiB on CPU, 85% of what weights leave free on GPU"
+        "auto", "KV page memory of each mesh, such as 512MiB; auto: 512MiB on CPU, 85% of what weights leave free on GPU", is_size=True
     )
-    kv_host_memory: str | None = _flag(None, "host memory for KV pages that the devices had no room to keep, such as 8GiB; 0: none")
+    kv_host_memory: str | None = _flag(
+        None, "host memory for KV pages that the devices had no room to keep, such as 8GiB; 0: none", is_size=True
+    )
     kv_disk: str | None = _flag(
         None, "PATH:SIZE of a file for KV pages behind host memory, such as /var/cache/kv.bin:20GiB; used again after a restart"
     )
@@ -254,6 +257,12 @@ def parse_bytes(name: str, text: str) -> int:
     return int(Decimal(match.group(1)) * _UNITS[match.group(2).upper()])
 
 
+def size_text(value: object) -> object:
+    """A number of bytes as `parse_bytes` reads it; anything else as it is."""
+    is_whole = isinstance(value, Integral) or (isinstance(value, float) and value.is_integer())
+    return f"{int(value)}B" if is_whole and not isinstance(value, bool) else value  # type: ignore[call-overload]
+
+
 def parse_disk(name: str, text: str) -> tuple[str, int]:
     """'/var/cache/kv.bin:20GiB' -> the path, which may hold ':', and 21474836480. Raises `ConfigError` naming the setting."""
     path, colon, size = text.rpartition(":")
@@ -301,12 +310,17 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 def _checked(setting: dataclasses.Field[Any], value: Any) -> Any:
     """The value in the form of its field's type. Raises `ConfigError` for one of another type, or not among the field's choices."""
+    if setting.metadata.get("is_size"):
+        value = size_text(value)
+    elif setting.name == "kv_disk" and isinstance(value, (tuple, list)) and len(value) == 2:
+        value = f"{os.fspath(value[0])}:{size_text(value[1])}"
     if isinstance(value, list):
         value = tuple(value)
     elif isinstance(value, os.PathLike):
         value = os.fspath(value)
     words, fits = _KINDS[str(setting.type)]
     if not fits(value):
+        words = "a size such as '512MiB', or a number of bytes" if setting.metadata.get("is_size") else words
         raise ConfigError(f"{setting.name} is {value!r}: it must be {words}")
     choices = setting.metadata.get("choices")
     if choices and value not in choices:

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jaxinfer.config import ConfigError, parse_bytes
+from jaxinfer.config import ConfigError, parse_bytes, size_text
 
 
 def _flag(default: Any, help: str, **extra: Any) -> Any:
@@ -81,6 +81,7 @@ class ServerConfig:
         if self.shutdown_timeout < 0:
             raise ConfigError(f"shutdown_timeout is {self.shutdown_timeout}: give seconds, 0 or more")
         for name in ("max_body_size", "max_file_size"):
+            object.__setattr__(self, name, size_text(getattr(self, name)))
             if parse_bytes(name, getattr(self, name)) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}: give at least 1 byte")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import closing
 from typing import TYPE_CHECKING
 
@@ -13,8 +14,7 @@ from server.cli.engine_start import engine_config, start_engine
 from server.flags import add_flags
 
 if TYPE_CHECKING:
-    from jaxinfer.engine import Engine
-    from jaxinfer.request import SamplingParams
+    from jaxinfer.request import OutputDelta
     from server.summary import Measured
 
 
@@ -58,33 +58,35 @@ def run(arguments: argparse.Namespace) -> int:
     from server.summary import summary_table
 
     console = Console(stderr=True)
-    with closing(start_engine(config, console)) as engine:
+    engine = start_engine(config, console)
+    from jaxinfer.engine_loop import EngineLoop
+    from jaxinfer.engine_thread import NewRequest
+
+    with closing(EngineLoop(engine)) as engine_loop:  # it closes the engine too; Ctrl+C ends a wait, never a step
         if arguments.chat:
             system = [{"role": "system", "content": arguments.system}] if arguments.system else []
             prompt = engine.tokenizer.render_chat([*system, {"role": "user", "content": prompt}])
         token_ids = engine.tokenizer.encode(prompt, add_special_tokens=not arguments.chat)
-        measured = _stream_to_terminal(engine, token_ids, params)
+        engine.validate(token_ids, params)
+        measured = _stream_to_terminal(engine_loop.stream(NewRequest("generate", token_ids, params)), len(token_ids))
     if arguments.stats:
         console.print()
         console.print(summary_table(engine.stats, measured))
     return 0
 
 
-def _stream_to_terminal(engine: Engine, token_ids: list[int], params: SamplingParams) -> Measured:
+def _stream_to_terminal(deltas: Iterator[OutputDelta], num_prompt_tokens: int) -> Measured:
     from server.summary import Measured
 
     start = time.perf_counter()
     first = last = None
     num_tokens = 0
-    engine.validate(token_ids, params)
-    engine.add_request("generate", token_ids, params)
-    while engine.has_work:
-        for delta in engine.step():
-            print(delta.text, end="", flush=True)
-            num_tokens += len(delta.token_ids)
-            if delta.token_ids:
-                last = time.perf_counter()
-                first = first or last
+    for delta in deltas:
+        print(delta.text, end="", flush=True)
+        num_tokens += len(delta.token_ids)
+        if delta.token_ids:
+            last = time.perf_counter()
+            first = first or last
     print(flush=True)
     first, last = first or start, last or start
-    return Measured(len(token_ids), num_tokens, first - start, last - first)
+    return Measured(num_prompt_tokens, num_tokens, first - start, last - first)

@@ -15,10 +15,13 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 # What its output must hold: words the default model or the example is known to print.
 EXPECTED = {
+    "async_llm.py": "'The capital of France is' -> ' Paris.",
     "chat.py": "model: ",
+    "fastapi_app.py": "/stream  Paris.",
     "offline_batch.py": "'The capital of France is' -> ' Paris.",
     "openai_client.py": "' Paris.",
     "research_logprobs.py": "decode pages in use at the end: 0",
+    "streaming.py": "left after 5 tokens; aborted: 1",
     "two_meshes.py": "compiled after ready: 0",
 }
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
+import numpy as np
 import pytest
 
-from jaxinfer.config import ConfigError, EngineConfig, flat_fields, format_bytes, parse_bytes
+from jaxinfer.config import ConfigError, EngineConfig, flat_fields, format_bytes, parse_bytes, parse_disk
 from jaxinfer.llm import LLM
 from jaxinfer.models.config import UnsupportedModelError
 from jaxinfer.request import SamplingParams
+from server.config import ServerConfig
 from tests import tiny_model
 
 
@@ -134,6 +137,25 @@ def test_every_setting_has_help_and_a_default():
     assert len({setting.name for setting in settings}) == len(settings) > 12
     assert all(setting.metadata["help"] and setting.default is not dataclasses.MISSING for setting in settings)
     EngineConfig.of(**{setting.name: setting.default for setting in settings})
+
+
+def test_sizes_may_be_numbers_of_bytes():
+    numbers = EngineConfig.of(kv_memory=512 * 2**20, kv_host_memory=np.int64(2**30), kv_disk=(Path("/tmp/kv:1"), 5 * 2**30)).cache
+    texts = EngineConfig.of(kv_memory="512MiB", kv_host_memory="1GiB", kv_disk="/tmp/kv:1:5GiB").cache
+    for name in ("kv_memory", "kv_host_memory"):
+        assert parse_bytes(name, getattr(numbers, name)) == parse_bytes(name, getattr(texts, name))
+    assert parse_disk("kv_disk", numbers.kv_disk) == parse_disk("kv_disk", texts.kv_disk) == ("/tmp/kv:1", 5 * 2**30)
+    assert parse_bytes("kv_memory", EngineConfig.of(kv_memory=0.5e9).cache.kv_memory) == 500_000_000
+    assert not parse_bytes("kv_host_memory", EngineConfig.of(kv_host_memory=0).cache.kv_host_memory)
+    server = ServerConfig(max_body_size=2**20, max_file_size=3e6)
+    assert (server.max_body_bytes, server.max_file_bytes) == (2**20, 3_000_000)
+    with pytest.raises(ConfigError, match="max_file_size is '0B': give at least 1 byte"):
+        ServerConfig(max_file_size=0)
+    for value in (True, None, [1], 0.3, float("inf")):
+        with pytest.raises(ConfigError, match=r"kv_memory is .*: it must be a size such as '512MiB', or a number of bytes"):
+            EngineConfig.of(kv_memory=value)
+    with pytest.raises(ConfigError, match="kv_memory is '-5B': give a size such as 512MiB"):
+        EngineConfig.of(kv_memory=-5)
 
 
 def test_sizes():
