@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,7 @@ GROWTH = 1.0  # MiB a minute of which memory may seem to grow
 KEPT = 0.9  # share of the peak throughput that must be left under overload
 WINDOW = 10.0  # seconds of which memory's least is taken
 MIN_MEMORY, MIN_PHASE = 150.0, 20.0  # seconds below which memory, and a phase's throughput, say nothing
-ERRORS = ("ERROR", "CRITICAL", "Traceback")  # how lines of a log begin that mustn't be there
+ERROR = re.compile(r"\s*(\S+Z )?(ERROR|CRITICAL|Traceback)\b")  # how lines of a log begin that mustn't be there, after a time or without
 QUIET = 0.05  # share of the machine that other processes may take while throughput is measured
 SPARE = 4  # files and threads that may be open more than before
 
@@ -151,7 +152,7 @@ def same_answer_check(before: Record, after: Record) -> Check:
 
 
 def log_check(lines: Sequence[str]) -> Check:
-    errors = [line for line in lines if line.lstrip().startswith(ERRORS)]
+    errors = [line for line in lines if ERROR.match(line)]
     return Check("no error in the log", not errors, errors[0][:200] if errors else "none", "none")
 
 

@@ -114,7 +114,7 @@ def _all_cpu_seconds() -> float:
 
 def _figures(metrics: dict[str, float]) -> dict[str, Any]:
     meshes = ("prefill", "decode")
-    shares = [metrics[f'jaxinfer_kv_pages_used{{mesh="{m}"}}'] / metrics[f'jaxinfer_kv_pages_total{{mesh="{m}"}}'] for m in meshes]
+    shares = [metrics[f'jaxinfer_kv_pages_used{{mesh="{m}"}}'] / metrics[f'jaxinfer_kv_pages{{mesh="{m}"}}'] for m in meshes]
     return {
         "waiting": metrics["jaxinfer_requests_waiting"],
         "running": metrics["jaxinfer_requests_prefilling"] + metrics["jaxinfer_requests_running"],

@@ -30,16 +30,32 @@ def tenant_name(key: str) -> str:
 
 
 class KeyRing:
-    """The keys of which a request must send one. `reload` reads the files again.
+    """The keys of which a request must send one: those of a file, and fixed ones. `reload` reads the files again.
 
-    Raises `ConfigError` for a file that can't be read or holds no key, and for a priority key that is not an API key."""
+    Raises `ConfigError`, which names the setting, for a file that can't be read or holds no key, and for a priority key that is none."""
 
-    def __init__(self, config: ServerConfig) -> None:
+    def __init__(self, setting: str, file: str | None, fixed: Iterable[str] = ()) -> None:
         self._pepper = secrets.token_bytes(32)  # what memory holds of a key is of no use elsewhere
-        self._fixed = {self._digest(key): tenant_name(key) for key in config.api_keys}
-        self._fixed_priority = frozenset(self._digest(key) for key in config.priority_keys)
-        self._key_file, self._priority_file = config.api_key_file, config.priority_key_file
-        self._keys = self._read()
+        self._setting, self._file = setting, file
+        self._fixed = {self._digest(key): tenant_name(key) for key in fixed}
+        self._priority_file: str | None = None
+        self._fixed_priority: frozenset[bytes] = frozenset()
+        self._keys: dict[bytes, ApiKey] = {}
+
+    @classmethod
+    def of_api(cls, config: ServerConfig) -> KeyRing:
+        """Those of /v1/."""
+        ring = cls("api_key_file", config.api_key_file, config.api_keys)
+        ring._priority_file, ring._fixed_priority = config.priority_key_file, frozenset(map(ring._digest, config.priority_keys))
+        ring._keys = ring._read()
+        return ring
+
+    @classmethod
+    def of_metrics(cls, config: ServerConfig) -> KeyRing:
+        """Those of /metrics."""
+        ring = cls("metrics_key_file", config.metrics_key_file)
+        ring._keys = ring._read()
+        return ring
 
     @property
     def tenants(self) -> list[str]:
@@ -60,21 +76,21 @@ class KeyRing:
 
     def reload(self) -> None:
         """Read the files again. Keys that can't be read, or none at all, are reported in the log, and those of before stay in force."""
-        if self._key_file is None:
+        if self._file is None:
             return
         try:
             keys = self._read()
         except ConfigError as error:
-            logger.error("the API keys of before stay in force: %s", error)
+            logger.error("the keys of before stay in force: %s", error)
             return
         num_new, num_gone = len(keys.keys() - self._keys.keys()), len(self._keys.keys() - keys.keys())
         self._keys = keys
-        logger.info("API keys were read again: %d in force, %d of them new, %d gone", len(keys), num_new, num_gone)
+        logger.info("%s was read again: %d keys in force, %d of them new, %d gone", self._setting, len(keys), num_new, num_gone)
 
     def _read(self) -> dict[bytes, ApiKey]:
         tenants, priority = dict(self._fixed), set(self._fixed_priority)
-        if self._key_file is not None:
-            tenants |= {self._digest(key): tenant_name(key) for key in _read_keys("api_key_file", self._key_file)}
+        if self._file is not None:
+            tenants |= {self._digest(key): tenant_name(key) for key in _read_keys(self._setting, self._file)}
         if self._priority_file is not None:
             priority |= {self._digest(key) for key in _read_keys("priority_key_file", self._priority_file)}
         if not priority <= tenants.keys():
@@ -85,7 +101,7 @@ class KeyRing:
         return hashlib.blake2b(key.encode() if isinstance(key, str) else key, key=self._pepper, digest_size=32).digest()
 
 
-def read_secrets(setting: str, path: str) -> list[str]:
+def _read_lines(setting: str, path: str) -> list[str]:
     """A file's lines that are neither empty nor a comment. Raises `ConfigError` that names `setting` and quotes nothing of the file."""
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8")
@@ -96,7 +112,7 @@ def read_secrets(setting: str, path: str) -> list[str]:
 
 
 def _read_keys(setting: str, path: str) -> Iterable[str]:
-    keys = read_secrets(setting, path)
+    keys = _read_lines(setting, path)
     if not keys:
         raise ConfigError(f"{setting} is {path!r}: it holds no key; write one on each line")
     for number, key in enumerate(keys, 1):

@@ -38,6 +38,14 @@ class ServerConfig:
     ssl_certfile: str | None = _flag(None, "PEM file of a certificate and its chain: the server speaks HTTPS; read again on SIGHUP")
     ssl_keyfile: str | None = _flag(None, "PEM file of the certificate's key, if it is not in --ssl-certfile")
     ssl_ca_certs: str | None = _flag(None, "PEM file of authorities: clients must show a certificate that one of them signed")
+    cors_origins: tuple[str, ...] = _flag(
+        (), "origins whose pages may use the server, such as https://chat.example.com; *: those of any website"
+    )
+    allowed_hosts: tuple[str, ...] = _flag(
+        (),
+        "names that a request's Host may have, beside addresses, localhost, --host and this machine's; *.a.org: all below it; *: any, "
+        "which is so too where there are API keys and no names are given",
+    )
     max_connections: int = _flag(
         1000, "connections that may be open; over it the longest idle one is closed, and if none is, requests get 503"
     )
@@ -56,13 +64,20 @@ class ServerConfig:
     max_prompts: int = _flag(128, "most prompts in one completions request")
     shutdown_timeout: float = _flag(60.0, "seconds that running requests get to finish after SIGTERM")
     log_level: str = _flag("info", "least level that is logged", choices=("debug", "info", "warning", "error"))
-    access_log: bool = _flag(False, "log a line for each HTTP request")
+    log_format: str = _flag("text", "how log lines are written: for people, or a JSON object each", choices=("text", "json"))
+    access_log: bool = _flag(True, "log a line for each HTTP request; those of probes and metrics at the level debug only")
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port is {self.port}: give one from 0 to 65535")
         if any(not key.strip() for key in self.api_keys + self.priority_keys):
             raise ConfigError("JAXINFER_API_KEYS or JAXINFER_PRIORITY_KEYS has an empty key: give non-empty keys, separated by commas")
+        for origin in self.cors_origins:
+            if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+", origin):
+                raise ConfigError(f"cors_origins has {origin!r}: give origins such as https://chat.example.com, without a path, or *")
+        for name in self.allowed_hosts:
+            if not re.fullmatch(r"\*|(\*\.)?[\w.-]+", name):
+                raise ConfigError(f"allowed_hosts has {name!r}: give names such as llm.example.com, without a scheme or a port, or *")
         if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs):
             raise ConfigError("ssl_certfile is not given, but another file for TLS is: give the certificate's file too")
         if self.root_path and not re.fullmatch(r"(/[\w.~-]+)+", self.root_path):

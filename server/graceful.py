@@ -31,8 +31,8 @@ class GracefulServer(uvicorn.Server):
             app,
             host=config.host,
             port=config.port,
-            log_level=config.log_level,
-            access_log=config.access_log,
+            log_config=None,  # logs.configure's holds
+            access_log=False,  # request_log's has more
             http=protocol_factory(config),  # type: ignore[arg-type]  # called as a class is
             h11_max_incomplete_event_size=MAX_HEAD_BYTES,
             timeout_keep_alive=config.idle_timeout,  # type: ignore[arg-type]  # handed on to the loop, which takes fractions
@@ -44,7 +44,7 @@ class GracefulServer(uvicorn.Server):
             settings.load()  # which would otherwise come later and put its own context here
             settings.ssl = self._tls.context
         super().__init__(settings)
-        self._traffic, self._keys, self._patience = app.state.traffic, app.state.keys, config.shutdown_timeout
+        self._traffic, self._key_rings, self._patience = app.state.traffic, app.state.key_rings, config.shutdown_timeout
         self._on_started = on_started
         self._ending: asyncio.Task[None] | None = None
 
@@ -70,7 +70,8 @@ class GracefulServer(uvicorn.Server):
 
     def reload(self) -> None:
         """Read the API keys and the certificate again, as SIGHUP asks. What can't be read stays as it was."""
-        self._keys.reload()
+        for keys in self._key_rings:
+            keys.reload()
         if self._tls is not None:
             self._tls.reload()
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterable, Mapping
+from importlib import metadata
 from typing import Any
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.registry import Collector
@@ -93,7 +95,7 @@ class _StatsCollector(Collector):
         stats = self._stats
         used = GaugeMetricFamily("jaxinfer_kv_pages_used", "KV pages in use", labels=["mesh"])
         cached = GaugeMetricFamily("jaxinfer_kv_pages_cached", "KV pages that the prefix cache keeps, some in use", labels=["mesh"])
-        total = GaugeMetricFamily("jaxinfer_kv_pages_total", "KV pages there are", labels=["mesh"])
+        total = GaugeMetricFamily("jaxinfer_kv_pages", "KV pages there are", labels=["mesh"])
         devices = GaugeMetricFamily("jaxinfer_mesh_devices", "Devices of the mesh", labels=["mesh"])
         for mesh in ("prefill", "decode"):
             used.add_metric([mesh], getattr(stats, f"{mesh}_pages_used"))
@@ -154,6 +156,17 @@ class _StatsCollector(Collector):
         yield requests
 
 
+class _BuildCollector(Collector):
+    """What runs: 1, with the versions as labels."""
+
+    def collect(self) -> Iterable[Metric]:
+        versions = {name: metadata.version(package) for name, package in (("version", "jaxinfer"), ("jax", "jax"), ("jaxlib", "jaxlib"))}
+        labels = versions | {"python": platform.python_version()}
+        info = GaugeMetricFamily("jaxinfer_build_info", "Versions of what runs, as labels of a 1", labels=list(labels))
+        info.add_metric(list(labels.values()), 1)
+        yield info
+
+
 def _of_experts(loads: Mapping[str, ExpertLoad]) -> Metric:
     help = "Tokens of the busiest expert, or device with experts, as a multiple of the mean, on average over layers, or in the worst layer"
     ratio = GaugeMetricFamily("jaxinfer_expert_load_ratio", help, labels=["mesh", "of"])
@@ -203,6 +216,8 @@ def metrics_text(stats: EngineStats, answered: Answered, usage: Usage, batches: 
     """Prometheus' text format, and its content type."""
     registry = CollectorRegistry()
     registry.register(_StatsCollector(stats, answered, usage, batches))
+    registry.register(_BuildCollector())
+    ProcessCollector(registry=registry)
     return generate_latest(registry), CONTENT_TYPE_PLAIN_0_0_4
 
 

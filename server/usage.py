@@ -12,6 +12,7 @@ from types import TracebackType
 
 from jaxinfer.request import DeviceUsage, FinishReason, OutputDelta, RequestError
 from server.backend import Overloaded, Unavailable
+from server.logs import LoggedRequest, current_request
 from server.usage_log import UsageLog
 
 _GIVEN_UP = (FinishReason.ABORT, FinishReason.TIMEOUT)
@@ -80,10 +81,13 @@ class UsageMeter:
             totals.queue_seconds += device.queue_seconds
             totals.prefill_seconds += device.prefill_seconds
             totals.decode_seconds += device.decode_seconds
+        request = current_request.get()
+        if request is not None:
+            request.is_recorded = True
         if self._log is not None:
             self._log.write(
                 {
-                    "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+                    "time": _now(),
                     **asdict(usage.asked),
                     "outcome": outcome,
                     "finish_reasons": usage.finish_reasons,
@@ -93,6 +97,26 @@ class UsageMeter:
                     **device_seconds(device),
                 }
             )
+
+    def record_refusal(self, request: LoggedRequest, endpoint: str, status: int) -> None:
+        """Add a line to the log for a request that was answered with an error before it was measured: it took nothing."""
+        if self._log is not None:
+            self._log.write(
+                {
+                    "time": _now(),
+                    "id": None,
+                    "request_id": request.id,
+                    "tenant": request.tenant,
+                    "endpoint": endpoint,
+                    "outcome": Outcome.REFUSED,
+                    "status": status,
+                    "error": request.error,
+                }
+            )
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 def device_seconds(device: DeviceUsage | None) -> dict[str, float | None]:

@@ -18,6 +18,7 @@ from server.batches.database import in_thread
 from server.batches.lines import BatchLine, answer_line, encoded, is_failure, no_answer, read_line, request_id
 from server.batches.turnstile import Pass, Turnstile
 from server.batches.validation import LinePlace
+from server.logs import LoggedRequest, current_request
 from server.openai.caller import Caller
 from server.openai.errors import ApiError
 from server.openai.service import Service
@@ -149,6 +150,7 @@ class BatchRunner:
         """Returns once the answer is on the disk."""
         id = answer_id(batch.id, number)
         # No timeout of the server's: a line may wait for its turn as long as its batch.
+        current_request.set(LoggedRequest(request_id(id), batch.tenant))
         caller = Caller(tenant=batch.tenant, request_id=request_id(id), priority=PRIORITY)
         while True:
             try:

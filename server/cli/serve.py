@@ -14,6 +14,7 @@ from server.cli.listener import listening_socket
 from server.cli.server_config import server_config
 from server.config import ServerConfig
 from server.flags import add_flags
+from server.logs import configure
 from server.tls import Tls
 from server.usage_log import UsageLog
 
@@ -28,7 +29,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Serve until told to stop."""
     engine_settings = engine_config(arguments)
     config = server_config(arguments, engine_settings)
-    KeyRing(config), Tls.of(config)  # what is wrong with their files is reported now, before the long start
+    configure(config.log_level, config.log_format)
+    (
+        KeyRing.of_api(config),
+        KeyRing.of_metrics(config),
+        Tls.of(config),
+    )  # what is wrong with their files is reported now, before the long start
     with ExitStack() as opened:  # before the long start, which a failure would waste
         listener = opened.enter_context(listening_socket(config))
         usage_log = opened.enter_context(UsageLog(config.usage_log)) if config.usage_log else None

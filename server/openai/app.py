@@ -15,6 +15,7 @@ from fastapi.responses import FileResponse, JSONResponse
 from fastapi.staticfiles import StaticFiles
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Match, Route
 
 from jaxinfer.tokenizer import Tokenizer
@@ -31,7 +32,9 @@ from server.openai.caller import ANONYMOUS
 from server.openai.errors import ApiError, from_exception, quoted
 from server.openai.files import add_files
 from server.openai.front_door import FrontDoor, Traffic
+from server.openai.origin import cors_settings
 from server.openai.protocol import ChatRequest, CompletionRequest, EmbeddingRequest
+from server.openai.request_log import RequestLog
 from server.openai.responses import ChatCompletion, Completion, EmbeddingList, Health, Load, Model, ModelList, Version
 from server.openai.schema import documented_body, documented_errors, openapi_page
 from server.openai.service import Service
@@ -47,10 +50,10 @@ PAGE_HEADERS = {"Content-Security-Policy": "default-src 'self'; img-src 'self' d
 def create_app(
     backend: Backend, tokenizer: Tokenizer, config: ServerConfig, usage_log: UsageLog | None = None, store: BatchStore | None = None
 ) -> FastAPI:
-    """The whole HTTP front. `app.state.traffic` counts requests and begins a shutdown, `app.state.keys.reload` reads the
-    API keys' files again. `store` holds files and batches; without it
+    """The whole HTTP front. `app.state.traffic` counts requests and begins a shutdown, `app.state.key_rings` can
+    read their files again. `store` holds files and batches; without it
     there are none."""
-    traffic, keys = Traffic(), KeyRing(config)
+    traffic, keys, metrics_keys = Traffic(), KeyRing.of_api(config), KeyRing.of_metrics(config)
     config = config.without_secrets()
     usage = UsageMeter(keys.tenants or [ANONYMOUS], usage_log)
     service = Service(backend, tokenizer, config, int(time.time()), usage)
@@ -70,8 +73,11 @@ def create_app(
 
     # FastAPI's interactive documentation loads from a CDN, so only the OpenAPI page itself is served.
     app = FastAPI(title="jaxinfer", description="OpenAI-compatible inference", lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.state.traffic, app.state.keys = traffic, keys
-    app.add_middleware(FrontDoor, config=config, traffic=traffic, keys=keys)
+    app.state.traffic, app.state.key_rings = traffic, (keys, metrics_keys)
+    app.add_middleware(FrontDoor, config=config, traffic=traffic, keys=keys, metrics_keys=metrics_keys)
+    if config.cors_origins:  # around it, so that its errors can be read by pages too, and preflights need no key
+        app.add_middleware(CORSMiddleware, **cors_settings(config))
+    app.add_middleware(RequestLog, config=config, traffic=traffic, usage=usage)
     app.add_exception_handler(HTTPException, _answer_http_exception)
     _add_api(app, service)
     if store is not None and runner is not None:
@@ -135,7 +141,7 @@ def _add_absence(app: FastAPI) -> None:
 
 
 def _add_operations(app: FastAPI, backend: Backend, traffic: Traffic, usage: UsageMeter, runner: BatchRunner | None) -> None:
-    """The chat page, and what watches over a server asks for. None of these needs a key."""
+    """The chat page, and what watches over a server asks for. None of these needs an API key."""
 
     @app.head("/ping", include_in_schema=False)
     @app.post("/ping", include_in_schema=False)

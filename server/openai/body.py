@@ -22,8 +22,11 @@ _BYTES_A_CHARACTER = 8  # that are read in the time in which one character is to
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The body's bytes. Raises `ApiError` 413 for one that is `limited`'s."""
-    content_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    """The body's bytes. Raises `ApiError` 400 where it isn't declared as JSON, 413 for one that is `limited`'s."""
+    sent = request.headers.get("content-type")
+    if sent is None:  # a browser leaves it out for a page that must not choose it
+        raise ApiError(400, "no Content-Type was sent: send application/json", code="invalid_content_type")
+    content_type = sent.partition(";")[0].strip().lower()
     if content_type != "application/json" and not content_type.endswith("+json"):
         raise ApiError(400, f"the Content-Type is {content_type[:80]!r}: send application/json", code="invalid_content_type")
     return await limited(request, limit).body()

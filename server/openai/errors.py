@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 
 from jaxinfer.request import RequestError
 from server.backend import Overloaded, Unavailable
+from server.logs import current_request
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +60,9 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
+        request = current_request.get()
+        if request is not None:
+            request.error = self.code
         return JSONResponse(self.body(), self.status, self.headers)
 
 

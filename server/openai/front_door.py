@@ -1,9 +1,8 @@
-"""What every HTTP request passes first: it is counted, needs a key, is turned away during shutdown, and gets an answer whatever fails."""
+"""What an HTTP request passes before its handler: where it comes from, its key, whether there is room; it gets an answer whatever fails."""
 
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections import Counter
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -13,10 +12,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from server.api_keys import ApiKey, KeyRing
 from server.config import ServerConfig
 from server.http_limits import timely
+from server.logs import current_request
 from server.openai.caller import ANONYMOUS, SESSION_HEADER, Caller, checked_session
 from server.openai.errors import ApiError, from_exception
+from server.openai.origin import OriginRules
 from server.openai.reading import HEADER as IGNORED_HEADER
-from server.openai.stream import CLIENT_CLOSED_REQUEST, ClientGone
+from server.openai.stream import ClientGone
 
 GUARDED = "/v1/"  # what lies below needs a key where keys are set, and is refused during shutdown; health and metrics aren't
 
@@ -54,63 +55,72 @@ class Traffic:
 
 
 class FrontDoor:
-    """ASGI middleware around the whole app."""
+    """ASGI middleware around the app, within that of `RequestLog`."""
 
-    def __init__(self, app: ASGIApp, config: ServerConfig, traffic: Traffic, keys: KeyRing) -> None:
-        self._app, self._config, self._traffic, self._keys = app, config, traffic, keys
+    def __init__(self, app: ASGIApp, config: ServerConfig, traffic: Traffic, keys: KeyRing, metrics_keys: KeyRing) -> None:
+        self._app, self._config, self._traffic, self._keys, self._metrics_keys = app, config, traffic, keys, metrics_keys
+        self._origins = OriginRules(config, has_keys=bool(keys))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        status = 0  # no answer yet
-        request_id = f"req_{uuid.uuid4().hex}"
-        echoed = {"x-request-id": request_id}
+        is_answered = False
+        echoed: dict[str, str] = {}
 
-        async def send_counted(message: Message) -> None:
-            nonlocal status
+        async def send_echoing(message: Message) -> None:
+            nonlocal is_answered
             if message["type"] == "http.response.start":
-                status = message["status"]
-                headers = MutableHeaders(scope=message)
-                headers.update(echoed)
+                is_answered = True
+                answered = MutableHeaders(scope=message)
+                answered.update(echoed)
                 reading = scope.get("state", {}).get("reading")
                 if reading is not None and reading.ignored:
-                    headers[IGNORED_HEADER] = reading.header
+                    answered[IGNORED_HEADER] = reading.header
             await send(message)
 
         scope["root_path"] = self._config.root_path  # which the routes are matched without
-        is_guarded = route_path(scope["path"], self._config.root_path).startswith(GUARDED)
+        path, headers = route_path(scope["path"], self._config.root_path), Headers(scope=scope)
+        is_guarded = path.startswith(GUARDED)
+        if is_guarded:
+            self._traffic.enter()
         try:
+            self._origins.check(scope["method"], path, headers)
             if is_guarded:
-                self._traffic.enter()
                 state = scope.setdefault("state", {})
                 if state.get("is_over_capacity"):
                     raise _over_capacity(self._config.max_connections)
-                caller = state["caller"] = self._admit(Headers(scope=scope), request_id)  # the handlers' request.state.caller
+                caller = state["caller"] = self._admit(headers)  # the handlers' request.state.caller
                 if caller.session is not None:
                     echoed[SESSION_HEADER] = caller.session
-            await self._app(scope, timely(receive, self._config.body_timeout), send_counted)
+            elif self._metrics_keys and path == "/metrics":
+                sent_key(headers, self._metrics_keys)
+            elif self._metrics_keys and path == "/stats":  # which the chat page shows
+                sent_key(headers, self._metrics_keys, self._keys)
+            await self._app(scope, timely(receive, self._config.body_timeout), send_echoing)
         except (ClientGone, ClientDisconnect):  # the latter within the request's body
             pass
         except Exception as error:
-            if status:  # too late for an answer: the connection breaks, which tells the client that it is incomplete
+            if is_answered:  # too late for an answer: the connection breaks, which tells the client that it is incomplete
                 raise
-            await from_exception(error).response()(scope, receive, send_counted)
+            await from_exception(error).response()(scope, receive, send_echoing)
         finally:
             if is_guarded:
                 self._traffic.leave()
-            route = getattr(scope.get("route"), "path", "other")  # not the path: a label must not grow with what clients invent
-            self._traffic.num_answered[scope["method"], route, status or CLIENT_CLOSED_REQUEST] += 1
 
-    def _admit(self, headers: Headers, request_id: str) -> Caller:
+    def _admit(self, headers: Headers) -> Caller:
         """Who calls. Raises `ApiError` for a request that must not come in."""
         if self._traffic.is_closing:
             closing = {"Retry-After": "5", "Connection": "close"}
             raise ApiError(503, "the server is shutting down", code="service_unavailable", type="server_error", headers=closing)
         key = sent_key(headers, self._keys) if self._keys else None
+        tenant = ANONYMOUS if key is None else key.tenant
+        request = current_request.get()
+        if request is not None:
+            request.tenant = tenant
         return Caller(
-            tenant=ANONYMOUS if key is None else key.tenant,
-            request_id=request_id,
+            tenant=tenant,
+            request_id="" if request is None else request.id,
             session=checked_session(headers.get(SESSION_HEADER)),
             may_go_ahead=key is None or key.may_go_ahead,
             timeout=self._config.request_timeout,
@@ -128,14 +138,15 @@ def _over_capacity(max_connections: int) -> ApiError:
     return ApiError(503, message, code="too_many_connections", type="server_error", headers=headers)
 
 
-def sent_key(headers: Headers, keys: KeyRing) -> ApiKey:
+def sent_key(headers: Headers, *rings: KeyRing) -> ApiKey:
     """The one of the keys that was sent. Raises `ApiError` 401."""
     kind, _, sent = headers.get("authorization", "").partition(" ")
     if kind.lower() != "bearer" or not sent:
         message = "no API key was sent: send it in the header 'Authorization: Bearer KEY'"
     else:
-        found = keys.find(sent.strip().encode("latin-1"))
-        if found is not None:
-            return found
+        raw = sent.strip().encode("latin-1")
+        for found in [ring.find(raw) for ring in rings]:
+            if found is not None:
+                return found
         message = "the API key is not one of this server's"
     raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})

@@ -20,7 +20,7 @@ export function startLive() {
 async function update() {
   let now;
   try {
-    now = { at: performance.now(), ...(await getJson("stats")) };
+    now = { at: performance.now(), ...(await getJson("stats", element("key").value)) };
   } catch {
     before = null;
     return setState("bad", "no connection to the server");

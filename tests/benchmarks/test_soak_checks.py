@@ -186,5 +186,7 @@ def test_the_answer_must_be_the_one_of_before():
 def test_the_log_and_the_end():
     assert checks.log_check(["INFO:     Started", "WARNING:  slow", "", "an ERROR is spoken of"]).is_held
     assert checks.log_check(["INFO:     Started", "ERROR:    a request failed"]).is_held is False
+    assert checks.log_check(["2026-11-22T14:11:54.123Z ERROR server: a request failed"]).is_held is False
+    assert checks.log_check(["2026-11-22T14:11:54.123Z INFO server.access [a]: x POST / 400 ERROR in 0.1 s"]).is_held
     assert checks.log_check(["Traceback (most recent call last):"]).is_held is False
     assert [checks.end_check(status).is_held for status in (0, 1, None)] == [True, False, False]

@@ -168,4 +168,4 @@ def test_nothing_compiled_while_serving(api, tiny_server, llm):
         metrics = dict(line.rsplit(" ", 1) for line in page.read().decode().splitlines() if not line.startswith("#"))
     assert float(metrics["jaxinfer_compilations_after_ready_total"]) == before == engine.stats.num_compilations_after_ready
     assert float(metrics['jaxinfer_kv_pages_used{mesh="decode"}']) == 0
-    assert float(metrics['jaxinfer_kv_pages_total{mesh="decode"}']) == engine.stats.decode_pages == 63
+    assert float(metrics['jaxinfer_kv_pages{mesh="decode"}']) == engine.stats.decode_pages == 63

@@ -36,20 +36,20 @@ def test_a_files_keys_are_taken_and_change_on_reload(backend, tokenizer, key_fil
             401
         ] * 2
         key_file.write_text("third-key\n")
-        app.state.keys.reload()
+        app.state.key_rings[0].reload()
         assert [status(client, key) for key in ("first-key", "fixed-key", "third-key")] == [401, 200, 200]
     assert [context.tenant for context in backend.contexts][-1] == tenant_name("third-key")
 
 
 @pytest.mark.parametrize("content", [b"", b"# none\n", b"two keys\n", b"\xff\xfe", None])
 def test_a_damaged_file_is_an_error_at_start_and_changes_nothing_later(key_file, caplog, content):
-    keys = KeyRing(ServerConfig(api_key_file=str(key_file)))
+    keys = KeyRing.of_api(ServerConfig(api_key_file=str(key_file)))
     if content is None:
         key_file.unlink()
     else:
         key_file.write_bytes(content)
     with pytest.raises(ConfigError, match=r"api_key_file is '.*keys'"):
-        KeyRing(ServerConfig(api_key_file=str(key_file)))
+        KeyRing.of_api(ServerConfig(api_key_file=str(key_file)))
     keys.reload()
     assert keys.find(b"first-key") is not None
     assert "stay in force" in caplog.text and "two keys" not in caplog.text
@@ -59,12 +59,14 @@ def test_priority_keys_come_from_a_file_too(key_file, tmp_path):
     priority = tmp_path / "priority"
     priority.write_text("first-key\n")
     config = ServerConfig(api_key_file=str(key_file), priority_key_file=str(priority))
-    keys = KeyRing(config)
+    keys = KeyRing.of_api(config)
     assert keys.find(b"first-key").may_go_ahead and not keys.find("sécond-key".encode()).may_go_ahead
-    assert all(KeyRing(ServerConfig(api_key_file=str(key_file))).find(key.encode()).may_go_ahead for key in ("first-key", "sécond-key"))
+    assert all(
+        KeyRing.of_api(ServerConfig(api_key_file=str(key_file))).find(key.encode()).may_go_ahead for key in ("first-key", "sécond-key")
+    )
     priority.write_text("of-nobody\n")
     with pytest.raises(ConfigError, match="a priority key is not one of the API keys") as error:
-        KeyRing(config)
+        KeyRing.of_api(config)
     assert "of-nobody" not in str(error.value)
 
 
@@ -74,7 +76,7 @@ def test_a_key_is_held_as_a_digest_alone(backend, tokenizer, key_file):
     config = ServerConfig(api_keys=("fixed-" + secret,), api_key_file=str(key_file))
     assert secret not in repr(config)
     app = create_app(backend, tokenizer, config)
-    assert app.state.keys.find(secret.encode())
+    assert app.state.key_rings[0].find(secret.encode())
     assert not [text for text in texts_within(app) if secret in text]
     assert [text for text in texts_within([config]) if secret in text], "this would find it"
 

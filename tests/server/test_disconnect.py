@@ -88,7 +88,7 @@ def test_closing_the_socket_aborts_and_the_server_goes_on(backend, tokenizer, co
         for _ in range(3):
             with socket.create_connection(("127.0.0.1", port)) as connection:
                 body = json.dumps(BODIES["/v1/chat/completions"] | {"stream": is_streamed}).encode()
-                head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+                head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
                 connection.sendall(head.encode() + body)
                 if is_streamed:
                     assert connection.recv(12) == b"HTTP/1.1 200"
@@ -109,7 +109,9 @@ def test_leaving_within_the_body_is_no_error_of_the_server(backend, tokenizer, c
     app = create_app(backend, tokenizer, config)
     with served(app) as url:
         with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as connection:
-            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{")
+            connection.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
+            )
             wait_until(lambda: app.state.traffic.num_open == 1)
         wait_until(lambda: app.state.traffic.num_open == 0)
     assert app.state.traffic.num_answered == {("POST", "/v1/completions", 499): 1}

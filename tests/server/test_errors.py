@@ -272,7 +272,7 @@ def test_reading_stops_where_the_limit_is_passed():
         num_read += 1
         return {"type": "http.request", "body": b"x" * 1024, "more_body": True}
 
-    request = Request({"type": "http", "method": "POST", "headers": []}, endless)
+    request = Request({"type": "http", "method": "POST", "headers": [(b"content-type", b"application/json")]}, endless)
     with pytest.raises(ApiError) as error:
         asyncio.run(read_body(request, 10 * 1024))
     assert (error.value.status, num_read) == (413, 11)

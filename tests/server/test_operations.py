@@ -60,7 +60,7 @@ def test_metrics_tell_the_engines_numbers():
     assert found["jaxinfer_preemptions_total",] == 1
     assert found["jaxinfer_compilations_after_ready_total",] == 0
     assert found["jaxinfer_kv_pages_used", ("mesh", "prefill")] == 3
-    assert found["jaxinfer_kv_pages_total", ("mesh", "decode")] == 20
+    assert found["jaxinfer_kv_pages", ("mesh", "decode")] == 20
     assert found["jaxinfer_sequences_finished_total", ("reason", "stop")] == 4
     assert found["jaxinfer_memory_bytes", ("part", "decode weights")] == 1024
     assert found["jaxinfer_http_requests_total", ("code", "200"), ("method", "POST"), ("route", "/v1/completions")] == 5

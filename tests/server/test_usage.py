@@ -102,7 +102,11 @@ def test_a_line_says_whose_request_it_was_and_what_it_took(backend, tokenizer, l
         ]
         client.post(CHAT_URL, json=CHAT | {"n": 0}, headers=headers)  # refused before it began
         client.post(CHAT_URL, json=CHAT)  # without a key
-    records = lines_of(log_path)
+    *records, invalid, anonymous = lines_of(log_path)
+    assert [(line["outcome"], line["tenant"], line["status"]) for line in (invalid, anonymous)] == [
+        ("refused", tenant_name("a-key"), 400),
+        ("refused", None, 401),
+    ]
     for record, answer in zip(records, answers, strict=True):
         assert started <= datetime.fromisoformat(record.pop("time")) <= datetime.now(UTC)
         assert record.pop("request_id") == answer.headers["x-request-id"]
@@ -199,7 +203,7 @@ def test_what_the_backend_gives_up_is_recorded(service, backend, log_path):
 
 
 @pytest.mark.parametrize("error", [Overloaded(3.0), RequestError("too long"), Unavailable("shutting down")])
-def test_what_is_refused_before_it_began_is_counted_and_not_logged(service, backend, log_path, error):
+def test_what_is_refused_before_it_began_is_counted_and_logged_by_the_http_front_alone(service, backend, log_path, error):
     backend.error = error
     for work in (chat.respond(service, ChatRequest.model_validate(CHAT)), completions.respond(service, CompletionRequest(**TEXT))):
         with pytest.raises(type(error)):

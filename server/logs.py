@@ -1,0 +1,89 @@
+"""Log lines: time, level, and which request of whose they belong to, as text or as JSON objects."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+import uuid
+from contextvars import ContextVar
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+PACKAGES = ("server", "jaxinfer", "checkpoints", "sharding", "pallas_kernels", "uvicorn")  # others' libraries only warn
+REQUEST_ID = re.compile(r"[A-Za-z0-9._~:/+=@-]{1,128}")
+
+
+@dataclass(slots=True)
+class LoggedRequest:
+    """What log lines say of the request that they belong to."""
+
+    id: str
+    tenant: str | None = None  # until its key is known
+    error: str | None = None  # the code of the error that it was answered with
+    is_recorded: bool = False  # in the usage log
+
+
+current_request: ContextVar[LoggedRequest | None] = ContextVar("current_request", default=None)  # tasks and threads of a request inherit it
+
+
+def request_id(sent: str | None) -> str:
+    """The client's own id, if it is 1 to 128 letters, digits or ._~:/+=@-, and else a new one: a log line must hold it as it is."""
+    return sent if sent is not None and REQUEST_ID.fullmatch(sent) else f"req_{uuid.uuid4().hex}"
+
+
+def configure(level: str, format: str) -> None:
+    """Have all log lines written to standard error, in the format "text" or "json". `level` is that of this project's own lines."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if format == "json" else TextFormatter())
+    handler.addFilter(_add_request)
+    logging.basicConfig(level=max(logging.WARNING, logging.getLevelNamesMapping()[level.upper()]), handlers=[handler], force=True)
+    for name in PACKAGES:
+        logging.getLogger(name).setLevel(level.upper())
+
+
+class TextFormatter(logging.Formatter):
+    """`2026-11-22T14:11:54.123Z WARNING server.graceful [req_5f... key-ca978112ca1b]: the message`"""
+
+    def __init__(self) -> None:
+        super().__init__("%(moment)s %(levelname)s %(name)s%(request)s: %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        request = _request_of(record)
+        record.moment = _moment(record)
+        record.request = "" if request is None else f" [{' '.join(filter(None, (request.id, request.tenant)))}]"
+        return super().formatMessage(record)
+
+
+class JsonFormatter(logging.Formatter):
+    """An object a line: time, level, logger, message; request_id and tenant where it belongs to a request; exception where there is one;
+    and what the line has as `extra={"fields": {...}}`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        request = _request_of(record)
+        line: dict[str, object] = {
+            "time": _moment(record),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if request is not None:
+            line |= {"request_id": request.id, "tenant": request.tenant}
+        line |= getattr(record, "fields", {})
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def _add_request(record: logging.LogRecord) -> bool:
+    record.request_context = current_request.get()
+    return True
+
+
+def _request_of(record: logging.LogRecord) -> LoggedRequest | None:
+    return getattr(record, "request_context", None)
+
+
+def _moment(record: logging.LogRecord) -> str:
+    return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
