@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import logging
 from contextlib import ExitStack, closing
+from functools import partial
 
 from checkpoints.user_folders import expanded
 from jaxinfer.config import flat_fields
@@ -18,6 +20,8 @@ from server.logs import configure
 from server.tls import Tls
 from server.usage_log import UsageLog
 
+logger = logging.getLogger(__name__)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The server's settings and the engine's."""
@@ -30,11 +34,8 @@ def run(arguments: argparse.Namespace) -> int:
     engine_settings = engine_config(arguments)
     config = server_config(arguments, engine_settings)
     configure(config.log_level, config.log_format)
-    (
-        KeyRing.of_api(config),
-        KeyRing.of_metrics(config),
-        Tls.of(config),
-    )  # what is wrong with their files is reported now, before the long start
+    for check in (KeyRing.of_api, KeyRing.of_metrics, Tls.of):  # what is wrong with their files is reported before the long start
+        check(config)
     with ExitStack() as opened:  # before the long start, which a failure would waste
         listener = opened.enter_context(listening_socket(config))
         usage_log = opened.enter_context(UsageLog(config.usage_log)) if config.usage_log else None
@@ -48,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
         from server.summary import summary_table
 
         raise_file_limit(config.max_connections)
-        console = Console(stderr=True)
+        console = Console(stderr=True, quiet=config.log_format == "json")
         store = opened.enter_context(closing(BatchStore(expanded(config.batch_dir)))) if config.batch_dir else None
         engine = start_engine(engine_settings, console)
         console.print(summary_table(engine.stats))
@@ -59,5 +60,6 @@ def run(arguments: argparse.Namespace) -> int:
         config = dataclasses.replace(config, max_prompts=min(config.max_prompts, engine.config.schedule.max_queue_size))
         app = create_app(LocalBackend(engine), engine.tokenizer, config, usage_log, store)
         config = config.without_secrets()
-        GracefulServer(app, config, on_started=lambda: console.print(message, highlight=False)).run(sockets=[listener])
+        tell = logger.info if console.quiet else partial(console.print, highlight=False)
+        GracefulServer(app, config, on_started=lambda: tell(message)).run(sockets=[listener])
     return 0
