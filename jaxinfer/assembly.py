@@ -168,6 +168,7 @@ def _assemble(config: EngineConfig, stats: EngineStats, processes: Processes) ->
     _watch_experts(stats, {"prefill": prefill_runner.loads, "decode": decode_runner.loads})
     queue = WaitingQueue(schedule.ageing_seconds, quantum=schedule.prefill_chunk_size)
     prefill_scheduler = PrefillScheduler(managers[0], queue, schedule.prefill_buckets)
+    prefill_scheduler.copy_pages = prefill_runner.copy_pages
     if cross_mesh is not None:
         prefill_scheduler.recall = cross_mesh.recall
     tier_transfer: TierTransfer | None = None

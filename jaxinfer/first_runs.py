@@ -8,9 +8,10 @@ import jax
 
 from jaxinfer.decode.batch import empty_batch as empty_decode_batch
 from jaxinfer.decode.runner import DecodeRunner
+from jaxinfer.kv_cache.spec import NULL_PAGE
 from jaxinfer.prefill.batch import empty_batch as empty_prefill_batch
 from jaxinfer.prefill.pace import Pace
-from jaxinfer.prefill.runner import PrefillRunner
+from jaxinfer.prefill.runner import PrefillResult, PrefillRunner
 from jaxinfer.runtime.buckets import prefill_rows
 from jaxinfer.sampling.params import neutral_rows
 
@@ -22,7 +23,8 @@ def warm_up(prefill: PrefillRunner, decode: DecodeRunner) -> None:
     for size in prefill.buckets:
         _run_full(prefill, size)
     for size in {prefill_rows(size): size for size in reversed(prefill.buckets)}.values():  # the smallest with so many rows
-        _run_full(prefill, size, temperature=1.0)
+        jax.block_until_ready(prefill.repeat(_run_full(prefill, size, temperature=1.0).last_hidden, 0))
+    prefill.copy_pages([NULL_PAGE], [NULL_PAGE])
     for size in decode.buckets:
         steps = empty_decode_batch(size, decode.num_slots, decode.num_groups)
         steps.slots[0] = 0  # whoever gets the slot brings its own token
@@ -46,9 +48,10 @@ def measure(prefill: PrefillRunner, pace: Pace) -> None:
         pace.observe(size, min(seconds))
 
 
-def _run_full(prefill: PrefillRunner, size: int, temperature: float = 0.0) -> None:
+def _run_full(prefill: PrefillRunner, size: int, temperature: float = 0.0) -> PrefillResult:
     batch = empty_prefill_batch(size, prefill_rows(size), prefill.table_width)
     packed = batch.packed
     packed.query_len[0] = packed.kv_len[0] = min(size, prefill.max_model_len)
     batch.sampling.temperature[0] = temperature
-    jax.block_until_ready(prefill.run(batch))
+    result: PrefillResult = jax.block_until_ready(prefill.run(batch))
+    return result

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Tokens
 
 from jaxinfer.kv_cache.allocator import PageAllocator
 from jaxinfer.kv_cache.radix_cache import CachedRun, RadixCache, digests, token_bytes
+from jaxinfer.kv_cache.shared_tables import SharedTables
 from jaxinfer.kv_cache.spec import NULL_PAGE, PageSpec
 from jaxinfer.request import RequestContext
 
@@ -38,6 +39,7 @@ class KVManager:
         self.spec = spec
         self._allocator = PageAllocator(num_pages)
         self._cache = RadixCache(self._allocator, spec.page_size, clock, spec.spans) if prefix_cache else None
+        self._shared = SharedTables(self._allocator)
         self._bounds = [(group, most) for group in range(spec.num_groups) if (most := spec.most_runs(group, chunk_size)) is not None]
         self._session_seconds = session_seconds
         self._clock = clock
@@ -51,7 +53,7 @@ class KVManager:
 
     @property
     def num_used(self) -> int:
-        """Pages that sequences hold."""
+        """Pages that sequences hold, and shared tables."""
         return self._allocator.num_used
 
     @property
@@ -93,7 +95,7 @@ class KVManager:
             begins[group] = min(max(first, spec.first_run(group, filled)), last)
             ends[group] = max(begins[group], min(held + most, last))
         missing = sum(ends) - sum(begins)
-        if self.num_free - missing < keep_free * num_groups:
+        if not self._find_room(missing + keep_free * num_groups):
             return False
         pages = self._allocate(missing)
         if not self._bounds:
@@ -103,6 +105,42 @@ class KVManager:
         left = iter(pages)
         for run in range(first, last):
             table.extend(next(left) if begin <= run < end else NULL_PAGE for begin, end in zip(begins, ends, strict=True))
+        return True
+
+    def share(self, name: Hashable, table: list[int]) -> None:
+        """Keep a table's pages for sequences that start with the same tokens (`fork`), until `unshare` or until the room is needed."""
+        self._shared.add(name, table)
+
+    def unshare(self, name: Hashable) -> None:
+        """Nobody starts from these pages any more."""
+        self._shared.drop(name)
+
+    def is_shared(self, name: Hashable) -> bool:
+        """Whether there are pages to start from under this name."""
+        return name in self._shared
+
+    def fork(self, name: Hashable, table: list[int], num_tokens: int, keep_free: int = 0) -> list[tuple[int, int]] | None:
+        """Start an empty table with the shared pages of `num_tokens`; where the last one of a group is not full, with one of its own in its
+        place. Returns which pages are to be copied to which. None, and nothing changed, if that would leave fewer than `keep_free` runs'
+        pages."""
+        shared, num_groups = self._shared[name], self.spec.num_groups
+        assert not table
+        assert len(shared) == self.spec.runs_for(num_tokens) * num_groups, "the prompt's pages and no more"
+        partial = shared[-num_groups:] if num_tokens % self.spec.page_size else []
+        if not self._find_room(len(partial) + keep_free * num_groups, spare=name):
+            return None
+        whole = shared[: len(shared) - len(partial)]
+        self._allocator.retain(page for page in whole if page != NULL_PAGE)
+        own = self._allocate(len(partial))
+        table.extend([*whole, *own])
+        return list(zip(partial, own, strict=True))
+
+    def _find_room(self, num_pages: int, spare: Hashable | None = None) -> bool:
+        """Whether so many pages are to be had. Where it takes that, shared tables are given up, but for the one to `spare`."""
+        while self.num_free < num_pages:
+            if self.num_free + self._shared.num_reclaimable(spare) < num_pages:
+                return False
+            self._shared.drop_oldest(spare)
         return True
 
     def advance(self, table: list[int], token_ids: Tokens[int], start: int, end: int, context: RequestContext) -> bool:
@@ -122,7 +160,7 @@ class KVManager:
             needed += ahead[:num_needed]
             spare += ahead[num_needed : len(behind[group])]  # as many as it had, so that it seldom depends on what others took meanwhile
         places = [*needed, *spare] if len(needed) + len(spare) <= self.num_free else needed
-        if len(places) > self.num_free:
+        if not self._find_room(len(places)):
             return False
         for place, page in zip(places, self._allocate(len(places)), strict=True):
             table[place] = page

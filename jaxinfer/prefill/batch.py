@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int32
 
-from jaxinfer.prefill.scheduler import Chunk
+from jaxinfer.prefill.scheduler import Chunk, Fork
 from jaxinfer.runtime.buckets import QUERY_TILE, prefill_rows
 from jaxinfer.sampling.params import SamplingRows, neutral_rows, set_row
 
@@ -50,6 +50,14 @@ def build_batch(chunks: Sequence[Chunk], num_tokens: int, table_width: int) -> P
             set_row(batch.sampling, row, sequence.params, sequence.seed, sorted(sequence.end_tokens))
         start += -(-chunk.length // QUERY_TILE) * QUERY_TILE
     return batch._replace(wants_prompt_logprobs=any(chunk.sequence.needs_prompt_scores for chunk in chunks))
+
+
+def sampling_of_forks(forks: Sequence[Fork], num_rows: int) -> SamplingRows:
+    """What each row of a prompt's last hidden state is sampled by."""
+    rows = neutral_rows(num_rows)
+    for row, fork in enumerate(forks):
+        set_row(rows, row, fork.sequence.params, fork.sequence.seed, sorted(fork.sequence.end_tokens))
+    return rows
 
 
 def empty_batch(num_tokens: int, num_rows: int, table_width: int) -> PrefillBatch:

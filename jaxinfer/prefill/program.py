@@ -85,6 +85,22 @@ def sample_step(template: ModelTemplate) -> Callable[..., Sampled]:
     return step
 
 
+def repeat_step(num_rows: int) -> Callable[..., Float[Array, "X D"]]:
+    """The function of the program that gives one row's last hidden state to as many rows, for sequences that start from one prompt."""
+
+    def step(last: Float[Array, "R D"], row: Int[Array, ""]) -> Float[Array, "X D"]:
+        return jnp.repeat(jax.lax.dynamic_slice_in_dim(last, row, 1), num_rows, axis=0)
+
+    return step
+
+
+def copy_pages(pages: Pages, source_ids: Int[Array, " X"], target_ids: Int[Array, " X"]) -> Pages:
+    """Pages of a pool, copied to others of it; padding goes from the null page to the null page."""
+    # In two steps: else XLA reads and writes the pool in one operation, for which it copies all of it.
+    copies = jax.lax.optimization_barrier(pages[:, :, source_ids])
+    return pages.at[:, :, target_ids].set(copies)
+
+
 def score_step(template: ModelTemplate) -> Callable[..., PromptScores]:
     """The function of the program that gives log-probabilities of each token's successor in its prompt."""
 

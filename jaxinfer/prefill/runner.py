@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, Float, Int
 
+from jaxinfer.kv_cache.spec import NULL_PAGE
 from jaxinfer.prefill.batch import PrefillBatch, empty_batch
-from jaxinfer.prefill.program import PromptScores, greedy_step, prefill_step, sample_step, score_step
+from jaxinfer.prefill.program import PromptScores, copy_pages, greedy_step, prefill_step, repeat_step, sample_step, score_step
 from jaxinfer.runtime.buckets import prefill_rows
 from jaxinfer.runtime.compilation import Executable, ProgramSource, abstract_like, options_of_sampling
 from jaxinfer.runtime.expert_loads import ExpertLoads
@@ -19,7 +20,7 @@ from jaxinfer.runtime.stage import Stage, StagedWeights, abstract_hidden, pass_o
 from jaxinfer.runtime.stage_clock import Ended, StageClock
 from jaxinfer.runtime.template import Weights
 from jaxinfer.sampling.counting import TokenCounts, abstract_counts, reset_arguments, reset_program
-from jaxinfer.sampling.params import are_greedy, neutral_rows
+from jaxinfer.sampling.params import SamplingRows, are_greedy, neutral_rows
 from jaxinfer.sampling.sampler import Sampled
 from sharding.partition import place, replicated
 
@@ -29,6 +30,7 @@ logger = logging.getLogger(__name__)
 class PrefillResult(NamedTuple):
     sampled: Sampled
     prompt_scores: PromptScores | None  # where the batch asked for them
+    last_hidden: Float[Any, "R D"]  # of each row's last token; stays on the device
 
 
 class PrefillRunner:
@@ -41,7 +43,8 @@ class PrefillRunner:
         spec = stages[0].pool.spec
         self.table_width = spec.runs_for(max_model_len) * spec.num_groups
         self._last = last = self._stages[-1]
-        self._abstract_counts = abstract_counts(prefill_rows(buckets[-1]), last.template.config.vocab_size, last.mesh, last.rules)
+        self.num_rows = prefill_rows(buckets[-1])  # of the largest program; so many sequences start from one prompt at once
+        self._abstract_counts = abstract_counts(self.num_rows, last.template.config.vocab_size, last.mesh, last.rules)
         self._programs: dict[str, Executable] = {}
         self._weights: StagedWeights = ()
         self._head_weights: Weights = ()
@@ -53,7 +56,8 @@ class PrefillRunner:
 
     def programs(self) -> list[ProgramSource]:
         """What to compile: a program a bucket and stage that fills pages; on the last stage what takes first tokens, two for each number of rows,
-        and what scores prompts, one a bucket; and the program that counts a sequence's tokens for its penalties."""
+        and what scores prompts, one a bucket; what lets sequences start from another's prompt; and the program that counts a sequence's tokens
+        for its penalties."""
         batches = {size: empty_batch(size, prefill_rows(size), self.table_width).packed for size in self.buckets}
         sources = []
         for number, stage in enumerate(self._stages):
@@ -68,6 +72,9 @@ class PrefillRunner:
                 if splits_tokens:
                     logger.info("%s: between a layer's sums each of %d devices has its share of the tokens", name, stage.mesh.size)
                 sources.append(ProgramSource(name, step, arguments if hidden is None else (*arguments, hidden), stage.mesh, donated=(1,)))
+            ids = abstract_like(self._padded(()), replicated(stage.mesh))
+            copy = program_name("prefill/copy", self._stages, number)
+            sources.append(ProgramSource(copy, copy_pages, (stage.pool.abstract, ids, ids), stage.mesh, donated=(0,)))
         reset = reset_program("prefill/reset", self._abstract_counts, self.max_model_len, self._last.mesh)
         return [*sources, *self._programs_of_head(), reset]
 
@@ -88,6 +95,9 @@ class PrefillRunner:
             sources += [
                 ProgramSource(self._of_last(f"prefill/greedy/{rows}"), greedy_step(head), (weights, hidden(rows)), stage.mesh),
                 ProgramSource(self._of_last(f"prefill/sample/{rows}"), sample_step(head), sampling, stage.mesh, options=options),
+                ProgramSource(
+                    self._of_last(f"prefill/repeat/{rows}"), repeat_step(self.num_rows), (hidden(rows), abstract((), np.int32)), stage.mesh
+                ),
             ]
         for size in self.buckets:
             arguments = weights, hidden(size), abstract((size,), np.int32)
@@ -125,19 +135,44 @@ class PrefillRunner:
             if stage is not self._last:
                 handed = (pass_on(found, self._stages[number + 1]),)
         result: PrefillResult = found
-        for array in jax.tree.leaves(result):
+        for array in jax.tree.leaves((result.sampled, result.prompt_scores)):
             array.copy_to_host_async()
         return result
 
     def _finish(self, batch: PrefillBatch, hidden: Array, last: Array) -> PrefillResult:
-        """Which programs do it the host decides: a device that did would keep the host waiting, and what it launches next."""
-        weights, rows = self._head_weights, len(batch.num_generated)
-        if are_greedy(batch.sampling, batch.num_generated):
-            sampled = self._programs[self._of_last(f"prefill/greedy/{rows}")](weights, last)
-        else:
-            program = self._programs[self._of_last(f"prefill/sample/{rows}")]
-            sampled = program(weights, last, self._counts, batch.num_generated, batch.sampling)
+        sampled = self._sample(last, batch.num_generated, batch.sampling)
         if not batch.wants_prompt_logprobs:
-            return PrefillResult(sampled, None)
+            return PrefillResult(sampled, None, last)
         score = self._programs[self._of_last(f"prefill/score/{len(batch.next_token_ids)}")]
-        return PrefillResult(sampled, score(weights, hidden, batch.next_token_ids))
+        return PrefillResult(sampled, score(self._head_weights, hidden, batch.next_token_ids), last)
+
+    def _sample(self, last: Array, num_generated: Int[Any, " R"], rows: SamplingRows) -> Sampled:
+        """Which program does it the host decides: a device that did would keep the host waiting, and what it launches next."""
+        sampled: Sampled
+        if are_greedy(rows, num_generated):
+            sampled = self._programs[self._of_last(f"prefill/greedy/{len(num_generated)}")](self._head_weights, last)
+        else:
+            program = self._programs[self._of_last(f"prefill/sample/{len(num_generated)}")]
+            sampled = program(self._head_weights, last, self._counts, num_generated, rows)
+        return sampled
+
+    def repeat(self, last_hidden: Array, row: int) -> Array:
+        """One row of a step's last hidden states, as `sample` takes it: `num_rows` times. It stays on the device."""
+        return self._programs[self._of_last(f"prefill/repeat/{len(last_hidden)}")](last_hidden, np.asarray(row, np.int32))
+
+    def sample(self, last_hidden: Array, rows: SamplingRows) -> Sampled:
+        """Start to sample the first tokens of sequences that share a prompt, from what `repeat` gave of it."""
+        sampled = self._sample(last_hidden, np.zeros(self.num_rows, np.int32), rows)
+        sampled.packed.copy_to_host_async()
+        return sampled
+
+    def copy_pages(self, source_ids: Sequence[int], target_ids: Sequence[int]) -> None:
+        """Start to copy pages to others, on every stage: at most one of each group of layers."""
+        for number, stage in enumerate(self._stages):
+            program = self._programs[program_name("prefill/copy", self._stages, number)]
+            stage.pool.array = program(stage.pool.array, self._padded(source_ids), self._padded(target_ids))
+
+    def _padded(self, page_ids: Sequence[int]) -> np.ndarray:
+        padded = np.full(self._stages[0].pool.spec.num_groups, NULL_PAGE, np.int32)
+        padded[: len(page_ids)] = page_ids
+        return padded

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from jaxinfer.kv_cache.manager import KVManager
 from jaxinfer.prefill.queue import WaitingQueue
+from jaxinfer.prefill.shared_prompts import SharedPrompts
 from jaxinfer.runtime.buckets import QUERY_TILE, prefill_rows
 from jaxinfer.sequence import Sequence, SequenceState
 
@@ -28,6 +29,16 @@ class Chunk:
         return self.sequence.state is SequenceState.PREFILLING and self.sequence.epoch == self.epoch
 
 
+@dataclass(frozen=True, slots=True)
+class Fork(Chunk):
+    """No tokens: a sequence starts from its leader's whole prompt, and its first token is sampled from what that left."""
+
+    last_hidden: Any  # on the device
+
+
+# What a fork takes of a step's budget: it reads the output head and no layer.
+FORK_TOKENS = 8
+
 # Preempts a sequence that is less urgent than this one, which waits: a running one, or one of these, which this step leaves out so far;
 # False if there is none.
 MakeRoom = Callable[[Sequence, list[Sequence]], bool]
@@ -43,6 +54,10 @@ def _nobody(sequence: Sequence, left_out: list[Sequence]) -> bool:
 
 # Fills a sequence's page table with what another mesh has of its tokens; see `kv_transfer.cross_mesh.CrossMeshTransfer.recall`.
 Recall = Callable[[Sequence, list[int], int], int]
+
+
+# Starts to copy pages to others: of these numbers, to those.
+CopyPages = Callable[[list[int], list[int]], None]
 
 
 class LowerTiers(Protocol):
@@ -69,8 +84,10 @@ class PrefillScheduler:
         self.queue = queue
         self.tiers: LowerTiers | None = None
         self.recall: Recall | None = None
+        self.copy_pages: CopyPages = lambda source_ids, target_ids: None
         self._fetching: set[Sequence] = set()  # sequences that wait for their pages from the tiers, not yet queued
         self._held: dict[Sequence, list[Sequence]] = {}  # sequences that start from the prompt of a first one, until it is computed
+        self._shared = SharedPrompts(manager)
         self.prefilling: list[Sequence] = []  # admitted: they hold pages, and some of their tokens are not in them yet
 
     @property
@@ -86,7 +103,7 @@ class PrefillScheduler:
         """Of each prompt that waits for its first token, about as they are served: the tokens still to be computed, in whole tiles and those
         of cached prefixes among them, and when it arrived."""
         ahead = (*sorted(self.prefilling, key=lambda s: s.turn), *self.queue)
-        left = [(s.num_prompt - s.num_computed, s.request.arrival_time) for s in ahead if not s.num_output]
+        left = [(s.num_prompt - s.num_computed, s.request.arrival_time) for s in ahead if not s.num_output and not self._shared.has(s)]
         return [(-(-num_tokens // QUERY_TILE) * QUERY_TILE, arrival_time) for num_tokens, arrival_time in left if num_tokens]
 
     def add(self, sequence: Sequence) -> None:
@@ -120,6 +137,7 @@ class PrefillScheduler:
                 self._fetching.remove(sequence)
             else:
                 self.queue.remove(sequence)
+                self._shared.leave(sequence)
             if self.tiers is not None:
                 self.tiers.forget(sequence)
         elif sequence.state is SequenceState.PREFILLING:
@@ -136,18 +154,23 @@ class PrefillScheduler:
                 sequence = chunk.sequence
                 self._manager.keep(sequence.prefill_pages, sequence.token_ids, sequence.num_computed, sequence.context)
 
-    def done(self, sequence: Sequence) -> None:
-        """All of a sequence's tokens are in its pages."""
+    def done(self, sequence: Sequence, last_hidden: Callable[[], Any]) -> None:
+        """All of a sequence's tokens are in its pages. `last_hidden`, which is called if siblings wait for its prompt, gives what they sample
+        their first tokens from."""
         self.prefilling.remove(sequence)
         sequence.state = SequenceState.PREFILLED
         self._manager.slide(sequence.prefill_pages, sequence.num_computed)
-        for sibling in self._held.pop(sequence, []):
-            self._enqueue(sibling)
+        siblings = self._held.pop(sequence, [])
+        if siblings:
+            self._shared.add(sequence, siblings, last_hidden())
+        for sibling in siblings:
+            self.queue.add(sibling)
 
     def schedule(self, budget: int, num_free_slots: int, keep_free: int, make_room: MakeRoom, preempt: Preempt = _nobody) -> list[Chunk]:
-        """The next step's chunks, in order, of at most `budget` tokens; admits at most `num_free_slots` waiting sequences and those that
-        room is made for, leaving pages for `keep_free` runs in the pool."""
+        """The next step's chunks, in order, of at most `budget` tokens, and after them the forks; admits at most `num_free_slots`
+        waiting sequences and those that room is made for, leaving pages for `keep_free` runs in the pool."""
         chunks: list[Chunk] = []
+        forks: list[Chunk] = []
         admitted = sorted(self.prefilling, key=lambda s: s.turn, reverse=True)  # the first at the end
         is_open = True
         while budget > 0 and self._has_row(chunks):
@@ -156,6 +179,10 @@ class PrefillScheduler:
                 if not admitted:
                     break
                 budget = self._add_chunk(chunks, admitted.pop(), budget, partial(self._make_way, preempt, admitted))
+            elif num_free_slots > 0 and (fork := self._fork(head, keep_free)) is not None:
+                num_free_slots -= 1
+                forks.append(fork)
+                budget -= FORK_TOKENS
             elif num_free_slots > 0 and self._admit(head, keep_free):
                 if head in self._fetching:
                     continue
@@ -166,7 +193,7 @@ class PrefillScheduler:
                 admitted = [s for s in admitted if s.state is SequenceState.PREFILLING]
             else:
                 is_open = False  # nobody overtakes the one that waits for room
-        return chunks
+        return chunks + forks
 
     @staticmethod
     def _make_way(preempt: Preempt, left_out: list[Sequence], sequence: Sequence) -> bool:
@@ -200,13 +227,34 @@ class PrefillScheduler:
             self._manager.keep(table, sequence.token_ids, num_cached, sequence.context)
         # What a preempted one computes again is not its tenant's doing.
         self.queue.pop(sequence, num_tokens - num_cached if sequence.level is None else 0)
+        self._begin(sequence, num_cached)
+        return True
+
+    def _fork(self, sequence: Sequence, keep_free: int) -> Fork | None:
+        """Admit a sequence that can start from its leader's prompt, if there is room for it."""
+        copies = self._shared.start(sequence, keep_free) if self._shared.has(sequence) else None
+        if copies is None:
+            return None
+        if copies:  # at once: those who need room may be given the leader's pages before this step starts
+            self.copy_pages([source for source, _ in copies], [target for _, target in copies])
+        last_hidden = self._shared.last_hidden(sequence)
+        assert sequence.leader is not None
+        sequence.prompt_logprobs = sequence.leader.prompt_logprobs
+        if self.tiers is not None:
+            self.tiers.forget(sequence)
+        self.queue.pop(sequence, 0)
+        self._begin(sequence, sequence.num_prompt)
+        return Fork(sequence, sequence.num_prompt, 0, True, sequence.epoch, last_hidden)
+
+    def _begin(self, sequence: Sequence, num_cached: int) -> None:
+        """A sequence has its pages, of which so many tokens come filled."""
+        self._shared.leave(sequence)
         self.prefilling.append(sequence)
         sequence.num_computed = num_cached
         if sequence.first_scheduled_time is None:
             # What siblings start from was computed for the request: its cached tokens are those that its first sequence found.
             sequence.num_cached = num_cached if sequence.leader is None else sequence.leader.num_cached
         sequence.state = SequenceState.PREFILLING
-        return True
 
     def _has_row(self, chunks: list[Chunk]) -> bool:
         """Whether a program holds one more request."""

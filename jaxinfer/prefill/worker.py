@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
 
-from jaxinfer.prefill.batch import build_batch
+from jaxinfer.prefill.batch import build_batch, sampling_of_forks
 from jaxinfer.prefill.pace import Pace
 from jaxinfer.prefill.runner import PrefillResult, PrefillRunner
-from jaxinfer.prefill.scheduler import Chunk, MakeRoom, Preempt, PrefillScheduler
+from jaxinfer.prefill.scheduler import Chunk, Fork, MakeRoom, Preempt, PrefillScheduler
 from jaxinfer.request import TokenLogprob
 from jaxinfer.runtime.device_clock import DeviceClock
 from jaxinfer.sampling.params import uses_penalties
@@ -26,7 +29,7 @@ _WAITING = 1  # steps under way beside one for each stage: no device idles, and 
 class _InFlight:
     chunks: list[Chunk]
     starts: list[int]  # of each chunk in the packed tokens
-    bucket: int  # tokens
+    bucket: int  # tokens; 0: forks, which compute none
     result: PrefillResult
     launched_at: float  # seconds, of the mesh's clock
 
@@ -56,18 +59,34 @@ class PrefillWorker:
         if len(self._in_flight) >= self._runner.num_stages + _WAITING:
             return []
         chunks = self.scheduler.schedule(budget, num_free_slots, keep_free, make_room, preempt)
-        if not chunks:
-            return []
+        if computed := [chunk for chunk in chunks if not isinstance(chunk, Fork)]:
+            self._compute(computed)
+        for _, forks in groupby((chunk for chunk in chunks if isinstance(chunk, Fork)), key=lambda fork: fork.sequence.leader):
+            of_leader = list(forks)
+            for start in range(0, len(of_leader), self._runner.num_rows):
+                self._fork(of_leader[start : start + self._runner.num_rows])
+        return chunks
+
+    def _compute(self, chunks: list[Chunk]) -> None:
         bucket = self.scheduler.bucket(chunks)
         batch = build_batch(chunks, bucket, self._runner.table_width)
-        for row, chunk in enumerate(chunks):
-            if chunk.is_last and uses_penalties(chunk.sequence.params):
-                self._runner.count_tokens(row, chunk.sequence.token_ids, chunk.sequence.num_prompt)
+        self._count_tokens(chunks)
         starts = [int(start) for start in batch.packed.query_start[: len(chunks)]]
         launched_at = self._clock.now()
         self._in_flight.append(_InFlight(chunks, starts, bucket, self._runner.run(batch), launched_at))
         self.scheduler.launched(chunks)
-        return chunks
+
+    def _fork(self, forks: list[Fork]) -> None:
+        """Sample the first tokens of sequences that start from one prompt."""
+        self._count_tokens(forks)
+        launched_at = self._clock.now()
+        sampled = self._runner.sample(forks[0].last_hidden, sampling_of_forks(forks, self._runner.num_rows))
+        self._in_flight.append(_InFlight(list(forks), [0] * len(forks), 0, PrefillResult(sampled, None, forks[0].last_hidden), launched_at))
+
+    def _count_tokens(self, chunks: Iterable[Chunk]) -> None:
+        for row, chunk in enumerate(chunks):
+            if chunk.is_last and uses_penalties(chunk.sequence.params):
+                self._runner.count_tokens(row, chunk.sequence.token_ids, chunk.sequence.num_prompt)
 
     def collect(self, *, wait: int, until: float = math.inf) -> list[Prefilled]:
         """Read the steps that have ended, and so many of the oldest whether they have or not, but none that was not launched before `until`."""
@@ -83,7 +102,8 @@ class PrefillWorker:
     def _read(self, step: _InFlight) -> list[Prefilled]:
         sampled = type(step.result.sampled)(np.asarray(step.result.sampled.packed))
         seconds = self._clock.ended(step.launched_at)
-        self.pace.observe(step.bucket, seconds)
+        if step.bucket:
+            self.pace.observe(step.bucket, seconds)
         self._meter(step.chunks, seconds)
         prefilled: list[Prefilled] = []
         for row, (chunk, start) in enumerate(zip(step.chunks, step.starts, strict=True)):
@@ -93,15 +113,15 @@ class PrefillWorker:
             if step.result.prompt_scores is not None and sequence.needs_prompt_scores:
                 self._read_prompt_scores(step.result, chunk, start)
             if chunk.is_last:
-                self.scheduler.done(sequence)
+                self.scheduler.done(sequence, partial(self._runner.repeat, step.result.last_hidden, row))
                 logprob = None if sequence.params.logprobs is None else read_logprob(sampled, row, sequence.params.logprobs)
                 prefilled.append(Prefilled(sequence, int(sampled.tokens[row]), logprob))
         return prefilled
 
     def _meter(self, chunks: list[Chunk], seconds: float) -> None:
-        num_tokens = sum(chunk.length for chunk in chunks)
-        for chunk in chunks:
-            chunk.sequence.meter.prefill_seconds += seconds * chunk.length / num_tokens
+        shares = [chunk.length or 1 for chunk in chunks]  # of a step of forks each takes as much
+        for chunk, share in zip(chunks, shares, strict=True):
+            chunk.sequence.meter.prefill_seconds += seconds * share / sum(shares)
 
     def _read_prompt_scores(self, result: PrefillResult, chunk: Chunk, start: int) -> None:
         sequence, scores = chunk.sequence, result.prompt_scores

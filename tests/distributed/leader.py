@@ -24,6 +24,7 @@ def main() -> None:
     found["long"] = tokens_of(llm.generate(short, longer))
     scored = llm.generate([prompts[13]], replace(params[0], max_tokens=5, logprobs=2, prompt_logprobs=1))[0]
     found["prompt_logprobs"] = [told.logprob for told in scored.prompt_logprobs[1:]]
+    found["siblings"] = tokens_of(llm.generate(prompts[:9], [replace(p, n=3) for p in params[:9]]))
     stats = llm.engine.stats
     found |= {
         name: getattr(stats, name) for name in ("num_preemptions", "num_pages_moved", "num_cached_tokens", "num_compilations_after_ready")

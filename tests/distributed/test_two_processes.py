@@ -66,6 +66,9 @@ def test_two_processes_give_the_tokens_of_one_and_end_when_one_is_killed(tiny_mo
     assert found["tokens"] == expected
     assert found["again"] == expected
     assert found["long"] == alone(llm, [prompt[:15] for prompt in prompts], [replace(p, max_tokens=90) for p in params])
+    seeds = [[replace(p, seed=None if p.seed is None else p.seed + index) for p in params[:9]] for index in range(3)]
+    each = [alone(llm, prompts[:9], of_index) for of_index in seeds]
+    assert found["siblings"] == [[tokens for [tokens] in of_prompt] for of_prompt in zip(*each, strict=True)]
     np.testing.assert_allclose(found["prompt_logprobs"], llm.logprobs(prompts[13])[1:], atol=1e-4)
     assert found["num_preemptions"] > 10
     assert found["num_pages_moved"] > 80

@@ -138,8 +138,8 @@ class FakeRunner:
         assert 0 < num_prompt <= len(token_ids)
         self._counted[row] = list(token_ids)
 
-    def extend(self, table: np.ndarray, start: int, tokens: Sequence[int], rows: SamplingRows, row: int, counted_at: int) -> int:
-        """Write tokens from position `start` on, then choose the next from the whole context."""
+    def write(self, table: np.ndarray, start: int, tokens: Sequence[int]) -> list[int]:
+        """Write tokens from position `start` on; returns what the last one attends to, of each group."""
         context: list[int] = []
         for group, span in enumerate(self.spans):
             for position, token in enumerate(tokens, start):
@@ -147,6 +147,10 @@ class FakeRunner:
                 assert page, "a token goes to no page"
                 self.pool[page, offset] = kept(token, self._read(table, group, range(span.first(position), position)), span)
             context += self._read(table, group, range(span.first(start + len(tokens) - 1), start + len(tokens)))
+        return context
+
+    def next(self, context: Sequence[int], rows: SamplingRows, row: int, counted_at: int) -> int:
+        """Choose the next token from the whole context."""
         if rows.repetition_penalty[row] != 1.0 and tuple(self.spans) == (EVERYTHING,):
             assert sorted(self._counted[counted_at]) == sorted(context)
         return next_token(context, int(rows.seed[row, 0]) << 32 | int(rows.seed[row, 1]))
@@ -166,17 +170,36 @@ class FakeRunner:
 
 
 class FakePrefill(FakeRunner):
+    num_rows = 8
+    num_tokens = 0  # computed so far
+
     def run(self, batch: PrefillBatch) -> PrefillResult:
         packed = batch.packed
         tokens = np.zeros(len(packed.query_len), np.int64)
+        contexts: list[list[int]] = [[] for _ in packed.query_len]
         for row, length in enumerate(packed.query_len):
             if length:
                 at, end = packed.query_start[row], packed.kv_len[row]
-                tokens[row] = self._next(batch, row, packed.token_ids[at : at + length].tolist(), int(end - length))
-        return PrefillResult(self.result(tokens, int(packed.query_len.sum())), None)
+                new = packed.token_ids[at : at + length].tolist()
+                contexts[row] = self.write(packed.page_table[row], int(end - length), new)
+                tokens[row] = self.next(contexts[row], batch.sampling, row, row)
+        num_tokens = int(packed.query_len.sum())
+        self.num_tokens += num_tokens
+        return PrefillResult(self.result(tokens, num_tokens), None, contexts)
 
-    def _next(self, batch: PrefillBatch, row: int, tokens: list[int], start: int) -> int:
-        return self.extend(batch.packed.page_table[row], start, tokens, batch.sampling, row, row)
+    def repeat(self, last_hidden: list[list[int]], row: int) -> list[int]:
+        return last_hidden[row]
+
+    def sample(self, last_hidden: list[int], rows: SamplingRows) -> Sampled:
+        assert len(rows.packed) == self.num_rows
+        is_in_use = [any(row) for row in rows.seed]
+        tokens = [self.next(last_hidden, rows, row, row) if is_in_use[row] else 0 for row in range(self.num_rows)]
+        return self.result(np.asarray(tokens), 0)
+
+    def copy_pages(self, source_ids: Sequence[int], target_ids: Sequence[int]) -> None:
+        assert len(source_ids) == len(target_ids) == self.num_groups
+        assert not set(source_ids) & set(target_ids)
+        self.pool[list(target_ids)] = self.pool[list(source_ids)]
 
 
 class FakeDecode(FakeRunner):
@@ -196,7 +219,7 @@ class FakeDecode(FakeRunner):
                 position = int(batch.positions[row])
                 at = position // self.pool.shape[1] * self.num_groups
                 self._page_table[slot, at : at + self.num_groups] = batch.pages[row]
-                tokens[row] = self.extend(self._page_table[slot], position, [fed], rows, row, int(slot))
+                tokens[row] = self.next(self.write(self._page_table[slot], position, [fed]), rows, row, int(slot))
                 self._last[slot] = tokens[row]
                 self._counted.setdefault(int(slot), []).append(int(tokens[row]))
         return self.result(tokens, int(np.count_nonzero(batch.slots < self.num_slots)))
@@ -280,6 +303,7 @@ def fake_engine(
         pace = Pace(schedule.prefill_buckets, schedule.target_ttft, schedule.target_itl, delays_decode=shares_mesh)
         queue = WaitingQueue(schedule.ageing_seconds, schedule.prefill_chunk_size, clock)
         scheduler = PrefillScheduler(managers[0], queue, schedule.prefill_buckets)
+        scheduler.copy_pages = prefill.copy_pages
         transfer: KVTransfer = SameMeshTransfer()
         if not shares_mesh:
             transfer = cross_mesh = FakeCrossMesh(pools, managers)

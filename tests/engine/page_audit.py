@@ -17,6 +17,9 @@ def audit(engine: Engine) -> None:
     for sequence in sequences:
         owners[id(parts.prefill_manager)].update(page for page in sequence.prefill_pages if page != NULL_PAGE)
         owners[id(parts.decode_manager)].update(page for page in sequence.decode_pages if page != NULL_PAGE)
+    shared = parts.prefill_manager._shared
+    owners[id(parts.prefill_manager)].update(shared.pages())
+    assert {leader.request.request_id for leader in parts.prefill.scheduler._shared._prompts} <= set(engine._requests)
     for manager in (parts.prefill_manager, parts.decode_manager):
         owned = owners[id(manager)]
         references = {page: manager._allocator.references(page) for page in range(manager.num_pages + 1)}

@@ -10,8 +10,8 @@ PAGE_BYTES = 2 * tiny_model.LAYERS * tiny_model.KV_HEADS * tiny_model.HEAD * 16 
 
 
 # On one device: three sizes of decode and two of prefill; what samples the first tokens of one row and of four, greedily or not; what scores prompts of
-# either size; and three that let a sequence join.
-NUM_PROGRAMS = 3 + 2 + 2 * 2 + 2 + 3
+# either size; three that let a sequence join; and what lets others start from its prompt, one for each number of rows and one that copies pages.
+NUM_PROGRAMS = 3 + 2 + 2 * 2 + 2 + 3 + 2 + 1
 
 
 def test_one_device_shares_weights_and_pages(llm):

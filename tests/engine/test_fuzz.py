@@ -141,7 +141,7 @@ def test_every_request_ends_once_with_its_tokens_and_no_page_is_lost(
     engine = fake_engine(config, num_pages, seed=seed, clock=clock)
     check(engine, run(engine, np.random.default_rng(seed), clock))
     if num_pages <= 30:
-        assert engine.stats.num_preemptions > 10
+        assert engine.stats.num_preemptions > 5
     assert (engine.stats.num_cached_tokens > 0) == prefix_cache
     if meshes == "two":
         assert engine.stats.num_pages_moved > 100

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -127,11 +128,12 @@ def test_sequences_of_one_request_share_its_prompt_and_draw_by_seeds_in_a_row(ll
     with recorded_chunks(of_layout.engine) as chunks:
         outputs = of_layout.generate(prompts, params)
     assert tokens_of(outputs) == [[tokens for [tokens] in of_prompt] for of_prompt in singles]
-    starts: dict[Sequence, int] = {}
+    computed: Counter[Sequence] = Counter()
     for chunk in chunks:
-        starts.setdefault(chunk.sequence, chunk.start)
-    # All whole pages before the last prompt token are found, not computed; that is the request's own doing, not the cache's.
-    assert all(start == (0 if s.leader is None else (s.num_prompt - 1) // 16 * 16) for s, start in starts.items())
+        computed[chunk.sequence] += chunk.length
+    # The prompt is computed once; that is the request's own doing, not the cache's.
+    assert all(num_tokens == (s.num_prompt if s.leader is None else 0) for s, num_tokens in computed.items())
+    assert len(computed) == 5 * len(prompts)
     assert [output.cached_tokens for output in outputs] == [0] * len(prompts)
     assert_all_free(of_layout.engine)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,8 @@ def test_preemption_changes_no_token_and_pages_stay_bounded(tmp_path: Path, fami
     goldens = [*shorter * 4, longest]  # the shorter ones are begun together, and meet as they grow
     for golden, output in zip(goldens, llm.generate([golden.prompt_ids for golden in goldens], GREEDY), strict=True):
         check_continuation(golden, output)
+    siblings = llm.generate(longest.prompt_ids, replace(GREEDY, n=2))[0]
+    assert [answer.token_ids for answer in siblings.outputs] == [longest.tokens] * 2
     stats = llm.engine.stats
     assert stats.num_preemptions > 0
     assert stats.num_compilations_after_ready == 0

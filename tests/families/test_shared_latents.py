@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,8 @@ def test_tokens_are_one_devices_with_hits_and_preemption(folder: Path, expected:
     llm = LLM(str(folder), **SETTINGS | LAYOUTS[layout])
     assert tokens_of(llm.generate(PROMPTS, GREEDY)) == expected
     assert tokens_of(llm.generate(PROMPTS[-2:], GREEDY)) == expected[-2:]  # of which much is cached
+    siblings = llm.generate(PROMPTS[-1], replace(GREEDY, n=2, max_tokens=9))  # which start from copies of its last page
+    assert len(PROMPTS[-1]) % 16 and tokens_of(siblings) == [[expected[-1][0][:9]] * 2]
     stats = llm.engine.stats
     assert stats.num_preemptions > 0 and stats.num_cached_tokens > 0
     assert stats.num_compilations_after_ready == 0

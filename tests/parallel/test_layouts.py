@@ -5,6 +5,7 @@ The model's two KV heads are copied where a stage has four devices. Pages are fe
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -63,6 +64,8 @@ def check(llm: LLM, folder: Path) -> None:
     assert tokens_of(llm.generate(asked, GREEDY)) == expected(folder)
     again = llm.generate(asked[:3], GREEDY)  # what is left of the first time in the prefix cache is used
     assert tokens_of(again) == expected(folder)[:3]
+    siblings = llm.generate(asked[1], replace(GREEDY, n=3, max_tokens=9))  # which start from copies of its last page
+    assert tokens_of(siblings) == [[expected(folder)[1][0][:9]] * 3]
     assert llm.engine.stats.num_cached_tokens > 0
     assert llm.engine.stats.num_compilations_after_ready == 0
     assert_all_free(llm.engine)

@@ -101,10 +101,10 @@ def test_who_goes_away_meanwhile_is_forgotten(scheduler, tiers, has_ended):
     assert chunks(scheduler) == []
 
 
-def test_siblings_wait_for_the_first_and_then_start_from_its_pages(scheduler, tiers):
+def test_siblings_wait_for_the_first_and_then_start_from_its_prompt_though_tiers_have_pages_of_it(scheduler, tiers):
     first = sequences.make(40)
     sibling = sequences.make(40, leader=first)
-    tiers.wanted = {first}
+    tiers.wanted = {first, sibling}
     scheduler.add(first)
     scheduler.add(sibling)
     assert scheduler.waiting == [first, sibling]
@@ -112,8 +112,8 @@ def test_siblings_wait_for_the_first_and_then_start_from_its_pages(scheduler, ti
     tiers.ended, tiers.num_filled = [first], {first: 32}
     scheduler.poll_tiers(0.0)
     assert chunks(scheduler) == [(first, 32, 8)]
-    scheduler.done(first)
-    assert chunks(scheduler) == [(sibling, 32, 8)]
+    scheduler.done(first, lambda: None)
+    assert chunks(scheduler) == [(sibling, 40, 0)]
 
 
 def test_who_must_fetch_again_takes_no_place_and_holds_up_nobody(scheduler, tiers):

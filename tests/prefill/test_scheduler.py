@@ -4,13 +4,14 @@ import pytest
 from jaxinfer.kv_cache.manager import KVManager
 from jaxinfer.kv_cache.spec import PageSpec
 from jaxinfer.prefill.queue import WaitingQueue
-from jaxinfer.prefill.scheduler import Chunk, MakeRoom, PrefillScheduler
+from jaxinfer.prefill.scheduler import FORK_TOKENS, Chunk, Fork, MakeRoom, PrefillScheduler
 from jaxinfer.request import RequestContext
 from jaxinfer.runtime.buckets import QUERY_TILE, prefill_rows, query_tile
 from jaxinfer.sequence import Sequence, SequenceState
 from tests import sequences
 
 NO_ROOM = lambda waiting, prefilling: False  # noqa: E731
+LAST_HIDDEN = object()
 
 
 class Scheduler(PrefillScheduler):
@@ -20,7 +21,7 @@ class Scheduler(PrefillScheduler):
 
     def next(self, num_free_slots: int = 9, keep_free: int = 0, make_room: MakeRoom = NO_ROOM) -> list[Chunk]:
         chunks = self.schedule(self.chunk_size, num_free_slots, keep_free, make_room)
-        self.launched(chunks)
+        self.launched([chunk for chunk in chunks if not isinstance(chunk, Fork)])
         return chunks
 
 
@@ -118,22 +119,74 @@ def test_a_prompt_under_way_is_found_by_the_next_step():
     assert shape(queue.next()) == [(32, 9, True)], "the first was started, and is not read yet"
 
 
-def test_siblings_wait_for_the_first_and_start_from_its_pages_and_nobody_waits_for_them():
-    queue, first = scheduler(prefix_cache=True), sequences.make(40, n=3)
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_siblings_wait_for_the_first_and_start_from_its_prompt_and_nobody_waits_for_them(prefix_cache):
+    queue, first = scheduler(prefix_cache=prefix_cache), sequences.make(40, n=3)
     siblings = [sequences.make(40, leader=first, n=3) for _ in range(2)]
-    other = sequences.make(10)
+    other, copied = sequences.make(10), []
+    queue.copy_pages = lambda source, target: copied.append((source, target))
     for sequence in (first, *siblings, other):
         queue.add(sequence)
     assert queue.num_waiting == 4
     assert [chunk.sequence for chunk in queue.next()] == [first, other]
     assert queue.next() == []
-    queue.done(first)
-    chunks = queue.next()
-    assert [chunk.sequence for chunk in chunks] == siblings
-    assert shape(chunks) == [(32, 8, True)] * 2
+    queue.done(first, lambda: LAST_HIDDEN)
+    assert queue.next() == [Fork(sibling, 40, 0, True, 0, LAST_HIDDEN) for sibling in siblings], "they compute nothing"
+    assert queue.num_waiting == 0
     assert [sibling.num_cached for sibling in siblings] == [0, 0], "computed for the request, once"
     assert {tuple(sequence.prefill_pages[:2]) for sequence in (first, *siblings)} == {tuple(first.prefill_pages[:2])}
+    assert copied == [([first.prefill_pages[2]], [sibling.prefill_pages[2]]) for sibling in siblings]
     assert len({sequence.prefill_pages[2] for sequence in (first, *siblings)}) == 3
+
+
+def test_a_step_takes_a_bounded_number_of_siblings_beside_other_prompts():
+    queue, first = scheduler(), sequences.make(32, n=99)
+    siblings = [sequences.make(32, leader=first, n=99) for _ in range(98)]
+    for sequence in (first, *siblings, late := sequences.make(100)):
+        queue.add(sequence)
+    queue.next(99)
+    queue.done(first, lambda: LAST_HIDDEN)
+    per_step = queue.chunk_size // FORK_TOKENS
+    forks = [len([chunk for chunk in queue.next(99) if isinstance(chunk, Fork)]) for _ in range(8)]
+    assert forks == [*[per_step] * (98 // per_step), 98 % per_step, 0]
+    assert late in queue.prefilling
+
+
+def test_a_shared_prompt_makes_room_for_others_and_its_siblings_then_compute_it():
+    """The leader is gone, the prompt takes 3 pages of 4, and an urgent prompt needs 2."""
+    queue, first = scheduler(num_pages=4), sequences.make(40, n=2)
+    sibling = sequences.make(40, leader=first, n=2)
+    for sequence in (first, sibling):
+        queue.add(sequence)
+    queue.next()
+    queue.done(first, lambda: LAST_HIDDEN)
+    queue.remove(first)
+    first.state = SequenceState.FINISHED
+    urgent = sequences.make(20, context=RequestContext(priority=-1))
+    queue.add(urgent)
+    assert [(chunk.sequence, chunk.length) for chunk in queue.next()] == [(urgent, 20)]
+    queue.done(urgent, lambda: LAST_HIDDEN)
+    queue.remove(urgent)
+    assert [(chunk.sequence, chunk.length) for chunk in queue.next()] == [(sibling, 40)]
+    queue.remove(sibling)
+    assert queue._manager.num_used == 0
+
+
+@pytest.mark.parametrize("ended", ["before it started", "after it started"])
+def test_a_shared_prompt_is_given_back_with_the_last_sibling(ended):
+    queue, first = scheduler(), sequences.make(40, n=2)
+    sibling = sequences.make(40, leader=first, n=2)
+    for sequence in (first, sibling):
+        queue.add(sequence)
+    queue.next()
+    queue.done(first, lambda: LAST_HIDDEN)
+    queue.remove(first)
+    assert queue._manager.num_used == 3, "for the sibling"
+    if ended == "after it started":
+        queue.next()
+    queue.remove(sibling)
+    assert queue._manager.num_used == 0
+    assert queue.num_waiting == 0
 
 
 def test_siblings_go_with_their_first():
@@ -151,7 +204,7 @@ def test_a_known_prefix_is_not_computed_again_but_for_its_last_token():
     queue, first, second, longer = scheduler(prefix_cache=True), *(sequences.make(length) for length in (64, 64, 100))
     queue.add(first)
     assert shape(queue.next()) == [(0, 64, True)]
-    queue.done(first)
+    queue.done(first, lambda: LAST_HIDDEN)
     queue.remove(first)
     queue.add(second)
     queue.add(longer)
@@ -163,7 +216,7 @@ def test_a_prompt_that_is_to_be_scored_is_computed_whole():
     queue, first, scored = scheduler(prefix_cache=True), sequences.make(64), sequences.make(64, prompt_logprobs=1)
     queue.add(first)
     queue.next()
-    queue.done(first)
+    queue.done(first, lambda: LAST_HIDDEN)
     queue.add(scored)
     assert shape(queue.next()) == [(0, 64, True)]
 
@@ -243,6 +296,6 @@ def test_every_step_fits_its_bucket_and_all_tokens_are_computed_once(chunk_size,
                 computed.setdefault(chunk.sequence.order, []).extend(range(chunk.start, chunk.start + chunk.length))
                 if chunk.is_last:
                     assert computed.pop(chunk.sequence.order) == list(range(len(chunk.sequence.token_ids)))
-                    queue.done(chunk.sequence)
+                    queue.done(chunk.sequence, lambda: LAST_HIDDEN)
                     assert chunk.sequence.state is SequenceState.PREFILLED
                     queue.remove(chunk.sequence)

@@ -13,7 +13,7 @@ from jaxinfer.kv_cache.manager import KVManager
 from jaxinfer.kv_cache.radix_cache import CachedRun, digests, token_bytes
 from jaxinfer.kv_cache.spec import PageSpec
 from jaxinfer.prefill.queue import WaitingQueue
-from jaxinfer.prefill.scheduler import Chunk, PrefillScheduler
+from jaxinfer.prefill.scheduler import FORK_TOKENS, Chunk, Fork, PrefillScheduler
 from jaxinfer.request import RequestContext
 from jaxinfer.runtime.buckets import QUERY_TILE, prefill_rows
 from jaxinfer.sequence import Sequence, SequenceState
@@ -44,6 +44,7 @@ class Manager(KVManager):
         self.machine = machine
         self.num_found = 0
         self.known: set[bytes] = set()
+        self.still_shared: list[object] = []  # what should be, when room has been looked for
         self.is_caching = prefix_cache
         self.save_evicted = self.forget_evicted
 
@@ -73,9 +74,30 @@ class Manager(KVManager):
     def grow(self, table: list[int], num_tokens: int, keep_free: int = 0) -> bool:
         missing = -(-num_tokens // PAGE_SIZE) - len(table)
         has_room = missing <= 0 or NUM_PAGES - len(self.machine.pages_held()) - missing >= keep_free
+        self.check_given_up(missing + keep_free if has_room else 0)
         assert super().grow(table, num_tokens, keep_free) == has_room
+        assert list(self._shared._tables) == self.still_shared
         self.machine.events.append(("room" if has_room else "no room", self.num_found))
         return has_room
+
+    def fork(self, name: object, table: list[int], num_tokens: int, keep_free: int = 0) -> list[tuple[int, int]] | None:
+        missing = int(num_tokens % PAGE_SIZE > 0)
+        has_room = NUM_PAGES - len(self.machine.pages_held() + Counter(self._shared[name])) - missing >= keep_free
+        self.check_given_up(missing + keep_free if has_room else 0, spare=name)
+        copies = super().fork(name, table, num_tokens, keep_free)
+        assert (copies is not None) == has_room
+        assert list(self._shared._tables) == self.still_shared
+        self.machine.events.append(("fork" if has_room else "no fork", 0))
+        return copies
+
+    def check_given_up(self, num_pages: int, spare: object = None) -> None:
+        """Shared tables are given up, the oldest first, while there is too little room, and never in vain."""
+        tables, held = dict(self._shared._tables), self.machine.pages_held()
+        for name in [name for name in tables if name != spare]:
+            if NUM_PAGES - len(held + Counter(page for table in tables.values() for page in table)) >= num_pages:
+                break
+            del tables[name]
+        self.still_shared = list(tables)
 
 
 class PrefillSchedulerAgainstModel(RuleBasedStateMachine):
@@ -91,6 +113,7 @@ class PrefillSchedulerAgainstModel(RuleBasedStateMachine):
         self.num_done: dict[Sequence, int] = {}  # tokens, of those that prefill
         self.steps: deque[list[Chunk]] = deque()  # under way
         self.pool: dict[tuple[int, int], int] = {}  # by page and place in it
+        self.siblings: set[Sequence] = set()  # that could start from a shared prompt, and haven't yet
 
     @initialize(prefix_cache=st.sampled_from([True, True, False]), buckets=st.sampled_from([(32, 128), (32, 50), (16,), (256,)]))
     def begin(self, prefix_cache: bool, buckets: tuple[int, ...]) -> None:
@@ -99,6 +122,7 @@ class PrefillSchedulerAgainstModel(RuleBasedStateMachine):
         queue.events, queue.changes = self.events, self.changes
         self.buckets = buckets
         self.scheduler = PrefillScheduler(self.manager, queue, buckets)
+        self.scheduler.copy_pages = self.copy_pages
         self.queue = WaitingQueue(AGEING, QUANTUM, clock=lambda: self.now)  # does what the scheduler's should
 
     # What the model says.
@@ -115,7 +139,10 @@ class PrefillSchedulerAgainstModel(RuleBasedStateMachine):
 
     def check_step(self, chunks: list[Chunk], prefilling: list[Sequence], budget: int, num_free_slots: int) -> None:
         """Go through a step as it was planned: every event in its turn, and all of them."""
-        events, planned, is_open = deque(self.events), deque(chunks), True
+        events, is_open = deque(self.events), True
+        planned, forks = (deque(chunk for chunk in chunks if isinstance(chunk, Fork) == is_fork) for is_fork in (False, True))
+        num_chunks = len(planned)
+        assert chunks == [*planned, *forks]
         prefilling = sorted(prefilling, key=lambda s: s.turn)
         for sequence, (level, passed_over), _ in self.changes:
             sequence.level, sequence.passed_over_seconds = level, passed_over
@@ -129,7 +156,7 @@ class PrefillSchedulerAgainstModel(RuleBasedStateMachine):
             while length > 0:
                 budget, length = budget - QUERY_TILE, length - QUERY_TILE
 
-        while budget > 0 and len(chunks) - len(planned) < prefill_rows(self.buckets[-1]):
+        while budget > 0 and num_chunks - len(planned) < prefill_rows(self.buckets[-1]):
             head = self.queue.head() if is_open else None
             if prefilling and (head is None or prefilling[0].turn <= (self.queue.level(head), head.order)):
                 sequence = prefilling.pop(0)
@@ -138,6 +165,16 @@ class PrefillSchedulerAgainstModel(RuleBasedStateMachine):
                 continue
             if head is None:
                 break
+            if num_free_slots > 0 and events[0][0] in ("fork", "no fork"):
+                assert head in self.siblings
+                if events.popleft()[0] == "fork":
+                    assert events.popleft() == ("admitted", head, 0)
+                    assert forks.popleft() == Fork(head, head.num_prompt, 0, True, head.epoch, head.leader)
+                    self.queue.pop(head, 0)
+                    self.siblings.discard(head)
+                    self.num_done[head] = head.num_prompt
+                    num_free_slots, budget = num_free_slots - 1, budget - FORK_TOKENS
+                    continue
             had_pages, num_found = events.popleft() if num_free_slots > 0 else (None, 0)
             kind, sequence, other = events.popleft()
             assert sequence is head
@@ -147,6 +184,7 @@ class PrefillSchedulerAgainstModel(RuleBasedStateMachine):
                 assert num_found == 0 or not head.needs_prompt_scores
                 assert other == (len(head.token_ids) - num_found if head not in self.num_done else 0)
                 self.queue.pop(head, other)
+                self.siblings.discard(head)
                 num_free_slots -= 1
                 expect_chunk(head, num_found)
             else:
@@ -161,6 +199,7 @@ class PrefillSchedulerAgainstModel(RuleBasedStateMachine):
                     prefilling.remove(other)
         assert not events
         assert not planned
+        assert not forks
         assert all((sequence.level, sequence.passed_over_seconds) == after for sequence, _, after in self.changes)
 
     # What an engine does.
@@ -194,6 +233,10 @@ class PrefillSchedulerAgainstModel(RuleBasedStateMachine):
 
     def read(self, table: list[int], num_tokens: int) -> list[int]:
         return [self.pool[table[place // PAGE_SIZE], place % PAGE_SIZE] for place in range(num_tokens)]
+
+    def copy_pages(self, source_ids: list[int], target_ids: list[int]) -> None:
+        for source, target in zip(source_ids, target_ids, strict=True):
+            self.pool |= {(target, place): self.pool[source, place] for place in range(PAGE_SIZE) if (source, place) in self.pool}
 
     # What happens.
 
@@ -237,7 +280,8 @@ class PrefillSchedulerAgainstModel(RuleBasedStateMachine):
         self.check_step(chunks, prefilling, budget, num_free_slots)
         if not chunks:
             return
-        bucket = self.scheduler.bucket(chunks)
+        computed = [chunk for chunk in chunks if not isinstance(chunk, Fork)]
+        bucket = self.scheduler.bucket(computed) if computed else 0
         places = [0]
         for chunk in chunks:
             assert places[-1] % QUERY_TILE == 0
@@ -247,7 +291,7 @@ class PrefillSchedulerAgainstModel(RuleBasedStateMachine):
             assert len(table) == -(-len(tokens) // PAGE_SIZE)
             assert self.read(table, chunk.start) == tokens[: chunk.start], "the pages hold what comes before"
             self.write(table, chunk.start, tokens[chunk.start : chunk.start + chunk.length])
-        assert len(chunks) <= prefill_rows(bucket)
+        assert len(computed) <= prefill_rows(bucket)
         self.steps.append(chunks)
 
     @precondition(lambda self: self.steps)
@@ -261,7 +305,8 @@ class PrefillSchedulerAgainstModel(RuleBasedStateMachine):
             if not chunk.is_last:
                 continue
             held = [s for s in self.in_state(WAITING) if s.leader is sequence and self.waits_for_its_leader(s)]
-            self.scheduler.done(sequence)
+            self.scheduler.done(sequence, lambda leader=sequence: leader)
+            self.siblings |= set(held)
             assert sequence.state is PREFILLED
             if sequence.params.prompt_logprobs is not None:
                 sequence.prompt_logprobs = [None] * sequence.num_prompt
@@ -309,6 +354,7 @@ class PrefillSchedulerAgainstModel(RuleBasedStateMachine):
         for sequence in [s for s in self.live if s is first or s.leader is first]:
             sequence.state = FINISHED
             self.live.remove(sequence)
+            self.siblings.discard(sequence)
 
     @rule(seconds=st.sampled_from([0.5, 3.0, 30.0]))
     def pass_time(self, seconds: float) -> None:
@@ -327,8 +373,14 @@ class PrefillSchedulerAgainstModel(RuleBasedStateMachine):
         assert not any(s.prefill_pages or s.decode_pages for s in waiting)
 
     @invariant()
+    def prompts_are_shared_while_siblings_wait(self) -> None:
+        shared = set(self.manager._shared._tables)
+        assert shared <= {sibling.leader for sibling in self.siblings}
+        assert self.siblings <= set(self.in_state(WAITING))
+
+    @invariant()
     def no_page_is_lost(self) -> None:
-        held = self.pages_held()
+        held = self.pages_held() + Counter(self.manager._shared.pages())
         references = self.manager._allocator.references
         assert {page: references(page) for page in range(NUM_PAGES + 1) if references(page)} == held
         assert self.manager.num_free == NUM_PAGES - len(held)
