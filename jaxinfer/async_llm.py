@@ -85,10 +85,12 @@ class AsyncLLM:
             async for delta in deltas:
                 yield delta
 
-    async def embed(self, texts: Text | Iterable[Text], *, dimensions: int | None = None) -> Float32[np.ndarray, "N D"]:
+    async def embed(
+        self, texts: Text | Iterable[Text], *, dimensions: int | None = None, truncate_prompt_tokens: int | None = None
+    ) -> Float32[np.ndarray, "N D"]:
         """A row for each text. See `LLM.embed`."""
         reader = self.llm.text_reader()
-        token_lists = await asyncio.to_thread(read_texts, reader, texts, dimensions)
+        token_lists = await asyncio.to_thread(read_texts, reader, texts, dimensions, truncate_prompt_tokens)
         if not token_lists:
             return np.empty((0, dimensions or reader.embedding_size), np.float32)
         embedded = await self._of_this_loop().embed(self.llm.engine_loop.new_id(), token_lists)

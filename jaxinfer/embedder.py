@@ -38,19 +38,24 @@ class Embedder:
         self.embedding_size = self._reader.embedding_size
         self.max_tokens = self._reader.max_tokens  # of a text
 
-    def embed(self, texts: Text | Iterable[Text], *, dimensions: int | None = None) -> Float32[np.ndarray, "N D"]:
+    def embed(
+        self, texts: Text | Iterable[Text], *, dimensions: int | None = None, truncate_prompt_tokens: int | None = None
+    ) -> Float32[np.ndarray, "N D"]:
         """A row for each text (or its token ids), in the texts' order; of length 1 where the model normalises.
 
-        `dimensions` keeps that many of each embedding and brings it to length 1 again. Raises `RequestError` for the first text that
+        `dimensions` keeps that many of each embedding and brings it to length 1 again. Of a text of more tokens than
+        `truncate_prompt_tokens` the first are read; -1: as many as the model takes. Raises `RequestError` for the first text that
         is empty or too long, before any is computed.
         """
         self._engine_loop.check()
-        return embed(self._engine_loop, self._reader, texts, dimensions)
+        return embed(self._engine_loop, self._reader, texts, dimensions, truncate_prompt_tokens)
 
 
-def embed(engine_loop: EngineLoop, reader: TextReader, texts: Text | Iterable[Text], dimensions: int | None) -> Float32[np.ndarray, "N D"]:
+def embed(
+    engine_loop: EngineLoop, reader: TextReader, texts: Text | Iterable[Text], dimensions: int | None, truncate_prompt_tokens: int | None
+) -> Float32[np.ndarray, "N D"]:
     """See `Embedder.embed`."""
-    token_lists = read_texts(reader, texts, dimensions)
+    token_lists = read_texts(reader, texts, dimensions, truncate_prompt_tokens)
     if not token_lists:
         return np.empty((0, dimensions or reader.embedding_size), np.float32)
     answers, request_id = Answers(), engine_loop.new_id()
@@ -68,11 +73,14 @@ def embed(engine_loop: EngineLoop, reader: TextReader, texts: Text | Iterable[Te
             engine_loop.abort([request_id], wait=True)
 
 
-def read_texts(reader: TextReader, texts: Text | Iterable[Text], dimensions: int | None) -> list[TokenIds]:
+def read_texts(
+    reader: TextReader, texts: Text | Iterable[Text], dimensions: int | None, truncate_prompt_tokens: int | None
+) -> list[TokenIds]:
     """Token ids of what `Embedder.embed` is given; none for no text. Raises `RequestError` as that does."""
     reader.check_dimensions(dimensions)
+    truncation = None if truncate_prompt_tokens is None else reader.truncation(truncate_prompt_tokens)
     several = as_prompts(texts, "texts")
-    return reader.read(several, "texts") if several else []
+    return reader.read(several, "texts", truncation) if several else []
 
 
 class _EncoderAlone:

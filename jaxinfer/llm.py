@@ -100,12 +100,14 @@ class LLM:
         """Answer a conversation as `chat` does, with deltas as of `stream`."""
         return self.engine_loop.stream(self.reader.read_conversation(messages, params, template))
 
-    def embed(self, texts: Text | Iterable[Text], *, dimensions: int | None = None) -> Float32[np.ndarray, "N D"]:
+    def embed(
+        self, texts: Text | Iterable[Text], *, dimensions: int | None = None, truncate_prompt_tokens: int | None = None
+    ) -> Float32[np.ndarray, "N D"]:
         """A row for each text (or its token ids), by the `embedding_model`; of length 1 where that model's are. See `Embedder.embed`.
 
         Raises `RequestError` for a text that is empty or too long, and `ConfigError` for an LLM without an embedding model.
         """
-        return embed(self.engine_loop, self.text_reader(), texts, dimensions)
+        return embed(self.engine_loop, self.text_reader(), texts, dimensions, truncate_prompt_tokens)
 
     def text_reader(self) -> TextReader:
         """The embedding model's. Raises `ConfigError` without one, and as any call after the end."""

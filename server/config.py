@@ -23,6 +23,7 @@ class ServerConfig:
     host: str = _flag("127.0.0.1", "address to listen on; 0.0.0.0 for every interface")
     port: int = _flag(8000, "port to listen on; 0: any free one")
     served_model_name: tuple[str, ...] = _flag((), "names clients may ask for, the first one reported; from --model if not given")
+    embedding_truncate: bool = _flag(False, "cut texts that are longer than the embedding model takes, instead of refusing them")
     served_embedding_name: tuple[str, ...] = _flag((), "the same of the embedding model; from --embedding-model if not given")
     root_path: str = _flag("", "path below which a proxy serves this, such as /llm; requests are taken with it and without")
     api_keys: tuple[str, ...] = _secret("api_key_file", "JAXINFER_API_KEYS")

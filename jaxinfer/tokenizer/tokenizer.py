@@ -115,6 +115,12 @@ class Tokenizer:
     def _line_ids(self) -> list[int]:
         return self._backend.encode(_LINE, add_special_tokens=False).ids
 
+    @functools.cached_property
+    def num_around(self) -> tuple[int, int]:
+        """How many special tokens the model wants before a text and after it."""
+        is_special = self._backend.encode("a").special_tokens_mask
+        return is_special.index(0), is_special[::-1].index(0)
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The ids' text; bytes that are not UTF-8 become U+FFFD, ids outside the vocabulary nothing."""
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)

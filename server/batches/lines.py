@@ -9,16 +9,17 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from server.backend import Overloaded, Unavailable
-from server.openai import chat, completions
+from server.openai import chat, completions, embeddings
 from server.openai.body import check
 from server.openai.caller import UNKNOWN, Caller
 from server.openai.errors import ApiError, from_exception
 from server.openai.json_text import read_json
-from server.openai.protocol import ChatRequest, CompletionRequest
+from server.openai.protocol import ChatRequest, CompletionRequest, EmbeddingRequest
 from server.openai.reading import Reading
 from server.openai.service import Service
 from server.openai.strict import StrictModel
 
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 INVALID_UNICODE = "invalid_unicode"  # the code of a line that fails alone, whatever its batch
 LONGEST_WAIT = 1.0  # seconds between two tries at a full queue
 
@@ -32,6 +33,11 @@ class BatchLine(StrictModel):
     method: str = Field(pattern="^POST$")
     url: str
     body: dict[str, Any]
+
+    @property
+    def is_embedding(self) -> bool:
+        """Whether it is the embedding model that answers."""
+        return self.url == "/v1/embeddings"
 
     @property
     def num_prompts(self) -> int:
@@ -102,7 +108,19 @@ def is_failure(answer: dict[str, Any]) -> bool:
 
 def encoded(answer: dict[str, Any]) -> bytes:
     """An output line as the file holds it, its end included."""
-    return json.dumps(answer, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
+    text = json.dumps(answer, ensure_ascii=False)
+    return text.encode("utf-8", "backslashreplace") + b"\n"
+
+
+async def encoded_beside(answer: dict[str, Any]) -> bytes:
+    """`encoded`, beside the event loop for the many numbers of embeddings: one at a time, for others to run in between."""
+    body = answer["response"]["body"] if answer["response"] else {}
+    if len(data := body.get("data", ())) < 16:
+        return encoded(answer)
+    shell = encoded(answer | {"response": answer["response"] | {"body": body | {"data": []}}})
+    before, after = shell.split(b'"data": []', 1)  # no text holds it: its quotes would be escaped
+    rows = await asyncio.to_thread(lambda: ", ".join([json.dumps(row) for row in data]))
+    return before + b'"data": [' + rows.encode() + b"]" + after
 
 
 async def _respond(service: Service, line: BatchLine, caller: Caller) -> tuple[int, dict[str, Any]]:
@@ -128,4 +146,6 @@ async def _handle(service: Service, line: BatchLine, caller: Caller) -> BaseMode
             return await chat.respond(service, check(line.body, ChatRequest, reading), caller)
         case "/v1/completions":
             return await completions.respond(service, check(line.body, CompletionRequest, reading), caller)
-    raise ApiError(404, f"url is {line.url[:80]!r}: /v1/chat/completions and /v1/completions are served", param="url", code="unknown_url")
+        case "/v1/embeddings":
+            return await embeddings.respond(service, check(line.body, EmbeddingRequest, reading), caller)
+    raise ApiError(404, f"url is {line.url[:80]!r}: {', '.join(ENDPOINTS)} are served", param="url", code="unknown_url")

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 from jaxinfer.config import ConfigError
 from server.backend import Unavailable
-from server.batches.lines import BatchLine, answer_line, encoded, is_failure, read_line
+from server.batches.lines import BatchLine, answer_line, encoded_beside, is_failure, read_line
 from server.openai.errors import ApiError
 from server.openai.service import Service
 
@@ -62,7 +62,7 @@ async def run_batch(
                     counts["kept"] += 1
                 else:
                     answer = await answer_line(service, task.id, task.custom_id, task.line)
-                    _write(out, answer)
+                    _write(out, await encoded_beside(answer))
                     counts["answered"] += 1
                     counts["failed"] += is_failure(answer)
                 advance(1)
@@ -155,7 +155,7 @@ def _tasks(source: Path, answered: set[str], is_strict: bool) -> Iterator[_Task 
             yield None if is_answered else _Task(id, custom_id, line)
 
 
-def _write(out: BinaryIO, answer: dict[str, Any]) -> None:
+def _write(out: BinaryIO, line: bytes) -> None:
     """One line in one write, flushed: a killed run leaves at most one torn line, the last."""
-    out.write(encoded(answer))
+    out.write(line)
     out.flush()

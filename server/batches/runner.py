@@ -15,7 +15,7 @@ from server.backend import Unavailable
 from server.batches.answer_writer import AnswerWriter
 from server.batches.batch_store import Answer, BatchStore, StoredBatch, answer_id
 from server.batches.database import in_thread
-from server.batches.lines import BatchLine, answer_line, encoded, is_failure, no_answer, read_line, request_id
+from server.batches.lines import BatchLine, answer_line, encoded_beside, is_failure, no_answer, read_line, request_id
 from server.batches.turnstile import Pass, Turnstile
 from server.batches.validation import LinePlace
 from server.logs import LoggedRequest, current_request
@@ -162,17 +162,17 @@ class BatchRunner:
                 logger.exception("line %d of batch %s can't be answered", number, batch.id)
                 answer = no_answer(id, custom_id, "internal_error", "internal error; the server's log has the details")
                 break
-        await self._writer.write(_counted(batch, number, answer))
+        await self._writer.write(_counted(batch, number, answer, await encoded_beside(answer)))
         self._num_answered[is_failure(answer)] += 1
         self._num_left[batch.id] -= 1
 
 
-def _counted(batch: StoredBatch, number: int, answer: dict[str, Any]) -> Answer:
+def _counted(batch: StoredBatch, number: int, answer: dict[str, Any], line: bytes) -> Answer:
     if is_failure(answer):
-        return Answer(batch.id, number, encoded(answer), is_failure=True)
-    usage = answer["response"]["body"]["usage"]
-    cached = usage["prompt_tokens_details"]["cached_tokens"]
-    return Answer(batch.id, number, encoded(answer), False, usage["prompt_tokens"], cached, usage["completion_tokens"])
+        return Answer(batch.id, number, line, is_failure=True)
+    usage = answer["response"]["body"]["usage"]  # of embeddings: prompts only
+    cached = usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
+    return Answer(batch.id, number, line, False, usage["prompt_tokens"], cached, usage.get("completion_tokens", 0))
 
 
 async def _end(*tasks: asyncio.Task[None]) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from server.backend import Backend
 from server.batches.lines import BatchLine
 
+MAX_EMBEDDING_LINES = 4  # with the embedding model, which takes turns between requests; 2,048 texts each of the 16,384 that may wait
 POLL_SECONDS = 0.02  # between two looks at the engine while lines wait
 
 
@@ -20,6 +21,7 @@ class Pass:
 
     num_sequences: int
     num_requests: int
+    is_embedding: bool = False
 
 
 class Turnstile:
@@ -35,12 +37,13 @@ class Turnstile:
         self._entering: deque[tuple[Pass, asyncio.Future[None]]] = deque()
         self._changed = asyncio.Event()
         self._num_inside = 0  # sequences
+        self._num_embedding_lines = 0  # inside
         self._num_unseen = 0  # requests let in that the engine's gauges may not count yet,
         self._num_counted = 0  # and the engine's count of requests by then
 
     async def enter(self, line: BatchLine) -> Pass:
         """Return once the line may be asked."""
-        wanted = Pass(line.num_sequences, line.num_prompts)
+        wanted = Pass(0, 0, is_embedding=True) if line.is_embedding else Pass(line.num_sequences, line.num_prompts)
         admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._entering.append((wanted, admitted))
         self._changed.set()
@@ -55,6 +58,7 @@ class Turnstile:
     def leave(self, taken: Pass) -> None:
         """A line is done with."""
         self._num_inside -= taken.num_sequences
+        self._num_embedding_lines -= taken.is_embedding
         self._changed.set()
 
     async def run(self) -> None:
@@ -68,15 +72,19 @@ class Turnstile:
     def _admit(self) -> None:
         self._num_unseen = self._still_unseen()
         self._num_counted = self._backend.stats().num_requests
-        while self._entering:
-            wanted, admitted = self._entering[0]
-            if not admitted.cancelled():
-                if not self._has_room(wanted):
-                    return
-                self._num_inside += wanted.num_sequences
-                self._num_unseen += wanted.num_requests
-                admitted.set_result(None)
-            self._entering.popleft()
+        entering, self._entering = self._entering, deque()
+        is_blocked = {False: False, True: False}  # by whether for embeddings, which don't wait behind others
+        for wanted, admitted in entering:
+            if admitted.cancelled():
+                continue
+            if is_blocked[wanted.is_embedding] or not self._has_room(wanted):
+                is_blocked[wanted.is_embedding] = True
+                self._entering.append((wanted, admitted))
+                continue
+            self._num_inside += wanted.num_sequences
+            self._num_unseen += wanted.num_requests
+            self._num_embedding_lines += wanted.is_embedding
+            admitted.set_result(None)
 
     def _still_unseen(self) -> int:
         """At most those inside: a line with an error never reaches the engine."""
@@ -86,6 +94,8 @@ class Turnstile:
     def _has_room(self, wanted: Pass) -> bool:
         if not self._is_open():
             return False
+        if wanted.is_embedding:
+            return self._num_embedding_lines < MAX_EMBEDDING_LINES
         stats = self._backend.stats()
         num_waiting = stats.num_waiting + self._num_unseen
         num_sequences = max(stats.num_running + stats.num_prefilling + num_waiting, self._num_inside)

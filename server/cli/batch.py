@@ -17,6 +17,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The two files and the engine's settings."""
     parser.add_argument("input", type=Path, help='a request a line: {"custom_id", "method": "POST", "url": "/v1/chat/completions", "body"}')
     parser.add_argument("output", type=Path, help="an answer a line; lines already there are kept and not asked again")
+    help = "cut texts that are longer than the embedding model takes, instead of refusing them"
+    parser.add_argument("--embedding-truncate", action="store_true", help=help)
     add_flags(parser, "engine", flat_fields())
 
 
@@ -35,7 +37,12 @@ def run(arguments: argparse.Namespace) -> int:
     console = Console(stderr=True)
     num_lines = check_files(arguments.input, arguments.output)  # before the long start, which a wrong name would waste
     engine = start_engine(engine_settings, console)
-    config = ServerConfig(served_model_name=names_of(engine.config.model.model))
+    models = engine.config.model
+    config = ServerConfig(
+        served_model_name=names_of(models.model),
+        served_embedding_name=() if models.embedding_model is None else names_of(models.embedding_model),
+        embedding_truncate=arguments.embedding_truncate,
+    )
     backend = LocalBackend(engine)
     service = Service(backend, engine.tokenizer, config, int(time.time()))
     schedule = engine.config.schedule

@@ -25,7 +25,7 @@ Status = Literal["validating", "failed", "in_progress", "finalizing", "completed
 
 class CreateBatch(StrictModel):
     input_file_id: Text
-    endpoint: Literal["/v1/chat/completions", "/v1/completions"]
+    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings"]
     completion_window: Literal["24h"]
     metadata: Annotated[dict[Key, Value], Field(max_length=16)] | None = None
     output_expires_after: ExpiresAfter | None = None

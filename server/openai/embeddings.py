@@ -6,8 +6,8 @@ import asyncio
 import base64
 from functools import partial
 
-from jaxinfer.encode.texts import Embedded, cut
-from jaxinfer.request import FinishReason, OutputDelta
+from jaxinfer.encode.texts import Embedded, TextReader, Truncation, cut
+from jaxinfer.request import FinishReason, OutputDelta, RequestError
 from server.openai.caller import UNKNOWN, Caller
 from server.openai.protocol import EmbeddingRequest
 from server.openai.responses import Embedding, EmbeddingList, EmbeddingUsage
@@ -22,7 +22,8 @@ async def respond(service: Service, body: EmbeddingRequest, caller: Caller = UNK
     """The whole answer. Raises what `errors.from_exception` knows."""
     reader = service.embedding_reader(body.model)
     reader.check_dimensions(body.dimensions)
-    token_lists = await work_on(sum(map(len, body.inputs)), partial(reader.read, body.inputs, "input"))
+    truncation = _truncation(service, reader, body)
+    token_lists = await work_on(sum(map(len, body.inputs)), partial(reader.read, body.inputs, "input", truncation))
     id = new_id("embd")
     asked = Asked(id, caller.request_id, caller.tenant, caller.session, ENDPOINT, body.model, "default", 0)
     # To the books a request is one prompt, however many texts it has.
@@ -37,6 +38,15 @@ async def respond(service: Service, body: EmbeddingRequest, caller: Caller = UNK
         usage.add(OutputDelta(id, 0, finish_reason=FinishReason.STOP, device_usage=embedded.usage))
     data = _data(embedded, body)
     return EmbeddingList.model_construct(object="list", data=data, model=body.model, usage=EmbeddingUsage.of(usage))
+
+
+def _truncation(service: Service, reader: TextReader, body: EmbeddingRequest) -> Truncation | None:
+    max_tokens = body.truncate_prompt_tokens
+    if max_tokens is None and service.config.embedding_truncate:
+        max_tokens = -1
+    if max_tokens is None and body.truncation_side is not None:
+        raise RequestError("truncation_side is given without truncate_prompt_tokens: give that too, or leave it out", "truncation_side")
+    return None if max_tokens is None else reader.truncation(max_tokens, body.truncation_side or "right")
 
 
 def _data(embedded: Embedded, body: EmbeddingRequest) -> list[Embedding]:

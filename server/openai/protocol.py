@@ -197,6 +197,8 @@ class EmbeddingRequest(StrictModel):
     dimensions: int | None = documented(
         minimum=1, description="that many of each embedding, brought to length 1 again; at most the model's"
     )
+    truncate_prompt_tokens: int | None = documented(minimum=-1, description="cut longer texts to so many tokens; -1: what the model takes")
+    truncation_side: Literal["left", "right"] | None = documented(description="which end of a longer text is cut off; right by default")
     user: Any = documented(description="without effect")
 
     @property

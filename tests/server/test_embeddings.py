@@ -10,9 +10,16 @@ import threading
 import numpy as np
 import openai
 import pytest
+import tokenizers
 from fastapi.testclient import TestClient
+from tokenizers import models, pre_tokenizers
 
+from jaxinfer.chat_template import ChatTemplate
 from jaxinfer.config import ConfigError
+from jaxinfer.encode.texts import TextReader
+from jaxinfer.request import RequestError
+from jaxinfer.tokenizer import Tokenizer
+from jaxinfer.tokenizer.parts import with_ends
 from server.api_keys import tenant_name
 from server.config import ServerConfig
 from server.openai.app import create_app
@@ -201,6 +208,55 @@ def test_the_official_client_in_both_forms(backend, tokenizer, config):
             assert answer.usage.total_tokens == 7
         with pytest.raises(openai.NotFoundError, match="embeddings here are made by"):
             api.embeddings.create(model="tiny", input="Hi")
+
+
+def test_longer_texts_are_truncated_where_that_is_asked_for(client, backend, tokenizer):
+    text = "ab" * MAX_TOKENS
+    ids = tokenizer.encode(text)
+    cuts = [
+        ({"truncate_prompt_tokens": 7}, ids[:7]),
+        ({"truncate_prompt_tokens": -1}, ids[:MAX_TOKENS]),
+        ({"truncate_prompt_tokens": 7, "truncation_side": "right"}, ids[:7]),
+        ({"truncate_prompt_tokens": 7, "truncation_side": "left"}, ids[-7:]),
+    ]
+    for asked, kept in cuts:
+        for given in (text, ids, [text, "Hi"]):
+            answer = ask(client, input=given, **asked)
+            assert backend.embedded.pop()[0] == kept
+            assert answer.json()["usage"]["prompt_tokens"] == len(kept) + 2 * (given == [text, "Hi"])
+    assert error(ask(client, input=text))["code"] == "context_length_exceeded"
+    for wrong in (0, -2, MAX_TOKENS + 1, "7"):
+        assert error(ask(client, truncate_prompt_tokens=wrong))["param"] == "truncate_prompt_tokens"
+    assert error(ask(client, truncation_side="left"))["param"] == "truncation_side"
+    assert error(ask(client, truncation_side="up", truncate_prompt_tokens=7))["param"] == "truncation_side"
+
+
+def test_the_server_truncates_all_texts_with_embedding_truncate(backend, tokenizer):
+    ids = tokenizer.encode("ab" * MAX_TOKENS)
+    config = ServerConfig(served_embedding_name=("encoder",), embedding_truncate=True)
+    with TestClient(create_app(backend, tokenizer, config)) as client:
+        vectors(ask(client, input=["ab" * MAX_TOKENS, "Hi"]))
+        vectors(ask(client, input=ids, truncate_prompt_tokens=5))
+    assert backend.embedded == [[ids[:MAX_TOKENS], tokenizer.encode("Hi")], [ids[:5]]]
+
+
+def test_the_special_tokens_around_a_text_stay_when_it_is_truncated():
+    """As transformers does with truncation=True."""
+    backend = tokenizers.Tokenizer(models.WordPiece({"[CLS]": 0, "[SEP]": 1, "[UNK]": 2, "a": 3, "b": 4, "c": 5}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.post_processor = with_ends([("[CLS]", 0)], [("[SEP]", 1)])
+    reader = TextReader(Tokenizer(backend, None, (), ChatTemplate(None, {})), 6, 10, EMBEDDING_SIZE)
+    backend.enable_truncation(4)
+    assert backend.encode("a b c b a").ids == [0, 3, 4, 1]
+    backend.no_truncation()
+    texts = ["a b c b a", [0, 3, 4, 5, 4, 3, 1], "a b", [0, 1]]
+    for side, first in (("right", [0, 3, 4, 1]), ("left", [0, 4, 3, 1])):
+        kept = [ids.tolist() for ids in reader.read(texts, "input", reader.truncation(4, side))]
+        assert kept == [first, first, [0, 3, 4, 1], [0, 1]]
+    assert reader.read(["a b"], "input", reader.truncation(3))[0].tolist() == [0, 3, 1]
+    for wrong in (0, 2, 11):
+        with pytest.raises(RequestError, match="give 3 to 10, or -1 for 10"):
+            reader.truncation(wrong)
 
 
 def test_names_of_the_embedding_model_are_checked():

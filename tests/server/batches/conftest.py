@@ -15,6 +15,8 @@ from server.openai.app import create_app
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}
 TEXT = {"model": "tiny", "prompt": "Say"}
 
+TEXTS = {"model": "encoder", "input": ["Hi", "there"]}
+
 
 def line(custom_id: object, url: str = "/v1/completions", body: object = TEXT, method: str = "POST") -> str:
     return json.dumps({"custom_id": custom_id, "method": method, "url": url, "body": body})

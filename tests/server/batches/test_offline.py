@@ -8,7 +8,7 @@ import pytest
 from server.backend import Unavailable
 from server.batches.offline import BatchFileError, BatchStopped, check_files, run_batch
 from server.openai.service import Service
-from tests.server.batches.conftest import NO_UNICODE
+from tests.server.batches.conftest import NO_UNICODE, TEXTS
 from tests.server.fakes import ANSWER
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}
@@ -35,11 +35,9 @@ def run(backend, tokenizer, config, tmp_path):
 
 
 def test_answers_are_those_of_http(run, client):
-    _, answers = run(
-        line("a", "/v1/chat/completions", CHAT), line("b"), line("c", body=TEXT | {"n": 0}), line("d", body={"model": "x", "prompt": "y"})
-    )
-    urls = {"a": "/v1/chat/completions", "b": "/v1/completions", "c": "/v1/completions", "d": "/v1/completions"}
-    bodies = {"a": CHAT, "b": TEXT, "c": TEXT | {"n": 0}, "d": {"model": "x", "prompt": "y"}}
+    urls = {"a": "/v1/chat/completions", "b": "/v1/completions", "c": "/v1/completions", "d": "/v1/completions", "e": "/v1/embeddings"}
+    bodies = {"a": CHAT, "b": TEXT, "c": TEXT | {"n": 0}, "d": {"model": "x", "prompt": "y"}, "e": TEXTS | {"truncate_prompt_tokens": 3}}
+    _, answers = run(*[line(name, urls[name], bodies[name]) for name in urls])
     assert {answer["custom_id"] for answer in answers} == set(urls)
     for answer in answers:
         assert set(answer) == {"id", "custom_id", "response", "error"}
@@ -82,7 +80,7 @@ def test_a_bad_line_gets_an_error_line_and_the_rest_goes_on(run):
 
 
 def test_unknown_urls_and_streams_are_refused(run):
-    _, answers = run(line("a", url="/v1/embeddings"), line("b", body=TEXT | {"stream": True}))
+    _, answers = run(line("a", url="/v1/images"), line("b", body=TEXT | {"stream": True}))
     found = {answer["custom_id"]: (answer["response"]["status_code"], answer["response"]["body"]["error"]["param"]) for answer in answers}
     assert found == {"a": (404, "url"), "b": (400, "stream")}
 

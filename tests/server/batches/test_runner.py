@@ -6,14 +6,16 @@ import json
 import sqlite3
 from contextlib import asynccontextmanager
 
+import numpy as np
 import pytest
 
 from server.backend import Overloaded, Unavailable
 from server.batches.batch_store import WINDOW_SECONDS
 from server.batches.runner import PRIORITY, BatchRunner
+from server.batches.turnstile import MAX_EMBEDDING_LINES
 from server.openai.service import Service
-from tests.server.batches.conftest import NO_UNICODE, TEXT, line
-from tests.server.fakes import ANSWER
+from tests.server.batches.conftest import NO_UNICODE, TEXT, TEXTS, line
+from tests.server.fakes import ANSWER, embedding
 
 ENDED = ("completed", "failed", "expired", "cancelled")
 
@@ -25,9 +27,9 @@ class Scene:
         self.backend, self.store, self.is_open = backend, store, True
         self.runner = BatchRunner(Service(backend, tokenizer, config, created=0), store, lambda: self.is_open)
 
-    def create(self, *lines, tenant="key-a"):
+    def create(self, *lines, tenant="key-a", endpoint="/v1/completions"):
         file = self.store.files.add(tenant, "in.jsonl", io.BytesIO("\n".join(lines).encode()), None)
-        batch = self.store.create(tenant, file.id, "/v1/completions", None, None)
+        batch = self.store.create(tenant, file.id, endpoint, None, None)
         self.runner.look()
         return batch.id
 
@@ -129,6 +131,34 @@ def test_a_fault_of_the_programs_own_ends_a_batch_and_is_not_tried_again(scene, 
         else:
             _, [answer] = scene.answers(batch)
             assert (batch.status, answer["custom_id"], answer["error"]["code"]) == ("completed", "a", "internal_error")
+
+    run(main())
+
+
+def test_embeddings_are_answered_beside_lines_that_wait_for_the_other_model(scene, backend, tokenizer):
+    many = [f"text {n}" for n in range(40)]  # more than are written at once
+    bodies = [TEXTS, TEXTS | {"input": many, "dimensions": 3}, TEXTS | {"input": ""}, TEXTS | {"encoding_format": "base64"}]
+
+    async def main():
+        backend.hold.clear()  # neither model answers
+        async with scene.running():
+            others = scene.create(*[line(str(n)) for n in range(30)])
+            await scene.until(lambda: backend.num_open == 7)
+            batch = scene.create(*[line(f"e{n}", "/v1/embeddings", body) for n, body in enumerate(bodies * 3)], endpoint="/v1/embeddings")
+            await scene.until(lambda: backend.num_open == 7 + MAX_EMBEDDING_LINES)
+            await asyncio.sleep(0.05)
+            assert backend.num_open == 7 + MAX_EMBEDDING_LINES
+            backend.hold.set()
+            ended = await scene.ended(batch)
+            assert (await scene.ended(others)).num_completed == 30
+        assert (ended.status, ended.num_completed, ended.num_failed, ended.output_tokens) == ("completed", 9, 3, 0)
+        assert ended.input_tokens == 3 * (2 * len("Hithere") + sum(map(len, many)))
+        output, errors = scene.answers(ended)
+        vectors = [data["embedding"] for data in output[1]["response"]["body"]["data"]]
+        expected = np.stack([embedding(tokenizer.encode(text))[:3] for text in many])
+        np.testing.assert_allclose(vectors, expected / np.linalg.norm(expected, axis=1, keepdims=True), rtol=1e-5)
+        assert isinstance(output[2]["response"]["body"]["data"][0]["embedding"], str)
+        assert errors[0]["response"]["body"]["error"]["param"] == "input"
 
     run(main())
 
