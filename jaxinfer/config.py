@@ -80,6 +80,9 @@ class DeviceConfig:
     num_processes: int = _flag(1, "processes that one engine spans; devices are numbered through, process by process")
     process_id: int = _flag(0, "this process's number; 0 takes the requests, the others run `jaxinfer follow`")
     connect_seconds: float = _flag(120.0, "how long processes wait for each other at the start")
+    heartbeat_seconds: float = _flag(
+        20.0, "a process of several that shows no sign of life for so long counts as gone, and all end; at least 1; give it to each process"
+    )
     profile: str | None = _flag(None, "folder to write a trace of the first seconds of work to, for XProf and Perfetto")
     profile_seconds: float = _flag(5.0, "how long that trace is")
 
@@ -337,6 +340,8 @@ def _check_processes(config: EngineConfig) -> None:
         )
     if not devices.connect_seconds > 0:
         raise ConfigError(f"connect_seconds is {devices.connect_seconds}: it must be over 0")
+    if not devices.heartbeat_seconds >= 1:
+        raise ConfigError(f"heartbeat_seconds is {devices.heartbeat_seconds}: it must be at least 1")
     if devices.coordinator is not None:
         parse_address("coordinator", devices.coordinator)
     if devices.num_processes == 1:

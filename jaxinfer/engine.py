@@ -12,6 +12,7 @@ from collections.abc import Sequence as Tokens
 from jaxinfer.assembly import Parts, assemble
 from jaxinfer.config import ConfigError, EngineConfig
 from jaxinfer.detokenizer import IncrementalDetokenizer
+from jaxinfer.distributed.lost import ProcessLostError
 from jaxinfer.engine_access import EngineAccess
 from jaxinfer.output import OutputBuilder
 from jaxinfer.plain_forward import PlainForward
@@ -61,6 +62,11 @@ class Engine:
     def has_work(self) -> bool:
         """Whether `step` has anything to do: the last steps are still under way when the last request has ended."""
         return bool(self._requests) or self._parts.decode.num_in_flight > 0 or self._parts.prefill.num_in_flight > 0
+
+    def on_process_loss(self, listener: Callable[[ProcessLostError], None]) -> None:
+        """Where the engine spans processes: have it called with the `ProcessLostError`, in a thread of its own, when one is gone. A step under
+        way may then never return, and this process ends within seconds."""
+        self._parts.processes.on_loss(listener)
 
     def close(self) -> None:
         """Save what the prefix cache keeps to `kv_disk`, if there is one, for some seconds at most, and let go of it; write a profile that is

@@ -14,6 +14,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
+from jaxinfer.distributed.lost import ProcessLostError
 from jaxinfer.encode.texts import TokenIds
 from jaxinfer.engine_access import EngineClosedError
 from jaxinfer.engine_thread import (
@@ -54,6 +55,7 @@ class EngineLoop:
         self._inner = EngineThread(engine, self._inbox)
         self._thread = threading.Thread(target=run, args=(self._inbox, weakref.ref(self._inner)), name="engine", daemon=True)
         self._thread.start()
+        engine.on_process_loss(partial(_lose_by, weakref.ref(self._inner)))
         # After what the engine and JAX have registered, hence before it: no step may be under way when devices go.
         at_exit = partial(_stop_at_exit, weakref.ref(self))
         atexit.register(at_exit)
@@ -155,6 +157,11 @@ class EngineLoop:
         self._inbox.put(command)
         if self._inner.has_ended:  # the thread may have looked into the inbox for the last time before
             self._inner.refuse_rest()
+
+
+def _lose_by(thread_of: weakref.ref[EngineThread], error: ProcessLostError) -> None:
+    if (thread := thread_of()) is not None:
+        thread.lose(error)
 
 
 def _stop_at_exit(loop_of: weakref.ref[EngineLoop]) -> None:

@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from jaxinfer.distributed.lost import ProcessLostError
 from jaxinfer.encode.texts import Embedded, TokenIds
 from jaxinfer.encode.worker import EncodeWorker
 from jaxinfer.engine_access import EngineAccess, EngineClosedError
@@ -104,11 +105,13 @@ class Drivable(Protocol):
 
     def abort(self, request_id: str) -> bool: ...
 
+    def on_process_loss(self, listener: Callable[[ProcessLostError], None]) -> None: ...
+
     def close(self) -> None: ...
 
 
 class EngineThread:
-    """One instance a loop. `refusal` and `refuse_rest` are any thread's, as is reading `heartbeat`, `failure` and `has_ended`."""
+    """One instance a loop. `refusal`, `refuse_rest` and `lose` are any thread's, as is reading `heartbeat`, `failure` and `has_ended`."""
 
     def __init__(self, engine: Drivable, inbox: queue.SimpleQueue[Command]) -> None:
         self._engine = engine
@@ -146,6 +149,12 @@ class EngineThread:
                 case Call(_, result) if result.set_running_or_notify_cancel():
                     result.set_exception(self.refusal())
 
+    def lose(self, error: ProcessLostError) -> None:
+        """End all that is under way, though the step under way may wait for the lost process for ever."""
+        if not self.has_ended:
+            self.failure = error
+            self._finish(error)
+
     def work(self, command: Command) -> bool:
         """Carry out a command, then work until nothing is left to do; False at the end. For the loop's own thread."""
         try:
@@ -159,8 +168,9 @@ class EngineThread:
             self.heartbeat = Heartbeat(False, time.monotonic())
             return goes_on
         except BaseException as error:
-            logger.critical("the engine failed; nothing is served until a restart", exc_info=error)
-            self.failure = error
+            self.failure = self.failure or error
+            if not isinstance(self.failure, ProcessLostError):  # which has been logged, and ends this process
+                logger.critical("the engine failed; nothing is served until a restart", exc_info=error)
             self._finish(error)
             return False
 
@@ -263,9 +273,9 @@ class EngineThread:
         self.refuse_rest()
 
     def _fail(self, error: BaseException) -> None:
-        events = self._events
-        listeners = {request_id: request.listener for request_id, request in self._requests.items()} | self._embeddings
-        listeners |= {request.request_id: listener for request, listener in self._waiting}
+        events = self._events.copy()  # all copies: see `lose`
+        listeners = {request_id: request.listener for request_id, request in self._requests.copy().items()} | self._embeddings
+        listeners |= {request.request_id: listener for request, listener in self._waiting.copy()}
         for request_id, listener in listeners.items():
             events.setdefault(listener, []).append(Failed(request_id, error))
         for listener, of_listener in events.items():

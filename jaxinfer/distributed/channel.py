@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -18,11 +18,14 @@ from typing import Any
 import grpc
 
 from jaxinfer.config import ConfigError
+from jaxinfer.distributed.lost import Doom, ProcessLostError
 
 _LOG = logging.getLogger(__name__)
 
+HEARTBEAT = 20.0  # seconds, where nothing else is given
 _SERVICE, _FOLLOW, _REPORT = "jaxinfer.Processes", "Follow", "Report"
-_GRACE = 5.0  # seconds that a process gets to end by itself once another is gone
+_BEATS = 4  # signs of life that a process gives in the time after whose silence it counts as gone
+_GRACE = 5.0  # seconds for a message, or a connection's end
 _OPTIONS = [
     ("grpc.so_reuseport", 0),  # else two leaders could listen on one port
     ("grpc.enable_http_proxy", 0),
@@ -33,44 +36,11 @@ Greeting = Mapping[str, Any]  # what processes say of themselves when they meet,
 Judge = Callable[[Greeting], str | None]  # of a greeting: why its process can't take part, or None
 
 
-class ProcessLostError(ConnectionError):
-    """Another process is gone, and with it a part of the weights and pages: all must be started again."""
-
-
-class Doom:
-    """Ends this process soon after another is gone, whatever it is doing: who waits for a device waits for ever."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.reason: str | None = None
-        self.is_lost = threading.Event()
-
-    def lost(self, reason: str) -> None:
-        """Say why, once, and give the program `_GRACE` seconds to end with an error of its own."""
-        with self._lock:
-            if self.reason is not None:
-                return
-            self.reason = reason
-        self.is_lost.set()
-        _LOG.critical("%s; this process ends too", reason)
-        timer = threading.Timer(_GRACE, self._end)
-        timer.daemon = True
-        timer.start()
-
-    def check(self) -> None:
-        """Raise `ProcessLostError` if another process is gone."""
-        if self.reason is not None:
-            raise ProcessLostError(self.reason)
-
-    def _end(self) -> None:
-        os._exit(1)
-
-
 class LeaderChannel:
     """Waits until all others have come, then sends each what `send` is given, in order. Any thread may call anything."""
 
-    def __init__(self, address: str, num_processes: int, judge: Judge, seconds: float) -> None:
-        """Raises `ConfigError` where it can't listen."""
+    def __init__(self, address: str, num_processes: int, judge: Judge, seconds: float, heartbeat: float = HEARTBEAT) -> None:
+        """`heartbeat`: seconds without a sign of life after which a process counts as gone. Raises `ConfigError` where it can't listen."""
         self.doom = Doom()
         self._address, self._num_processes, self._judge, self._seconds = address, num_processes, judge, seconds
         self._changed = threading.Condition()
@@ -80,6 +50,7 @@ class LeaderChannel:
         self._is_done = False  # with waiting for others
         self._refused = ""
         self._is_closing = False
+        self._heartbeat, self._seen_at = heartbeat, dict[int, float]()  # seconds, time.monotonic(), by process
         self._server = grpc.server(ThreadPoolExecutor(num_processes + 4, "processes"), options=_OPTIONS)
         handlers = {
             _FOLLOW: grpc.unary_stream_rpc_method_handler(self._follow),
@@ -93,6 +64,7 @@ class LeaderChannel:
         if not port:
             raise ConfigError(f"coordinator is {address}, where this process can't listen: give an address of this machine and a free port")
         self._server.start()
+        threading.Thread(target=self._watch, name="processes-alive", daemon=True).start()
 
     def wait_for_all(self) -> None:
         """Until every process has come. Raises `ConfigError` if some do not in time."""
@@ -144,6 +116,7 @@ class LeaderChannel:
             reason = self._judge(greeting) or (f"another process is number {process} already" if process in self._queues else None)
             if reason is None:
                 self._queues[process], self._peers[process] = waiting, context.peer()
+                self._seen_at[process] = time.monotonic()
                 self._changed.notify_all()
             else:
                 self._refused = f" ({context.peer()} came and was refused: {reason})"
@@ -158,12 +131,25 @@ class LeaderChannel:
     def _report(self, request: bytes, context: grpc.ServicerContext) -> bytes:
         report = json.loads(request)
         with self._changed:
+            self._seen_at[report["process_id"]] = time.monotonic()
+            if report.get("is_beat"):
+                return b""
             if report.get("error") is None:
                 self._arrived[report["process_id"]] = report["point"], report["about"]
             else:
                 self.doom.lost(f"process {report['process_id']} ({context.peer()}) failed: {report['error']}")
             self._changed.notify_all()
         return b""
+
+    def _watch(self) -> None:
+        """Look for processes that are stopped, or whose machine is gone: their connections stay open."""
+        while not self._is_closing and self.doom.reason is None:
+            time.sleep(self._heartbeat / _BEATS)
+            with self._changed:
+                for process in () if self._is_closing else tuple(self._queues):
+                    if time.monotonic() - self._seen_at[process] > _most_silent(self._heartbeat):
+                        self.doom.lost(_silent(f"process {process} of {self._num_processes} ({self._peers[process]})", self._heartbeat))
+                        self._changed.notify_all()
 
     def _ended(self, process: int) -> None:
         with self._changed:
@@ -176,8 +162,8 @@ class LeaderChannel:
 class FollowerChannel:
     """One process's connection to the leader: `messages` until it has closed."""
 
-    def __init__(self, address: str, greeting: Greeting, seconds: float) -> None:
-        """Raises `ConfigError` if there is no leader in time."""
+    def __init__(self, address: str, greeting: Greeting, seconds: float, heartbeat: float = HEARTBEAT) -> None:
+        """`heartbeat`: as the leader's. Raises `ConfigError` if there is no leader in time."""
         self.doom = Doom()
         self._address, self._process = address, greeting["process_id"]
         self._is_closing = False
@@ -191,6 +177,8 @@ class FollowerChannel:
             ) from error
         self._stream = self._channel.unary_stream(f"/{_SERVICE}/{_FOLLOW}")(json.dumps(greeting).encode())
         self._stream.add_callback(self._ended)
+        self._heartbeat = heartbeat
+        threading.Thread(target=self._beat, name="processes-alive", daemon=True).start()
 
     def messages(self) -> Iterator[bytes]:
         """What the leader says. Raises `ConfigError` if it refuses this process, `ProcessLostError` if it is gone."""
@@ -210,6 +198,19 @@ class FollowerChannel:
             if error is None:
                 raise ProcessLostError(self._gone) from failure
 
+    def _beat(self) -> None:
+        """Give signs of life, and look for those of the leader: its answers."""
+        sign, answered_at = json.dumps({"process_id": self._process, "is_beat": True}).encode(), time.monotonic()
+        call = self._channel.unary_unary(f"/{_SERVICE}/{_REPORT}")
+        while not self._is_closing and not self._stream.done() and self.doom.reason is None:
+            try:
+                call(sign, timeout=_most_silent(self._heartbeat))
+                answered_at = time.monotonic()
+            except (grpc.RpcError, ValueError):  # ValueError: the channel was closed
+                if time.monotonic() - answered_at > self._heartbeat and not self._is_closing and not self._stream.done():
+                    self.doom.lost(_silent(f"process 0 ({self._address})", self._heartbeat))
+            time.sleep(self._heartbeat / _BEATS)
+
     def close(self) -> None:
         """Leave."""
         self._is_closing = True
@@ -222,3 +223,12 @@ class FollowerChannel:
     def _ended(self) -> None:
         if not self._is_closing and self._stream.code() not in (grpc.StatusCode.OK, grpc.StatusCode.FAILED_PRECONDITION):
             self.doom.lost(self._gone)
+
+
+def _most_silent(heartbeat: float) -> float:
+    """Seconds between two signs of life of a process that was stopped for just `heartbeat`."""
+    return heartbeat * (1 + 1 / _BEATS)
+
+
+def _silent(who: str, heartbeat: float) -> str:
+    return f"{who} has shown no sign of life for {heartbeat:g} s (heartbeat_seconds): start all of them again"

@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxinfer.assembly import assemble
+from jaxinfer.distributed.lost import ProcessLostError
 from jaxinfer.distributed.processes import Follower, meet_leader
 from jaxinfer.stats import EngineStats
 
 
 def follow(given: Mapping[str, Any], on_ready: Callable[[], None] = lambda: None) -> None:
     """Until process 0 closes its engine. `given`: settings of `EngineConfig` by their flat names, `coordinator` and `process_id` among them;
-    all others are process 0's. Raises `ConfigError` if they don't meet, and `ProcessLostError` if process 0 is gone."""
+    all others are process 0's. Raises `ConfigError` if they don't meet. If process 0 is gone this process ends with status `PROCESS_LOST`."""
     config, channel, messages = meet_leader(given)
     follower = Follower(channel, messages)
     try:
@@ -20,6 +21,9 @@ def follow(given: Mapping[str, Any], on_ready: Callable[[], None] = lambda: None
             assemble(config, EngineStats(), follower)
             on_ready()
             follower.follow()
+    except ProcessLostError as error:
+        channel.doom.lost(str(error))
+        channel.doom.end()
     except Exception as error:
         channel.report(error=f"{type(error).__name__}: {error}")
         raise

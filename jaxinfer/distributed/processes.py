@@ -10,7 +10,7 @@ import atexit
 import dataclasses
 import json
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.metadata import version
 from typing import Any, Protocol, TypeVar
@@ -20,13 +20,21 @@ from jax.sharding import Mesh
 
 from jaxinfer.config import ConfigError, EngineConfig, parse_address
 from jaxinfer.distributed.calls import Recorder, Replayer
-from jaxinfer.distributed.channel import Doom, FollowerChannel, Greeting, LeaderChannel, ProcessLostError
+from jaxinfer.distributed.channel import FollowerChannel, Greeting, LeaderChannel
+from jaxinfer.distributed.lost import Doom, ProcessLostError
+from jaxinfer.distributed.relay import Relay
 from jaxinfer.runtime.program_key import sources
 
-OWN_SETTINGS = ("process_id", "model", "profile", "connect_seconds")  # may differ from process to process: a model is where each finds it
-# Seconds that JAX's own service waits. A process that died is noticed at once by `channel`; for one that hangs, or whose machine is gone, it
-# is the heartbeat that fails, and JAX ends all processes.
-_HEARTBEAT, _SHUTDOWN = 20, 60
+OWN_SETTINGS = (
+    "process_id",
+    "model",
+    "profile",
+    "connect_seconds",
+    "heartbeat_seconds",
+)  # may differ from process to process: a model is where each finds it
+_SHUTDOWN = 60  # seconds that JAX's own service waits for all processes at the end
+# `channel` notices who is gone, or silent for too long. JAX's own heartbeat, which aborts every process with a C++ trace, must never fail.
+_NEVER = 10**7  # seconds
 _NOTICED = 2.0  # seconds until the end of a process is noticed at most, where a collective fails of it
 
 Target = TypeVar("Target")
@@ -52,6 +60,10 @@ class Processes(Protocol):
         """Raise `ConfigError` for a mesh that these processes can't drive together."""
         ...
 
+    def on_loss(self, listener: Callable[[ProcessLostError], None]) -> None:
+        """Have it called, in a thread of its own, when another process is gone. This one then ends within seconds."""
+        ...
+
     def watched(self) -> AbstractContextManager[None]:
         """Within it, what fails because another process is gone raises `ProcessLostError`."""
         ...
@@ -74,6 +86,9 @@ class Alone:
         pass
 
     def check(self, what: str, mesh: Mesh) -> None:
+        pass
+
+    def on_loss(self, listener: Callable[[ProcessLostError], None]) -> None:
         pass
 
     def watched(self) -> AbstractContextManager[None]:
@@ -103,6 +118,9 @@ class Leader:
     def check(self, what: str, mesh: Mesh) -> None:
         check_spans_all(what, mesh)
 
+    def on_loss(self, listener: Callable[[ProcessLostError], None]) -> None:
+        self._channel.doom.on_loss(listener)
+
     def watched(self) -> AbstractContextManager[None]:
         return watched(self._channel.doom)
 
@@ -131,6 +149,9 @@ class Follower:
 
     def check(self, what: str, mesh: Mesh) -> None:
         check_spans_all(what, mesh)
+
+    def on_loss(self, listener: Callable[[ProcessLostError], None]) -> None:
+        self._channel.doom.on_loss(listener)
 
     def watched(self) -> AbstractContextManager[None]:
         return watched(self._channel.doom)
@@ -167,7 +188,7 @@ def lead(config: EngineConfig) -> Processes:
                 return f"{name} is {theirs[name]} there, but {ours[name]} in process 0: give both the same, or leave it out there"
         return None if greeting["process_id"] else "process_id is 0, which is process 0's own: give another"
 
-    channel = LeaderChannel(devices.coordinator, devices.num_processes, judge, devices.connect_seconds)
+    channel = LeaderChannel(devices.coordinator, devices.num_processes, judge, devices.connect_seconds, devices.heartbeat_seconds)
     try:
         channel.wait_for_all()
         address = f"{devices.coordinator.rpartition(':')[0]}:{_free_port(host)}"
@@ -192,12 +213,13 @@ def meet_leader(given: Mapping[str, Any]) -> tuple[EngineConfig, FollowerChannel
         raise ConfigError(f"`jaxinfer follow` needs a number of its own: give --process-id, from 1 on{has}")
     parse_address("coordinator", address)
     greeting = {"process_id": process_id, "versions": _versions(), "settings": {k: v for k, v in given.items() if k not in OWN_SETTINGS}}
-    channel = FollowerChannel(address, greeting, given.get("connect_seconds", EngineConfig().devices.connect_seconds))
+    own = {name: given.get(name, getattr(EngineConfig().devices, name)) for name in ("connect_seconds", "heartbeat_seconds")}
+    channel = FollowerChannel(address, greeting, own["connect_seconds"], own["heartbeat_seconds"])
     try:
         messages = channel.messages()
         welcome = json.loads(next(messages))
         config = EngineConfig.of(**(welcome["settings"] | given))
-        start_jax(config, welcome["jax"])
+        start_jax(config, Relay(parse_address("coordinator", welcome["jax"]), own["connect_seconds"]).address)
     except BaseException:
         channel.close()
         raise
@@ -215,7 +237,7 @@ def start_jax(config: EngineConfig, address: str) -> None:
             devices.process_id,
             coordinator_bind_address=address,
             initialization_timeout=int(devices.connect_seconds),
-            heartbeat_timeout_seconds=_HEARTBEAT,
+            heartbeat_timeout_seconds=_NEVER,
             shutdown_timeout_seconds=_SHUTDOWN,
             cluster_detection_method="deactivate",  # all that it would find out is given
         )

@@ -15,18 +15,28 @@ INTERRUPTED = 130  # as shells report a command that Ctrl+C ended
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line and exit: 0, 2 for what the user can mend (reported in one line), 130 when interrupted."""
+    """Run the command line and exit: 0, 2 for what the user can mend (reported in one line), 75 when another process of the
+    engine is gone, 130 when interrupted."""
     try:
         command, parsed = parse(sys.argv[1:] if arguments is None else arguments)
         logging.basicConfig(level=getattr(parsed, "log_level", "warning").upper(), format="%(levelname)s: %(message)s", stream=sys.stderr)
         sys.exit(command(parsed))
     except (ValueError, OSError) as error:
+        if isinstance(error, ConnectionError) and (status := _status_of_loss(error)) is not None:
+            sys.exit(status)
         if not isinstance(error, _user_errors()):
             raise
         print(f"jaxinfer: error: {error}", file=sys.stderr)
         sys.exit(USER_ERROR)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
+
+
+def _status_of_loss(error: ConnectionError) -> int | None:
+    """That of a process whose engine has lost another one, which has been logged."""
+    from jaxinfer.distributed.lost import PROCESS_LOST, ProcessLostError
+
+    return PROCESS_LOST if isinstance(error, ProcessLostError) else None
 
 
 def _user_errors() -> tuple[type[Exception], ...]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from jaxinfer.config import ConfigError
-from jaxinfer.distributed.channel import ProcessLostError
+from jaxinfer.distributed.lost import ProcessLostError
 from jaxinfer.llm import LLM
 from tests.engine.workload import tokens_of, workload
 

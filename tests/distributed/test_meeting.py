@@ -11,7 +11,8 @@ import jax
 import pytest
 
 from jaxinfer.config import ConfigError, EngineConfig
-from jaxinfer.distributed.channel import Doom, FollowerChannel, LeaderChannel, ProcessLostError
+from jaxinfer.distributed.channel import FollowerChannel, LeaderChannel
+from jaxinfer.distributed.lost import PROCESS_LOST, Doom, ProcessLostError
 from jaxinfer.distributed.processes import lead, meet_leader, watched
 from tests.distributed.test_two_processes import free_port
 
@@ -20,8 +21,8 @@ from tests.distributed.test_two_processes import free_port
 def ends(monkeypatch):
     """Reasons for which this process would have ended itself."""
     reasons: list[str] = []
-    monkeypatch.setattr(Doom, "_end", lambda self: reasons.append(self.reason))
-    monkeypatch.setattr("jaxinfer.distributed.channel._GRACE", 0.2)
+    monkeypatch.setattr(Doom, "end", lambda self: reasons.append(self.reason))
+    monkeypatch.setattr("jaxinfer.distributed.lost._GRACE", 0.2)
     return reasons
 
 
@@ -143,13 +144,13 @@ def test_an_error_of_the_device_is_itself_where_nobody_is_gone(monkeypatch):
 def test_a_process_that_waits_for_ever_is_ended_once_another_is_gone():
     program = """
 import threading
-from jaxinfer.distributed import channel
-channel._GRACE = 0.2
-channel.Doom().lost("process 1 of 2 is gone")
+from jaxinfer.distributed import lost
+lost._GRACE = 0.2
+lost.Doom().lost("process 1 of 2 is gone")
 threading.Event().wait()
 """
     ended = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=60)
-    assert ended.returncode == 1
+    assert ended.returncode == PROCESS_LOST
     assert "process 1 of 2 is gone; this process ends too" in ended.stderr
 
 

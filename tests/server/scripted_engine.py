@@ -57,6 +57,9 @@ class ScriptedEngine:
         self.waiting = deque(entry for entry in self.waiting if entry[0] != request_id)
         return was_running
 
+    def on_process_loss(self, listener):
+        self.lose_process = listener
+
     def close(self):
         self.threads.add(threading.current_thread().name)
         assert not self.has_work

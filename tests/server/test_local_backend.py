@@ -7,6 +7,7 @@ from contextlib import aclosing, asynccontextmanager
 
 import pytest
 
+from jaxinfer.distributed.lost import ProcessLostError
 from jaxinfer.request import ANYONE, RequestContext, RequestError, SamplingParams
 from server.backend import Overloaded, Unavailable
 from server.local_backend import LocalBackend
@@ -207,6 +208,25 @@ def test_when_the_engine_fails_everyone_is_told():
             assert not backend.is_ready()
             with pytest.raises(Unavailable, match="out of memory"):
                 await text_of(backend, "later")
+
+    asyncio.run(run())
+
+
+def test_when_another_process_of_the_engine_is_gone_everyone_is_told_though_the_step_under_way_never_returns():
+    async def run():
+        engine = ScriptedEngine()
+        engine.may_step.clear()
+        async with running(engine) as backend:
+            asked = [asyncio.create_task(text_of(backend, str(number))) for number in range(3)]
+            await asyncio.sleep(0.01)
+            engine.lose_process(ProcessLostError("process 1 of 2 is gone"))
+            async with asyncio.timeout(2):  # the step waits for 5
+                results = await asyncio.gather(*asked, return_exceptions=True)
+            assert [type(result) for result in results] == [Unavailable] * 3
+            assert "process 1 of 2 is gone" in str(results[0])
+            with pytest.raises(Unavailable, match="process 1 of 2 is gone"):
+                await text_of(backend, "later")
+            engine.may_step.set()
 
     asyncio.run(run())
 
