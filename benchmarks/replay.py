@@ -30,10 +30,11 @@ from benchmarks.machine import machine
 from benchmarks.replay_plan import CalibrationError, Replay, decide
 from benchmarks.replay_plot import draw
 from benchmarks.replay_report import IdealHits, Target, ideal_hits, markdown, rows, summarize, table
-from benchmarks.replay_trace import TraceError, pages_of
+from benchmarks.replay_trace import pages_of
 from benchmarks.serving import Server, ServerError
 from benchmarks.worker import ROOT
 from checkpoints.source import CheckpointError
+from jaxinfer.dry_run.trace import TraceError
 
 RESULTS = ROOT / "benchmarks/results"
 
@@ -46,7 +47,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     where.add_argument(
         "--serve", nargs="?", const="", metavar="FLAGS", help="start this engine's server with these flags: --serve='--max-batch-size 16'"
     )
-    flag("--trace", type=Path, required=True, help="JSON lines in the format of Mooncake's traces (see replay_trace.py)")
+    flag("--trace", type=Path, required=True, help="Mooncake's JSON lines, or Azure's CSV (TIMESTAMP,ContextTokens,GeneratedTokens)")
     flag("--model", help="name to ask for; the first one served if not given")
     flag("--max-model-len", type=int, help="the server's context in tokens, where it doesn't tell")
     flag(

@@ -15,8 +15,9 @@ import aiohttp
 from rich.console import Console
 
 from benchmarks.http_load import Outcome, Record, Request, closed_loop, send
-from benchmarks.replay_trace import Prompts, Scale, TraceError, TraceRequest, pick, read_trace
+from benchmarks.replay_trace import Prompts, Scale, pick
 from benchmarks.serving import ServerError, served_model
+from jaxinfer.dry_run.trace import TraceError, TraceRequest, read_trace
 
 LENGTHS = [1 / 2**n for n in range(8)]  # tried from the longest on
 FITTING = 0.99  # share of the trace's requests that a chosen length must leave short enough

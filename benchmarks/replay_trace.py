@@ -1,64 +1,16 @@
-"""A service's trace (Mooncake's format), scaled to a machine: which requests, when, how long, and prompts whose tokens are equal where
-the trace's hashes are.
-
-A line is a request: {"timestamp": milliseconds, "input_length": tokens, "output_length": tokens, "hash_ids": [...]}, a hash for each
-block of 512 prompt tokens (the last one may be partial); equal hashes stand for equal tokens after equal tokens. The public traces
-are of Mooncake, "Trading More Storage for Less Computation" (Qin et al., FAST'25), https://github.com/kvcache-ai/Mooncake."""
+"""A service's trace (see `jaxinfer.dry_run.trace`), scaled to a machine: which requests, when, how long, and prompts whose tokens are equal where
+the trace's hashes are."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
-BLOCK = 512  # prompt tokens a hash of the trace stands for
-
-
-class TraceError(ValueError):
-    """A trace that can't be read; the message names the line."""
-
-
-@dataclass(frozen=True, slots=True)
-class TraceRequest:
-    timestamp: float  # milliseconds
-    input_length: int
-    output_length: int
-    hash_ids: tuple[int, ...]
-
-    @property
-    def session(self) -> tuple[int, ...]:
-        """What the requests of one conversation have in common: its first two blocks. The first alone, the system prompt, is
-        nearly everyone's."""
-        return self.hash_ids[:2]
-
-
-def read_trace(path: Path) -> list[TraceRequest]:
-    """Requests in order of arrival. Raises `TraceError` for a line that is none, and for a trace without any."""
-    requests = []
-    with open(path, encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                try:
-                    requests.append(_parse(json.loads(line)))
-                except (ValueError, KeyError, TypeError) as error:
-                    raise TraceError(f"{path}, line {number}: {type(error).__name__}: {error}") from error
-    if not requests:
-        raise TraceError(f"{path} has no requests")
-    return sorted(requests, key=lambda r: r.timestamp)
-
-
-def _parse(row: dict) -> TraceRequest:
-    request = TraceRequest(float(row["timestamp"]), int(row["input_length"]), int(row["output_length"]), tuple(map(int, row["hash_ids"])))
-    if request.input_length < 1 or request.output_length < 1:
-        raise ValueError("input_length and output_length must be at least 1")
-    if len(request.hash_ids) != -(-request.input_length // BLOCK):
-        raise ValueError(f"{len(request.hash_ids)} hashes for {request.input_length} tokens: one for each {BLOCK} is right")
-    return request
+from jaxinfer.dry_run.trace import BLOCK, TraceError, TraceRequest
 
 
 def pick(trace: Sequence[TraceRequest], count: int, how: str) -> list[TraceRequest]:

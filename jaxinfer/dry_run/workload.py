@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from jaxinfer.config import ConfigError
+from jaxinfer.dry_run.trace import read_trace
 
 _MOST_KINDS = 64  # of requests that a trace is made into
 
@@ -34,21 +34,12 @@ class Workload:
 
     @classmethod
     def of_trace(cls, path: Path) -> Workload:
-        """Of a file with an object a line, as Mooncake's traces are, of which `input_length` and `output_length` are read: requests by the length
-        of their prompts, as many in each kind, each kind of its mean lengths. Prompts' common beginnings are not counted as cached.
+        """Of a trace as `read_trace` reads it, of which lengths alone are needed: requests by the length of their prompts, as many in each kind,
+        each kind of its mean lengths. Prompts' common beginnings are not counted as cached.
 
-        Raises `ConfigError` naming the line.
+        Raises `TraceError` naming the line.
         """
-        lengths = []
-        try:
-            lines = path.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"trace is {path}: it can't be read: {error}") from error
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                lengths.append(_lengths(path, number, line))
-        if not lengths:
-            raise ConfigError(f"trace is {path}: it has no requests; give a line such as {_EXAMPLE}")
+        lengths = [(request.input_length, request.output_length) for request in read_trace(path, only_lengths=True)]
         lengths.sort()
         count = min(_MOST_KINDS, len(lengths))
         cuts = [lengths[len(lengths) * i // count : len(lengths) * (i + 1) // count] for i in range(count)]
@@ -72,17 +63,3 @@ class Workload:
     def decode_context(self) -> int:
         """Tokens that a step of decode finds for a sequence, on average: longer answers are met more often."""
         return round(sum(k.share * k.output_length * (k.input_length + k.output_length / 2) for k in self.kinds) / self.mean_output)
-
-
-_EXAMPLE = '{"input_length": 6758, "output_length": 500}'
-
-
-def _lengths(path: Path, number: int, line: str) -> tuple[int, int]:
-    try:
-        found = json.loads(line)
-        lengths = found["input_length"], found["output_length"]
-    except (ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"trace is {path}: line {number} is no request: {error!r}; it must be such as {_EXAMPLE}") from error
-    if any(not isinstance(length, int) or isinstance(length, bool) or length < 1 for length in lengths):
-        raise ConfigError(f"trace is {path}: line {number} has lengths {lengths}: both must be integers of at least 1")
-    return lengths

@@ -21,7 +21,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flag("--batch", type=int, metavar="N", help="sequences that decode at once (default: the power of two that has room, up to 256)")
     flag("--input-length", type=int, default=2048, metavar="N", help="tokens of a prompt, on average (default: %(default)s)")
     flag("--output-length", type=int, default=256, metavar="N", help="tokens of an answer, on average (default: %(default)s)")
-    flag("--trace", type=Path, metavar="FILE", help='requests instead: a line each with "input_length" and "output_length"')
+    flag(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="requests instead: Mooncake's JSON lines (of which input_length and output_length are read), or Azure's CSV",
+    )
     flag(
         "--compile", type=int, default=1, metavar="N", help="layouts to compile, the best first; 0: arithmetic alone (default: %(default)s)"
     )

@@ -11,7 +11,8 @@ import tokenizers
 
 from benchmarks.guidellm_replay import GuidellmError, replay_with_guidellm
 from benchmarks.replay_plan import Asker, Replay
-from benchmarks.replay_trace import Prompts, Scale, read_trace
+from benchmarks.replay_trace import Prompts, Scale
+from jaxinfer.dry_run.trace import read_trace
 
 TRACE = Path(__file__).parent / "tiny_trace.jsonl"
 REPLAY = Replay(Asker("tiny", True), Prompts(Scale(16, 1 / 32, time=0.5), 1, 500), read_trace(TRACE), 0)

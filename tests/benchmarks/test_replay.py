@@ -16,7 +16,7 @@ from benchmarks import replay
 from benchmarks.http_load import Outcome, Record
 from benchmarks.replay_plan import choose_length
 from benchmarks.replay_report import IdealHits, Target, hit_ratio_so_far, ideal_hits, rows, summarize
-from benchmarks.replay_trace import TraceRequest, read_trace
+from jaxinfer.dry_run.trace import TraceRequest, read_trace
 from tests.benchmarks.scripted_server import Handler, answering, chunk, stream, usage
 
 TRACE = Path(__file__).parent / "tiny_trace.jsonl"

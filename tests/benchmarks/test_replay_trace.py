@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.replay_trace import BLOCK, Prompts, Scale, TraceError, TraceRequest, pages_of, pick, read_trace
+from benchmarks.replay_trace import Prompts, Scale, pages_of, pick
+from jaxinfer.dry_run.trace import BLOCK, TraceError, TraceRequest, read_trace
 
 TRACE = Path(__file__).parent / "tiny_trace.jsonl"
 
@@ -46,6 +47,58 @@ def test_a_bad_line_is_named(tmp_path, line, words):
     path.write_text("\n")
     with pytest.raises(TraceError, match="no requests"):
         read_trace(path)
+
+
+AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:17:05.0000000,1025,10
+2023-11-16 18:17:03.9799600,4808,10
+
+2023-11-16 18:17:04.0319600,3180,0
+"""
+
+
+def test_azures_traces_are_read_too_and_share_nothing(tmp_path):
+    path = tmp_path / "azure.csv"
+    path.write_text(AZURE, newline="\r\n")
+    trace = read_trace(path)
+    assert [(r.input_length, r.output_length) for r in trace] == [(4808, 10), (3180, 1), (1025, 10)]
+    assert [round(r.timestamp - trace[0].timestamp) for r in trace] == [0, 52, 1020]
+    hashes = [hash_id for request in trace for hash_id in request.hash_ids]
+    assert len(set(hashes)) == len(hashes) == 10 + 7 + 3
+    scale = Scale.of(1 / 32, 16)
+    assert [len(Prompts(scale, 1_000, 31_000).tokens(r)) for r in trace] == [scale.num_prompt(r) for r in trace]
+    assert len(pick(trace, 2, "sessions")) == 2
+    path.write_text("\ufeffTIMESTAMP,ContextTokens,GeneratedTokens,Extra\n2024-05-10 00:00:00.009930+00:00,2162,5,x\n")
+    [request] = read_trace(path)
+    assert (request.input_length, request.output_length, len(request.hash_ids)) == (2162, 5, 5)
+    assert request.timestamp == pytest.approx(1715299200009.93)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"time,in,out\n1,2,3\n", "first line is neither"),
+        (b"hello\n", "first line is neither"),
+        (b"\x89PNG\r\n\x1a\n", "no text in UTF-8"),
+        (b"", "no requests"),
+        (b"TIMESTAMP,ContextTokens,GeneratedTokens\n", "no requests"),
+        (b"TIMESTAMP,ContextTokens,GeneratedTokens\nnoon,5,5\n", "line 2 is no request"),
+        (b"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,5\n", "line 2 is no request"),
+        (b"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,x,5\n", "line 2 is no request"),
+        (b'{"input_length": 5}\n', "line 1 is no request: it has no 'output_length'"),
+    ],
+)
+def test_another_format_is_refused_with_the_names_of_both(tmp_path, content, words):
+    (tmp_path / "trace").write_bytes(content)
+    with pytest.raises(TraceError, match=words) as caught:
+        read_trace(tmp_path / "trace")
+    assert "Mooncake's JSON lines, such as" in str(caught.value) and "Azure's CSV with the columns TIMESTAMP,Context" in str(caught.value)
+
+
+def test_a_row_with_impossible_lengths_is_named(tmp_path):
+    (tmp_path / "trace").write_text(AZURE + "2023-11-16 18:17:06,0,5\n")
+    with pytest.raises(TraceError, match="line 6 has 0 and 5 tokens: give at least 1 and 0"):
+        read_trace(tmp_path / "trace")
 
 
 @pytest.mark.parametrize("length", [1, 1 / 4, 1 / 32, 1 / 1000, 0.1])

@@ -85,6 +85,13 @@ def test_a_trace_is_what_its_lines_say(tmp_path: Path, capsys: pytest.CaptureFix
     assert made["predicted"]["output_tokens_per_second"] == pytest.approx(20 * made["predicted"]["requests_per_second"])
 
 
+def test_azures_traces_are_read_as_replays_read_them(tmp_path: Path) -> None:
+    trace = tmp_path / "azure.csv"
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,300,30\n2023-11-16 18:17:04,100,10\n")
+    workload = Workload.of_trace(trace)
+    assert workload.kinds == (Kind(100, 10, 0.5), Kind(300, 30, 0.5))
+
+
 def test_long_traces_are_made_into_kinds(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_text("".join(f'{{"input_length": {n}, "output_length": 7}}\n' for n in range(1, 1001)))
