@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,7 @@ from jaxtyping import Float32
 
 from jaxinfer.assembly import split_cpu
 from jaxinfer.config import EngineConfig
+from jaxinfer.distributed.lost import ProcessLostError
 from jaxinfer.encode.loading import load_encoder
 from jaxinfer.encode.texts import Embedded, Text, TextReader, TokenIds, cut
 from jaxinfer.encode.worker import EncodeWorker
@@ -103,6 +104,9 @@ class _EncoderAlone:
 
     def abort(self, request_id: str) -> bool:
         return False
+
+    def on_process_loss(self, listener: Callable[[ProcessLostError], None]) -> None:
+        pass  # it never spans several
 
     def close(self) -> None:
         self.access.close()
