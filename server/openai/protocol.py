@@ -6,11 +6,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, Tag, model_validator
+from pydantic import Field, Tag, ValidationInfo, model_validator
 
 from jaxinfer.request import MAX_LOGIT_BIAS, MAX_N, MAX_STOP, MAX_STOP_TOKENS, MAX_TOP_LOGPROBS, RequestError, SamplingParams
 from server.openai.errors import quoted
 from server.openai.messages import AnyMessage, Tool
+from server.openai.reading import Reading
 from server.openai.strict import NonEmpty, StrictModel, documented, one_of
 from server.openai.unsupported import CHAT, COMPLETION, EMBEDDING, HARMLESS_BUT_STRICT
 
@@ -73,9 +74,11 @@ class SamplingBody(StrictModel):
     prompt_cache_key: Any = documented(description="without effect: prompts are cached by what they begin with")
 
     @model_validator(mode="after")
-    def _check_stream_options(self) -> Self:
+    def _check_stream_options(self, info: ValidationInfo) -> Self:
         if self.stream_options is not None and not self.stream:
-            raise RequestError("stream_options is given without stream: set stream to true, or leave it out", "stream_options")
+            if not isinstance(info.context, Reading) or info.context.is_strict:
+                raise RequestError("stream_options is given without stream: set stream to true, or leave it out", "stream_options")
+            info.context.ignore("", "stream_options")
         return self
 
     @model_validator(mode="after")
@@ -146,7 +149,7 @@ class ChatRequest(SamplingBody):
 
     @model_validator(mode="after")
     def _check_pairs(self) -> Self:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise RequestError(f"top_logprobs is {self.top_logprobs} without logprobs: set logprobs to true as well", "top_logprobs")
         if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS:
             raise RequestError(f"top_logprobs is {self.top_logprobs}: it must be an integer from 0 to {MAX_TOP_LOGPROBS}", "top_logprobs")

@@ -133,6 +133,7 @@ def test_tools_and_other_endpoints_are_read_so_too(client):
     assert set(response.headers[HEADER].split(", ")) == {"user", "prompt_cache_key", "zzz"}
     response = client.post("/v1/embeddings", json={"model": "encoder", "input": "a", "user": "u", "extra": 1})
     assert response.headers[HEADER] == "user, extra"
+    assert client.post("/v1/chat/completions", json=CHAT | {"stream_options": {}, "top_logprobs": 0}).headers[HEADER] == "stream_options"
     options = {"stream": True, "stream_options": {"include_usage": True, "include_cost": True}}
     assert client.post("/v1/chat/completions", json=CHAT | options).headers[HEADER] == "stream_options.include_cost"
 
