@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
+from matplotlib.figure import Figure
 
-from benchmarks import replay
+from benchmarks import replay, replay_plot
 from benchmarks.http_load import Outcome, Record
 from benchmarks.replay_plan import choose_length
 from benchmarks.replay_report import IdealHits, Target, hit_ratio_so_far, ideal_hits, rows, summarize
@@ -57,6 +58,17 @@ def test_hit_ratios_are_of_the_answered_prompts():
     assert (cache["prompt_tokens"], cache["cached_tokens"]) == (400, 80)
     assert (cache["hit_ratio"], cache["ideal_endless"], cache["ideal_computed"]) == (0.2, 0.5, 0.3)
     assert hit_ratio_so_far(records, ideal) == [(0, 0.0, 0.0, 0.0), (2, 0.2, 0.5, 0.3)]
+
+
+def test_lines_that_coincide_are_all_seen_and_named_with_where_they_end():
+    """As those of a trace without common prompts do: all at 0."""
+    axes = Figure().subplots()
+    records = [record(0, 1, prompt=100, cached=0), record(2, 3, prompt=100, cached=50)]
+    replay_plot._hits(axes, records, [IdealHits(0, 0), IdealHits(50, 50)])
+    below, middle, top = axes.get_lines()
+    assert list(below.get_ydata()) == list(middle.get_ydata()) == list(top.get_ydata()) == [0, 0.25]
+    assert below.get_linewidth() > middle.get_linewidth() + 2 > top.get_linewidth() + 4
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["endless 25%", "computed by then 25%", "server 25%"]
 
 
 def test_a_server_that_does_not_tell_has_no_hit_ratio():
