@@ -30,6 +30,8 @@ from benchmarks.serving import Server, served_model
 
 CHAT, COMPLETIONS, FILES = "/v1/chat/completions", "/v1/completions", "/v1/files"
 HEALTH_PERIOD = 0.02  # seconds
+WARM_UP = 5.0  # seconds
+STREAM_TOKENS = 256
 MIB = 2**20
 
 
@@ -75,7 +77,7 @@ def attacks(model: str) -> dict[str, Callable[[], tuple[str, bytes]]]:
         "a key of 31 MB": lambda: chat(**{"k" * 31_000_000: 1}),
         "100,000 messages": lambda: chat(messages=text(2) * 100_000),
         "2,000 messages": lambda: chat(messages=text(2) * 2_000),
-        "9,000 parts of a message": lambda: chat(messages=[{"role": "user", "content": [{"type": "text", "text": "a"}] * 9_000}]),
+        "9,000 parts of a message": lambda: chat(messages=[{"role": "user", "content": [{"type": "text", "text": "word "}] * 9_000}]),
         "290,000 token ids, all wrong": lambda: completion([-1] * 290_000),
         "290,000 prompts": lambda: completion(["a"] * 290_000),
         "lists in lists": lambda: (CHAT, b"[" * 2_000_000),
@@ -109,7 +111,14 @@ async def notice(
     health: list[float] = []
 
     async def read_streams() -> None:
-        body = {"model": model, "prompt": "Once upon a time", "max_tokens": 256, "ignore_eos": True, "stream": True, "temperature": 0}
+        body = {
+            "model": model,
+            "prompt": "Once upon a time",
+            "max_tokens": STREAM_TOKENS,
+            "ignore_eos": True,
+            "stream": True,
+            "temperature": 0,
+        }
         async with connected(url) as session:
             while not working.done():
                 record = await send(session, Request.of(COMPLETIONS, body))
@@ -135,11 +144,11 @@ async def run(url: str, model: str, names: Sequence[str], seconds: float, memory
     loop = asyncio.get_running_loop()
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as attacker:
 
-        def idle() -> asyncio.Future[dict[str, int]]:
+        def idle(seconds: float) -> asyncio.Future[dict[str, int]]:
             return asyncio.ensure_future(asyncio.sleep(seconds, {}))
 
-        await notice(url, model, "warming up", idle, memory)
-        noticed = [await notice(url, model, "none", idle, memory)]
+        await notice(url, model, "warming up", partial(idle, WARM_UP), memory)
+        noticed = [await notice(url, model, "none", partial(idle, seconds), memory)]
         print(noticed[-1].row(), flush=True)
         for name in names:
             work = partial(loop.run_in_executor, attacker, attack, url, model, name, seconds)
