@@ -39,16 +39,13 @@ async def _prepare(service: Service, body: ChatRequest, caller: Caller) -> _Chat
     service.check_model(body.model)
     context = caller.context(body)
     params = body.sampling_params()
-    prompt = await work_on(size_for_template(body.messages), partial(_encode, service, body))
+    text = await work_on(size_for_template(body.messages), partial(_render, service.tokenizer, body))
+    # Without special tokens: the template has written them.
+    prompt = await work_on(len(text), partial(service.encode, "messages", text, add_special_tokens=False))
     service.check_prompt("messages", prompt, params)
     id = new_id("chatcmpl")
     usage = service.usage.measure(asked(caller, context, id, ENDPOINT, body.model), [prompt], params.n)
     return _Chat(id, int(time.time()), prompt, params, context, usage)
-
-
-def _encode(service: Service, body: ChatRequest) -> list[int]:
-    text = _render(service.tokenizer, body)
-    return service.encode("messages", text, add_special_tokens=False)  # the template has written them
 
 
 def _render(tokenizer: Tokenizer, body: ChatRequest) -> str:

@@ -22,7 +22,7 @@ _SMALL = 64 * 1024  # bytes that can't hold too many values
 def read_json(raw: bytes, what: str) -> object:
     """The value of a JSON text. Raises `ApiError` 400 for anything else, and for what is beyond the bounds above."""
     try:
-        _check_structure(raw, what)
+        check_structure(raw, what)
         return json.loads(raw.decode("utf-8-sig"), parse_float=_number, object_pairs_hook=_object)
     except _LongKey as error:
         raise ApiError(400, f"{what} has a key of {error.length} characters: at most {MAX_KEY}", code="invalid_json") from None
@@ -48,7 +48,7 @@ def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return dict(pairs)
 
 
-def _check_structure(raw: bytes, what: str) -> None:
+def check_structure(raw: bytes, what: str) -> None:
     """Raises `ApiError` for a text of too many values, or too deep. Of one that is no JSON at all it says nothing."""
     if len(raw) <= _SMALL and raw.count(b"[") + raw.count(b"{") <= MAX_DEPTH:
         return

@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from jaxinfer.request import RequestError
-from server.openai.errors import quoted
+from server.openai.errors import ApiError, quoted
+from server.openai.json_text import check_structure
 from server.openai.strict import NonEmpty, StrictModel, Text, documented, one_of
 
 
@@ -82,10 +83,11 @@ class CalledFunction(StrictModel):
         return self
 
     def as_object(self) -> Any:
-        """None where they are not JSON."""
+        """None where they are not JSON, or hold more than a body may."""
         try:
+            check_structure(self.arguments.encode(), "arguments")
             return json.loads(self.arguments or "{}")
-        except (ValueError, RecursionError):
+        except (ValueError, ApiError):
             return None
 
 

@@ -16,10 +16,16 @@ from server.openai.errors import ApiError
 from server.openai.json_text import MAX_DEPTH, MAX_KEY, MAX_KEYS, MAX_OBJECTS, MAX_VALUES, read_json
 from server.openai.protocol import MAX_MESSAGES, MAX_TEMPLATE_KWARGS, MAX_TOOLS
 from server.openai.text_work import LONG_TEXT, VERY_LONG_TEXT, work_on
+from tests.server.fakes import FakeBackend, byte_tokenizer
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 TOOL = {"type": "function", "function": {"name": "f"}}
 HALF_MEGABYTE = 1 << 19
+
+
+def calling(arguments):
+    return {"role": "assistant", "tool_calls": [CALL | {"function": {"name": "f", "arguments": arguments}}]}
 
 
 @pytest.mark.parametrize(
@@ -86,6 +92,8 @@ def test_json_is_utf_8():
         ({"k" * HALF_MEGABYTE: 1}, None),
         ({"messages": [CHAT["messages"][0] | {"k" * 200: "v" * HALF_MEGABYTE, "role": "r" * 1000, "content": 1}]}, None),
         ({"messages": [{"role": "user", "content": "x " * HALF_MEGABYTE}]}, "messages"),
+        ({"messages": [*CHAT["messages"], calling('{"a": [' + "1," * MAX_VALUES + "1]}")]}, "messages[1].tool_calls[0].function.arguments"),
+        ({"messages": [*CHAT["messages"], calling('{"a":' * 900 + "1" + "}" * 900)]}, "messages[1].tool_calls[0].function.arguments"),
         ({"service_tier": "t" * HALF_MEGABYTE}, "service_tier"),
         ({"model": "m" * HALF_MEGABYTE}, "model"),
     ],
@@ -131,3 +139,14 @@ def test_long_work_is_done_beside_the_event_loop_and_the_very_long_waits_for_its
         assert time.monotonic() - started < 5
 
     asyncio.run(main())
+
+
+def test_a_long_tool_is_tokenized_beside_the_event_loop(config, monkeypatch):
+    threads = []
+    tokenizer = byte_tokenizer("{{ tools[0].function.description }}")
+    encode = tokenizer.encode
+    monkeypatch.setattr(tokenizer, "encode", lambda *a, **k: threads.append(threading.current_thread().name) or encode(*a, **k))
+    tool = TOOL | {"function": {"name": "f", "description": "x" * LONG_TEXT}}
+    with TestClient(create_app(FakeBackend(tokenizer), tokenizer, config)) as client:
+        assert client.post("/v1/chat/completions", json=CHAT | {"tools": [tool]}).json()["error"]["code"] == "context_length_exceeded"
+    assert [name.partition("_")[0] for name in threads] == ["long-texts"]
