@@ -91,6 +91,7 @@ def _assemble(config: EngineConfig, stats: EngineStats, processes: Processes) ->
     # First, so that the plan's pages are of the memory that it leaves.
     encode = load_encoder(config, stats, clocks[0]) if config.model.embedding_model else None
     source = open_source(resolve(config.model.model))
+    stats.start.note("laying out the model")
     architecture = config_of(source)
     plan = make_plan(config, architecture, source)
     for role in (plan.prefill, plan.decode):
@@ -129,7 +130,8 @@ def _assemble(config: EngineConfig, stats: EngineStats, processes: Processes) ->
     with ThreadPoolExecutor(1, "weights") as background:
         started = time.monotonic()
         loading = background.submit(_load, config, plan, source, pools, stats)
-        programs = compile_programs(sources)
+        with stats.start.counted("compiling", len(sources)) as compiled:
+            programs = compile_programs(sources, compiled)
         stats.compile_seconds += time.monotonic() - started
         prefill_weights, decode_weights = loading.result()
     report_start(stats, config, plan, programs, pools)
@@ -148,7 +150,8 @@ def _assemble(config: EngineConfig, stats: EngineStats, processes: Processes) ->
     with COUNTER.compiling():  # what allocating and moving compile is wanted
         prefill_runner.start(programs, prefill_weights)
         decode_runner.start(programs, decode_weights)
-        warm_up(prefill_runner, decode_runner)
+        warm_up(prefill_runner, decode_runner, stats.start)
+        stats.start.note("measuring")
         for name, clock in zip(mesh_names(plan), stage_clocks, strict=True):
             if clock is not None:
                 clock.begin()
@@ -303,7 +306,9 @@ def _load(
             return tuple(random_weights(stage.template, stage.mesh, role.rules) for stage in role.stages)
         return tuple(load_weights(stage.template, source, stage.mesh, role.rules) for stage in role.stages)
 
-    with COUNTER.compiling():
+    num_bytes = 0 if config.model.random_weights else sum(source.stored(name).num_bytes for name in source.names())
+    num_bytes *= 1 if plan.shares_mesh else 2
+    with COUNTER.compiling(), stats.start.measured("loading weights", num_bytes, lambda: source.bytes_read):
         decode = of(plan.decode)
         prefill = decode if plan.shares_mesh else of(plan.prefill)
         for of_role in pools:

@@ -20,6 +20,7 @@ from jaxinfer.request import ANYONE, FinishReason, OutputDelta, Request, Request
 from jaxinfer.runtime.compilation import COUNTER, TOTAL
 from jaxinfer.runtime.profile import Profile
 from jaxinfer.sequence import Meter, Sequence, SequenceState
+from jaxinfer.start_progress import StartProgress
 from jaxinfer.stats import EngineStats
 
 _IDLE_WAIT = 0.01  # seconds
@@ -30,13 +31,20 @@ class Engine:
     embedding model, which has requests and turns of its own; None without one. An `EngineLoop` is such a thread: while requests of its own
     are under way, these calls raise `RequestError` in others.
 
-    Blocks until weights are loaded and every program is compiled. Raises `ConfigError`, `CheckpointError` or
+    Blocks until weights are loaded and every program is compiled; `progress` tells other threads how far it is. Raises `ConfigError`, `CheckpointError` or
     `UnsupportedModelError`, all of them `ValueError`s that say what to change.
     """
 
-    def __init__(self, config: EngineConfig | None = None, *, assemble: Callable[[EngineConfig, EngineStats], Parts] = assemble) -> None:
+    def __init__(
+        self,
+        config: EngineConfig | None = None,
+        *,
+        assemble: Callable[[EngineConfig, EngineStats], Parts] = assemble,
+        progress: StartProgress | None = None,
+    ) -> None:
         self.config = config or EngineConfig()
-        self.stats = EngineStats(target_ttft=self.config.schedule.target_ttft, target_itl=self.config.schedule.target_itl)
+        schedule, progress = self.config.schedule, progress or StartProgress()
+        self.stats = EngineStats(start=progress, target_ttft=schedule.target_ttft, target_itl=schedule.target_itl)
         devices = self.config.devices
         self._profile = Profile(devices.profile, devices.profile_seconds) if devices.profile is not None else None
         self._parts = assemble(self.config, self.stats)

@@ -14,24 +14,30 @@ from jaxinfer.prefill.pace import Pace
 from jaxinfer.prefill.runner import PrefillResult, PrefillRunner
 from jaxinfer.runtime.buckets import prefill_rows
 from jaxinfer.sampling.params import neutral_rows
+from jaxinfer.start_progress import StartProgress
 
 
-def warm_up(prefill: PrefillRunner, decode: DecodeRunner) -> None:
+def warm_up(prefill: PrefillRunner, decode: DecodeRunner, progress: StartProgress) -> None:
     """Run every program once on a row that writes to the null page only. A program's first run costs hundreds of milliseconds more
     than the next (memory touched for the first time): the first requests do not pay for it. What scores prompts is few requests', and is
     left to them: it takes as long as the prompt does."""
-    for size in prefill.buckets:
-        _run_full(prefill, size)
-    for size in {prefill_rows(size): size for size in reversed(prefill.buckets)}.values():  # the smallest with so many rows
-        jax.block_until_ready(prefill.repeat(_run_full(prefill, size, temperature=1.0).last_hidden, 0))
-    prefill.copy_pages([NULL_PAGE], [NULL_PAGE])
-    for size in decode.buckets:
-        steps = empty_decode_batch(size, decode.num_slots, decode.num_groups)
-        steps.slots[0] = 0  # whoever gets the slot brings its own token
-        rows = neutral_rows(size)
-        jax.block_until_ready(decode.run(steps, decode.put(rows, steps.num_generated)))
-        rows.temperature[0] = 1.0
-        jax.block_until_ready(decode.run(steps, decode.put(rows, steps.num_generated)))
+    sampled = {prefill_rows(size): size for size in reversed(prefill.buckets)}.values()  # the smallest with so many rows
+    with progress.counted("warming up", len(prefill.buckets) + len(sampled) + len(decode.buckets)) as done:
+        for size in prefill.buckets:
+            _run_full(prefill, size)
+            done()
+        for size in sampled:
+            jax.block_until_ready(prefill.repeat(_run_full(prefill, size, temperature=1.0).last_hidden, 0))
+            done()
+        prefill.copy_pages([NULL_PAGE], [NULL_PAGE])
+        for size in decode.buckets:
+            steps = empty_decode_batch(size, decode.num_slots, decode.num_groups)
+            steps.slots[0] = 0  # whoever gets the slot brings its own token
+            rows = neutral_rows(size)
+            jax.block_until_ready(decode.run(steps, decode.put(rows, steps.num_generated)))
+            rows.temperature[0] = 1.0
+            jax.block_until_ready(decode.run(steps, decode.put(rows, steps.num_generated)))
+            done()
     prefill.count_tokens(0, (), 0)
     decode.count_tokens(0, (), 0)
     decode.seat(0, ())

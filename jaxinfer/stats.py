@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from jaxinfer.start_progress import StartProgress
+
 # Upper bounds in seconds, Prometheus style; the last bucket is open.
 TIME_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
@@ -78,6 +80,7 @@ class EngineStats:
     """Counters only grow; gauges are of the last step. Seconds and bytes throughout."""
 
     # Start
+    start: StartProgress = field(default_factory=StartProgress)  # what it does until it is ready
     load_seconds: float = 0.0
     compile_seconds: float = 0.0
     num_programs: int = 0

@@ -1,17 +1,21 @@
-"""uvicorn with a graceful end: after SIGTERM new requests are answered 503, running ones finish, and the process exits 0."""
+"""uvicorn with a graceful end: after SIGTERM new requests are answered 503, running ones finish, and the process exits 0. A second SIGTERM ends
+it at once."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.datastructures import State
+from starlette.types import Receive, Scope, Send
 
 from server.config import ServerConfig
 from server.http_limits import MAX_HEAD_BYTES, protocol_factory
@@ -23,12 +27,24 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 CLOSE_TIMEOUT = 5  # seconds for connections to close once their requests have finished, or run out of time
 
 
+class App(Protocol):
+    """An ASGI app whose `state` has `traffic` and `keys`, once it serves."""
+
+    @property
+    def state(self) -> State: ...
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
+
+
 class GracefulServer(uvicorn.Server):
     """uvicorn closes its sockets at the first signal and dies of that signal in the end; here both wait for the requests."""
 
-    def __init__(self, app: FastAPI, config: ServerConfig, on_started: Callable[[], None]) -> None:
+    def __init__(
+        self, app: App, config: ServerConfig, on_started: Callable[[], None] = lambda: None, before_cut: Callable[[], None] = lambda: None
+    ) -> None:
+        """`before_cut` is called when a second signal ends the process, and must be quick."""
         settings = uvicorn.Config(
-            app,
+            app,  # type: ignore[arg-type]  # uvicorn's own types of scopes are narrower
             host=config.host,
             port=config.port,
             log_config=None,  # logs.configure's holds
@@ -44,8 +60,8 @@ class GracefulServer(uvicorn.Server):
             settings.load()  # which would otherwise come later and put its own context here
             settings.ssl = self._tls.context
         super().__init__(settings)
-        self._traffic, self._key_rings, self._patience = app.state.traffic, app.state.key_rings, config.shutdown_timeout
-        self._on_started = on_started
+        self._app, self._patience = app, config.shutdown_timeout
+        self._on_started, self._before_cut = on_started, before_cut
         self._ending: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -59,7 +75,7 @@ class GracefulServer(uvicorn.Server):
         loop = asyncio.get_running_loop()
         is_main = threading.current_thread() is threading.main_thread()
         for number in SIGNALS if is_main else ():
-            loop.add_signal_handler(number, self.end)
+            loop.add_signal_handler(number, self._on_signal, number)
         if is_main:
             loop.add_signal_handler(signal.SIGHUP, self.reload)
         try:
@@ -67,27 +83,41 @@ class GracefulServer(uvicorn.Server):
         finally:
             for number in (*SIGNALS, signal.SIGHUP) if is_main else ():
                 loop.remove_signal_handler(number)
+            if is_main:
+                signal.signal(signal.SIGHUP, signal.SIG_IGN)  # what is left to do ends without it too
 
     def reload(self) -> None:
         """Read the API keys and the certificate again, as SIGHUP asks. What can't be read stays as it was."""
-        for keys in self._key_rings:
+        for keys in getattr(self._app.state, "key_rings", ()):  # none before it serves: they are still to be read
             keys.reload()
         if self._tls is not None:
             self._tls.reload()
 
     def end(self) -> None:
-        """Begin the end; called a second time, end at once."""
+        """Begin the end."""
         if self._ending is None:
             self._ending = asyncio.get_running_loop().create_task(self._end())
-        else:
-            self.should_exit = self.force_exit = True
+
+    def _on_signal(self, number: int) -> None:
+        if self._ending is None:
+            self.end()
+            return
+        traffic = getattr(self._app.state, "traffic", None)
+        logger.warning("told to end again: ending at once, %d requests are cut off", 0 if traffic is None else traffic.num_open)
+        self._before_cut()
+        logging.shutdown()
+        os._exit(128 + number)  # cancelling everything would take its time, and each request would report it
 
     async def _end(self) -> None:
-        self._traffic.close()
-        if self._traffic.num_open:
-            logger.warning("shutting down: waiting up to %g s for %d requests", self._patience, self._traffic.num_open)
+        traffic = getattr(self._app.state, "traffic", None)
+        if traffic is None:  # it doesn't serve yet
+            self.should_exit = True
+            return
+        traffic.close()
+        if traffic.num_open:
+            logger.warning("shutting down: waiting up to %g s for %d requests", self._patience, traffic.num_open)
         try:
-            await asyncio.wait_for(self._traffic.until_quiet(), self._patience)
+            await asyncio.wait_for(traffic.until_quiet(), self._patience)
         except TimeoutError:
-            logger.warning("shutting down: %d requests did not finish in time and are aborted", self._traffic.num_open)
+            logger.warning("shutting down: %d requests did not finish in time and are aborted", traffic.num_open)
         self.should_exit = True

@@ -23,7 +23,7 @@ from starlette.types import Message, Receive
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from server.config import ServerConfig
-from server.openai.errors import ApiError
+from server.openai.api_error import ApiError
 
 logger = logging.getLogger(__name__)
 

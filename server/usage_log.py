@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import threading
 from collections.abc import Mapping
 from logging.handlers import QueueListener, WatchedFileHandler
 from queue import SimpleQueue
@@ -32,6 +33,12 @@ class UsageLog:
     def write(self, line: Mapping[str, Any]) -> None:
         """Have a line written soon."""
         self._lines.put(logging.makeLogRecord({"msg": json.dumps(line)}))
+
+    def flush(self, timeout: float) -> None:
+        """Wait, no longer than `timeout` seconds, until the lines are written. Nothing may be written afterwards."""
+        closing = threading.Thread(target=self._writer.stop, daemon=True)  # a disk may hang
+        closing.start()
+        closing.join(timeout)
 
     def __enter__(self) -> UsageLog:
         return self

@@ -119,13 +119,15 @@ def compile_program(source: ProgramSource) -> jax.stages.Compiled:
     return _compile(_lower(source), source)
 
 
-def compile_programs(sources: Sequence[ProgramSource]) -> dict[str, Executable]:
-    """Every program by its name, those of earlier starts from the cache. XLA releases Python's lock, so some compile while others are
+def compile_programs(sources: Sequence[ProgramSource], compiled: Callable[[], None] = lambda: None) -> dict[str, Executable]:
+    """Every program by its name, those of earlier starts from the cache. `compiled` is called after each, in several threads. XLA releases Python's lock, so some compile while others are
     traced."""
     cache = _program_cache()
 
     def one(source: ProgramSource) -> Executable:
-        return compile_program(source) if cache is None else _kept_program(source, cache)
+        program = compile_program(source) if cache is None else _kept_program(source, cache)
+        compiled()
+        return program
 
     with ThreadPoolExecutor(min(len(sources), os.cpu_count() or 1), "compile") as pool:
         return dict(zip([s.name for s in sources], pool.map(one, sources), strict=True))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from checkpoints.model_path import check_model
 from jaxinfer.config import ConfigError, EngineConfig, flat_fields
+from jaxinfer.start_progress import StartProgress
 from server.flags import given
 from sharding.layout import missing_device
 
@@ -32,12 +33,12 @@ def engine_config(arguments: argparse.Namespace) -> EngineConfig:
     return config
 
 
-def start_engine(config: EngineConfig, console: Console) -> Engine:
-    """Load and compile, with a spinner on a terminal."""
+def start_engine(config: EngineConfig, console: Console, progress: StartProgress | None = None) -> Engine:
+    """Load and compile, with a spinner on a terminal; `progress` tells others."""
     with console.status(f"starting {config.model.model}: loading weights and compiling programs"):
         from jaxinfer.engine import Engine
 
-        return Engine(config)
+        return Engine(config, progress=progress)
 
 
 def _check_devices(config: EngineConfig) -> None:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
+import os
+import signal
+import sys
 from contextlib import ExitStack, closing
-from functools import partial
+from typing import TYPE_CHECKING
 
 from checkpoints.user_folders import expanded
 from jaxinfer.config import flat_fields
+from jaxinfer.start_progress import StartProgress
 from server.api_keys import KeyRing
 from server.cli.engine_start import engine_config, start_engine
 from server.cli.listener import listening_socket
@@ -20,7 +24,12 @@ from server.logs import configure
 from server.tls import Tls
 from server.usage_log import UsageLog
 
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
 logger = logging.getLogger(__name__)
+
+FLUSH_SECONDS = 1.0  # that the usage log gets where the process ends at once
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,36 +39,60 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve until told to stop."""
+    """Serve until told to stop. The socket is open before anything heavy is imported; who connects is answered as soon as the event loop runs."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the event loop has a handler that reloads
     engine_settings = engine_config(arguments)
     config = server_config(arguments, engine_settings)
     configure(config.log_level, config.log_format)
     for check in (KeyRing.of_api, KeyRing.of_metrics, Tls.of):  # what is wrong with their files is reported before the long start
         check(config)
-    with ExitStack() as opened:  # before the long start, which a failure would waste
+    with ExitStack() as opened:
         listener = opened.enter_context(listening_socket(config))
         usage_log = opened.enter_context(UsageLog(config.usage_log)) if config.usage_log else None
-        from rich.console import Console
+        progress = StartProgress("importing libraries")
 
-        from server.batches.batch_store import BatchStore
         from server.graceful import GracefulServer
         from server.http_limits import raise_file_limit
-        from server.local_backend import LocalBackend
-        from server.openai.app import create_app
-        from server.summary import summary_table
+        from server.starting import StartingApp
 
-        raise_file_limit(config.max_connections)
-        console = Console(stderr=True, quiet=config.log_format == "json")
-        store = opened.enter_context(closing(BatchStore(expanded(config.batch_dir)))) if config.batch_dir else None
-        engine = start_engine(engine_settings, console)
-        console.print(summary_table(engine.stats))
+        def build() -> FastAPI:
+            from rich.console import Console
+
+            from server.batches.batch_store import BatchStore
+            from server.local_backend import LocalBackend
+            from server.openai.app import create_app
+            from server.summary import summary_table
+
+            console = Console(stderr=True, quiet=config.log_format == "json")
+            store = opened.enter_context(closing(BatchStore(expanded(config.batch_dir)))) if config.batch_dir else None
+            engine = start_engine(engine_settings, console, progress)
+            console.print(summary_table(engine.stats))
+            # More prompts than may wait would always be too many.
+            max_prompts = min(config.max_prompts, engine.config.schedule.max_queue_size)
+            of_app = dataclasses.replace(config, max_prompts=max_prompts)
+            return create_app(LocalBackend(engine), engine.tokenizer, of_app, usage_log, store)
+
+        def flush() -> None:
+            if usage_log is not None:
+                usage_log.flush(FLUSH_SECONDS)
+
         host, port = listener.getsockname()[:2]
-        scheme = "http" if config.ssl_certfile is None else "https"
-        message = f"{config.model_name} is ready on {scheme}://{f'[{host}]' if ':' in host else host}:{port}"
-        # More prompts than may wait would always be too many.
-        config = dataclasses.replace(config, max_prompts=min(config.max_prompts, engine.config.schedule.max_queue_size))
-        app = create_app(LocalBackend(engine), engine.tokenizer, config, usage_log, store)
-        config = config.without_secrets()
-        tell = logger.info if console.quiet else partial(console.print, highlight=False)
-        GracefulServer(app, config, on_started=lambda: tell(message)).run(sockets=[listener])
+        url = f"{'http' if config.ssl_certfile is None else 'https'}://{f'[{host}]' if ':' in host else host}:{port}"
+        message = f"{config.model_name} is ready on {url}"
+        raise_file_limit(config.max_connections)
+        app = StartingApp(
+            build,
+            progress,
+            config.root_path,
+            on_ready=lambda: logger.info(message) if config.log_format == "json" else print(message, file=sys.stderr, flush=True),
+            on_failed=lambda: server.end(),  # noqa: PLW0108 (it is made below)
+        )
+        server = GracefulServer(app, config.without_secrets(), before_cut=flush)
+        server.run(sockets=[listener])
+        if app.failure is not None:
+            raise app.failure
+        if app.is_building:  # its threads would go on until what they compile is compiled
+            flush()
+            logging.shutdown()
+            os._exit(0)
     return 0

@@ -7,12 +7,10 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import FileResponse, JSONResponse
-from fastapi.staticfiles import StaticFiles
+from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -39,12 +37,9 @@ from server.openai.responses import ChatCompletion, Completion, EmbeddingList, H
 from server.openai.schema import documented_body, documented_errors, openapi_page
 from server.openai.service import Service
 from server.openai.stream import event_stream, until_disconnected
+from server.page import STATIC_FILES, chat_page
 from server.usage import UsageMeter
 from server.usage_log import UsageLog
-
-STATIC = Path(__file__).parent.parent / "static"
-# The chat page loads nothing from elsewhere and runs no inline script, so that no model's text can.
-PAGE_HEADERS = {"Content-Security-Policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'", "Cache-Control": "no-cache"}
 
 
 def create_app(
@@ -86,7 +81,7 @@ def create_app(
     else:
         _add_absence(app)
     _add_operations(app, backend, traffic, usage, runner)
-    app.mount("/static", StaticFiles(directory=STATIC), name="static")
+    app.mount("/static", STATIC_FILES, name="static")
     bodies: list[type[BaseModel]] = [ChatRequest, CompletionRequest, EmbeddingRequest, CreateBatch]
     page = openapi_page(app, bodies, has_keys=bool(keys), is_strict=config.strict_parameters)
     app.openapi = page  # type: ignore[method-assign]
@@ -180,7 +175,7 @@ def _add_operations(app: FastAPI, backend: Backend, traffic: Traffic, usage: Usa
 
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
-        return FileResponse(STATIC / "index.html", headers=PAGE_HEADERS)
+        return chat_page()
 
 
 async def _answer_http_exception(request: Request, error: Exception) -> Response:

@@ -6,23 +6,21 @@ import difflib
 import logging
 import math
 import reprlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
-from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 
 from jaxinfer.request import RequestError
 from server.backend import Overloaded, Unavailable
-from server.logs import current_request
+from server.openai.api_error import ApiError as ApiError
 
 logger = logging.getLogger(__name__)
 
 MAX_FAULTS = 8  # of one body, told in one error
 
-MAX_PARAM = 80  # characters of a parameter's name, which may be the client's own
 _SHORT = reprlib.Repr()  # a message quotes the client's value, which may be megabytes
 _SHORT.maxstring = _SHORT.maxother = 80
 
@@ -36,34 +34,6 @@ class ErrorDetail(BaseModel):
 
 class ErrorBody(BaseModel):
     error: ErrorDetail
-
-
-class ApiError(Exception):
-    """An answer other than 200: the HTTP status and what OpenAI's error form says."""
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        type: str = "invalid_request_error",
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        # Both may quote the client, whose JSON can smuggle lone surrogates that UTF-8 can't hold.
-        self.message, self.param = _encodable(message), None if param is None else _encodable(param[:MAX_PARAM])
-        self.status, self.code, self.type, self.headers = status, code, type, dict(headers or {})
-
-    def body(self) -> dict[str, Any]:
-        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
-
-    def response(self) -> JSONResponse:
-        request = current_request.get()
-        if request is not None:
-            request.error = self.code
-        return JSONResponse(self.body(), self.status, self.headers)
 
 
 def from_exception(error: Exception) -> ApiError:
@@ -170,7 +140,3 @@ def path_text(path: tuple[int | str, ...]) -> str:
 def quoted(value: object) -> str:
     """A value as a message quotes it, cut to a readable length."""
     return _SHORT.repr(value)
-
-
-def _encodable(text: str) -> str:
-    return text.encode("utf-8", "backslashreplace").decode()

@@ -18,8 +18,7 @@ from server.openai.errors import ApiError, from_exception
 from server.openai.origin import OriginRules
 from server.openai.reading import HEADER as IGNORED_HEADER
 from server.openai.stream import ClientGone
-
-GUARDED = "/v1/"  # what lies below needs a key where keys are set, and is refused during shutdown; health and metrics aren't
+from server.paths import GUARDED, route_path
 
 
 class Traffic:
@@ -125,11 +124,6 @@ class FrontDoor:
             may_go_ahead=key is None or key.may_go_ahead,
             timeout=self._config.request_timeout,
         )
-
-
-def route_path(path: str, root_path: str) -> str:
-    """The path that routes are matched with, as the framework has it: without the root path, where it begins with it."""
-    return path[len(root_path) :] if root_path and f"{path}/".startswith(f"{root_path}/") else path
 
 
 def _over_capacity(max_connections: int) -> ApiError:

@@ -10,8 +10,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.config import ServerConfig
 from server.logs import LoggedRequest, current_request, request_id
-from server.openai.front_door import GUARDED, Traffic, route_path
+from server.openai.front_door import Traffic
 from server.openai.stream import CLIENT_CLOSED_REQUEST
+from server.paths import GUARDED, route_path
 from server.usage import UsageMeter
 
 logger = logging.getLogger("server.access")

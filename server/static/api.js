@@ -39,5 +39,6 @@ async function errorOf(response) {
   const body = await response.json().catch(() => null);
   const message = body?.error?.message ?? `${response.status} ${response.statusText}`;
   const wait = response.headers.get("Retry-After");
-  return new ApiError(response.status === 401 ? `${message} (see Settings)` : wait ? `${message} (try again in ${wait} s)` : message);
+  const text = response.status === 401 ? `${message} (see Settings)` : wait ? `${message} (try again in ${wait} s)` : message;
+  return Object.assign(new ApiError(text), { code: body?.error?.code });
 }

@@ -21,9 +21,9 @@ async function update() {
   let now;
   try {
     now = { at: performance.now(), ...(await getJson("stats", element("key").value)) };
-  } catch {
+  } catch (error) {
     before = null;
-    return setState("bad", "no connection to the server");
+    return setState("bad", error.code === "starting" ? error.message : "no connection to the server");
   }
   setState("good", "connected");
   if (before && now.output_tokens >= before.output_tokens) {

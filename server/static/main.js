@@ -160,6 +160,7 @@ async function findModel() {
   } catch (error) {
     model = null;
     element("model").textContent = error instanceof ApiError ? error.message : "the server can't be reached";
+    if (!(error instanceof ApiError) || error.code === "starting") setTimeout(findModel, 1000);
   }
   showSendable();
 }

@@ -13,7 +13,7 @@ from tests.server.fakes import MAX_MODEL_LEN, byte_tokenizer
 class ScriptedEngine:
     """Keeps to the engine's contract and to one thread: each step gives every sequence a letter, until its max_tokens."""
 
-    def __init__(self, config=None, *, max_queue_size=4, batch_size=2):
+    def __init__(self, config=None, *, max_queue_size=4, batch_size=2, progress=None):
         self.config = config or EngineConfig.of(max_queue_size=max_queue_size)
         self.tokenizer = byte_tokenizer()
         self.stats = EngineStats()

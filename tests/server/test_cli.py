@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from checkpoints.source import CheckpointError
-from jaxinfer.config import EngineConfig, flat_fields
+from jaxinfer.config import ConfigError, EngineConfig, flat_fields
 from server import cli
 from server.cli.parser import parse as parse_command
 from server.cli.server_config import KEYS_VARIABLE, PRIORITY_KEYS_VARIABLE, server_config
@@ -28,7 +28,7 @@ def engines(monkeypatch):
     """The engines that the command starts, none of which loads a model."""
     made = []
 
-    def make(config):
+    def make(config, progress=None):
         made.append(ScriptedEngine(config, batch_size=8))
         return made[-1]
 
@@ -173,7 +173,10 @@ def test_flags_that_make_no_sense_are_refused(arguments):
         (("serve", "--request-timeout", "0"), "request_timeout is 0.0: give seconds above 0"),
         (("serve", "--usage-log", "no/such/folder/usage.jsonl"), "usage_log is 'no/such/folder/usage.jsonl': No such file or directory"),
         (("serve", "--host", "203.0.113.1"), "can't listen on 203.0.113.1 port 8000"),
-        (("serve", "--port", "0", "--batch-dir", "/dev/null/batches"), "batch_dir is /dev/null/batches: Not a directory; give a folder"),
+        (
+            ("serve", "--port", "0", "--log-level", "error", "--batch-dir", "/dev/null/batches"),
+            "batch_dir is /dev/null/batches: Not a directory; give a folder",
+        ),
         (("batch", "no-such.jsonl", "out.jsonl"), "input is no-such.jsonl: No such file or directory; name a file of batch lines"),
         (("batch", "/", "out.jsonl"), "input is /: Is a directory; name a file"),
         (("batch", "/dev/null", "no/such/out.jsonl"), "output is no/such/out.jsonl: No such file or directory; name a file that can"),
@@ -191,7 +194,7 @@ def test_mistakes_are_told_in_one_line(engines, capsys, arguments, says):
 
 
 def test_a_broken_checkpoint_is_told_in_one_line(monkeypatch, capsys):
-    def fail(config):
+    def fail(config, progress=None):
         raise CheckpointError("model.gguf: ends after 12 bytes; fetch it again")
 
     monkeypatch.setitem(sys.modules, "jaxinfer.engine", types.SimpleNamespace(Engine=fail))
@@ -248,7 +251,7 @@ def test_batch_writes_answers_and_resumes(engines, capsys, tmp_path):
 
 
 def test_batch_says_what_is_left_when_the_engine_fails(monkeypatch, capsys, tmp_path):
-    def make(config):
+    def make(config, progress=None):
         engine = ScriptedEngine(config)
         engine.error = RuntimeError("out of memory")
         return engine
@@ -265,19 +268,17 @@ def test_batch_says_what_is_left_when_the_engine_fails(monkeypatch, capsys, tmp_
 
 
 @pytest.mark.parametrize(("max_queue_size", "max_prompts"), [(4, 4), (1000, 128)])
-def test_more_prompts_than_may_wait_are_refused_for_good(engines, monkeypatch, max_queue_size, max_prompts):
-    served = []
+def test_more_prompts_than_may_wait_are_refused_for_good(engines, monkeypatch, capsys, max_queue_size, max_prompts):
+    configs = []
 
-    class Server:
-        def __init__(self, app, config, on_started):
-            served.append(config)
+    def create_app(backend, tokenizer, config, *rest):
+        configs.append(config)
+        raise ConfigError("far enough")
 
-        def run(self, sockets):
-            pass
-
-    monkeypatch.setattr("server.graceful.GracefulServer", Server)
-    assert run("serve", "--port", "0", "--max-queue-size", str(max_queue_size)) == 0
-    assert [config.max_prompts for config in served] == [max_prompts]
+    monkeypatch.setattr("server.openai.app.create_app", create_app)
+    assert run("serve", "--port", "0", "--log-level", "error", "--max-queue-size", str(max_queue_size)) == 2
+    assert capsys.readouterr().err.endswith("jaxinfer: error: far enough\n")
+    assert [config.max_prompts for config in configs] == [max_prompts]
 
 
 @pytest.mark.parametrize(

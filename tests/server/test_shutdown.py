@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -105,3 +106,22 @@ def test_an_idle_server_ends_at_once(serve):
     process, _ = serve(20)
     os.kill(process.pid, signal.SIGINT)
     assert process.wait(5) == 0
+
+
+def test_a_second_signal_ends_at_once_and_quietly(serve, tmp_path):
+    log = tmp_path / "usage.jsonl"
+    process, url = serve(60, "--usage-log", log, "--log-level", "warning")
+    with httpx.Client(base_url=url) as client, ExitStack() as streams:
+        client.post("/v1/completions", json=BODY | {"max_tokens": 1, "stream": False}).raise_for_status()
+        for _ in range(2):
+            stream = streams.enter_context(client.stream("POST", "/v1/completions", json=BODY | {"max_tokens": 400}))
+            assert stream.status_code == 200
+        os.kill(process.pid, signal.SIGTERM)
+        while client.get("/ready").status_code == 200:
+            pass
+        os.kill(process.pid, signal.SIGTERM)
+        assert process.wait(5) == 128 + signal.SIGTERM
+    waiting, cut = process.stderr.read().splitlines()  # no traceback
+    assert waiting.endswith("shutting down: waiting up to 60 s for 2 requests")
+    assert cut.endswith("told to end again: ending at once, 2 requests are cut off")
+    assert [json.loads(line)["outcome"] for line in log.read_text().splitlines()] == ["finished"]

@@ -26,7 +26,7 @@ from tests.server.scripted_engine import ScriptedEngine
 class Paced(ScriptedEngine):
     """Writes as many letters as a request asks for, one a millisecond."""
 
-    def __init__(self, config: object) -> None:
+    def __init__(self, config: object, progress: object = None) -> None:
         super().__init__(config, batch_size=8)
 
     def step(self) -> object:

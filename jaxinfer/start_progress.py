@@ -1,0 +1,51 @@
+"""What an engine does until it is ready: written by the threads that build it, read by any. Imports no JAX."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+class StartProgress:
+    """Tasks under way, several at once: weights are loaded while programs are compiled."""
+
+    def __init__(self, first: str = "opening the model") -> None:
+        self._between = first  # what is done while there is no task
+        self._tasks: dict[int, Callable[[], str]] = {}
+        self._lock = threading.Lock()
+
+    def describe(self) -> str:
+        """Such as 'loading weights 40%, compiling 3 of 12'."""
+        return ", ".join([describe() for describe in list(self._tasks.values())]) or self._between
+
+    def note(self, text: str) -> None:
+        """What follows has no measure of its own."""
+        self._between = text
+
+    @contextmanager
+    def measured(self, what: str, total: float, done: Callable[[], float]) -> Iterator[None]:
+        """A task of which `done` out of `total` is over; a total of 0 is unknown."""
+        with self._task(lambda: f"{what} {min(100, int(100 * done() / total))}%" if total else what):
+            yield
+
+    @contextmanager
+    def counted(self, what: str, total: int) -> Iterator[Callable[[], None]]:
+        """A task of `total` steps, for each of which the function is to be called at its end, from any thread."""
+        num_done = 0
+
+        def advance() -> None:
+            nonlocal num_done
+            with self._lock:
+                num_done += 1
+
+        with self._task(lambda: f"{what} {num_done} of {total}"):
+            yield advance
+
+    @contextmanager
+    def _task(self, describe: Callable[[], str]) -> Iterator[None]:
+        self._tasks[id(describe)] = describe
+        try:
+            yield
+        finally:
+            del self._tasks[id(describe)]
