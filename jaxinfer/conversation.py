@@ -1,4 +1,4 @@
-"""Conversations as prompts, such that no message is lost on the way: not calls of tools, not roles that the model's template lacks."""
+"""Conversations as prompts, such that no message is lost: no call of a tool, no role that the model's template lacks."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ _FIRST_MARK, _NUM_MARKS = 0x100000, 0xFFFE  # private-use characters
 def render_conversation(tokenizer: Tokenizer, messages: Sequence[Message], **template: Any) -> PromptText:
     """The prompt, as `Tokenizer.render_chat` has it with what it takes further.
 
-    Arguments of calls may be JSON text, which the template reads as objects where it can. A template that has no calls of tools is given
-    them, and what the tools returned, as text. Raises `RequestError` as `render_chat` does, and for a message that the template leaves out.
+    Arguments of calls may be JSON text, which the template reads as objects where it can. A template that has no calls of
+    tools is given them, and what the tools returned, as text. Raises `RequestError` as `render_chat` does, and for a
+    message that the template leaves out.
     """
     has_calls = any(_calls(message) or message.get("role") == "tool" for message in messages)
     if not has_calls and all(message.get("role") in _SURE_ROLES for message in messages):
@@ -66,8 +67,8 @@ def _with_object(call: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _as_text(messages: Sequence[Message]) -> list[Message]:
-    """Calls as JSON in the assistant's words, what tools returned as the user's. Several results, and what the user said then, are one
-    message: some templates want roles to alternate."""
+    """Calls as JSON in the assistant's words, what tools returned as the user's. Several results, and what the user said
+    then, are one message: some templates want roles to alternate."""
     names: dict[Any, Any] = {}
     made: list[dict[str, Any]] = []
     after_result = False
@@ -98,7 +99,7 @@ def _text(content: Any) -> str:
 
 
 def _left_out(tokenizer: Tokenizer, messages: Sequence[Message], template: Mapping[str, Any]) -> int | None:
-    """The first message of those that templates may leave out which this one does. What it reads of each is marked to see that."""
+    """The first message that the template leaves out, of those that some do. What it reads of each is marked to see it."""
     marked = list(messages)
     marks: dict[int, str] = {}
     for i, message in enumerate(messages):

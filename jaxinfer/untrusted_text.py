@@ -1,8 +1,8 @@
 """Text of a conversation that must not become control tokens, followed through the model's chat template.
 
-Whoever writes `<|im_end|>` into a message must not end it. While a template runs, those characters of untrusted text that could be part of
-a control token are private-use characters instead (marks): whatever the template joins, cuts or changes, what is still marked in the end
-was not written by the template.
+Whoever writes `<|im_end|>` into a message must not end it. While a template runs, those characters of untrusted text
+that could be part of a control token are private-use characters instead (marks): whatever the template joins, cuts or
+changes, what is still marked in the end was not written by the template.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from typing import Any, SupportsIndex
 
 from jaxinfer.request import RequestError
 
+_BEGINNING = 3  # characters of a spelling that are looked for first
 _PRIVATE = re.compile("[\U000f0000-\U000ffffd\U00100000-\U0010fffd]")
 # Templates may make control tokens of roles.
 _KNOWN = {"role": ("system", "developer", "user", "assistant", "tool"), "type": ("text", "function")}
 
 
 class PromptText(str):
-    """A rendered prompt. `cuts` are positions within spellings of control tokens that are not meant as such: text before and after a
-    cut is tokenized apart."""
+    """A rendered prompt. `cuts` are positions within spellings of control tokens that are not meant as such: text before
+    and after a cut is tokenized apart."""
 
     cuts: tuple[int, ...] = ()
 
@@ -31,17 +32,22 @@ class PromptText(str):
 
 
 class ControlTokens:
-    """Spellings that untrusted text must not be read as. `in_answers` are those that an assistant's own words may hold, for the model
-    writes them as visible text and they come back."""
+    """Spellings that untrusted text must not be read as. `in_answers` are those that an assistant's own words may hold,
+    for the model writes them as visible text and they come back."""
 
     def __init__(self, spellings: Iterable[str], in_answers: Iterable[str] = ()) -> None:
         self._spellings = frozenset(spelling for spelling in spellings if len(spelling) > 1)
         self._in_answers = frozenset(in_answers)
         self._lengths = sorted({len(spelling) for spelling in self._spellings})
-        self._first = _any_of({spelling[0] for spelling in self._spellings})
+        beginnings = sorted({spelling[:_BEGINNING] for spelling in self._spellings})
+        self._beginning = re.compile("(?=" + "|".join(map(re.escape, beginnings)) + ")" if beginnings else "(?!)")
         # With both ends of each spelling, a part of one beside the template's text is marked as well as a whole one.
-        self.edges = _any_of({end for spelling in self._spellings for end in (spelling[0], spelling[-1])})
+        self.edges = "".join(sorted({end for spelling in self._spellings for end in (spelling[0], spelling[-1])}))
         self._insides = "\n".join(spelling[1:-1] for spelling in self._spellings)
+
+    def has_edge(self, text: str) -> bool:
+        """Whether there is a character in it with which a control token begins or ends."""
+        return any(edge in text for edge in self.edges)
 
     def is_inside(self, text: str) -> bool:
         """Whether `text` could make a control token with what the template writes before and after it."""
@@ -50,9 +56,9 @@ class ControlTokens:
     def marks(self, values: Iterable[Any]) -> Marks | None:
         """What marks these values; None where there is nothing in them to be marked."""
         texts = [*_texts(values)]
-        if not any(self.edges.search(text) or (not is_key and self.is_inside(text.strip())) for text, is_key in texts):
+        if not any(self.has_edge(text) or (not is_key and self.is_inside(text.strip())) for text, is_key in texts):
             return None
-        return Marks(self, {character for text, _ in texts for character in _PRIVATE.findall(text)})
+        return Marks(self, {character for text, _ in texts if not text.isascii() for character in _PRIVATE.findall(text)})
 
     def prompt(self, plain: str, marked: str, marks: Marks) -> PromptText:
         """The prompt of two renderings, without marks and with them."""
@@ -69,7 +75,7 @@ class ControlTokens:
 
     def _find(self, text: str) -> Iterator[tuple[int, int]]:
         """Where control tokens' spellings are, also within one another."""
-        for found in self._first.finditer(text):
+        for found in self._beginning.finditer(text):
             start = found.start()
             for length in self._lengths:
                 if text[start : start + length] in self._spellings:
@@ -83,11 +89,11 @@ class Marks:
         self._control = control
         self._free = (chr(code) for plane in (0xF0000, 0x100000) for code in range(plane, plane + 0xFFFE) if chr(code) not in used)
         self._marks: dict[tuple[str, bool], str] = {}
-        self._restored: dict[int, str] = {}
+        self._restored: dict[str, str] = {}
         self._of_answers: set[str] = set()
 
     def mark_messages(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The same with marked text. Roles that templates know are their own; an answer's text may hold what the model writes."""
+        """The same with marked text. Roles that templates know are their own."""
         return [{key: self._mark_field(message, key, value) for key, value in message.items()} for message in messages]
 
     def _mark_field(self, message: dict[str, Any], key: str, value: Any) -> Any:
@@ -114,9 +120,12 @@ class Marks:
         return UntrustedText("".join(c if c.isspace() else self._mark(c, is_answer) for c in text), self)
 
     def _mark_edges(self, text: str, is_answer: bool) -> str:
-        if not isinstance(text, str) or not self._control.edges.search(text):
+        if not isinstance(text, str) or not self._control.has_edge(text):
             return text
-        return UntrustedText(self._control.edges.sub(lambda found: self._mark(found.group(), is_answer), text), self)
+        for edge in self._control.edges:
+            if edge in text:
+                text = text.replace(edge, self._mark(edge, is_answer))
+        return UntrustedText(text, self)
 
     def _mark(self, character: str, is_answer: bool) -> str:
         if (character, is_answer) not in self._marks:
@@ -124,35 +133,42 @@ class Marks:
             if mark is None:
                 raise RequestError("the messages hold every private-use character there is: leave some out", "messages")
             self._marks[character, is_answer] = mark
-            self._restored[ord(mark)] = character
+            self._restored[mark] = character
             if is_answer:
                 self._of_answers.add(mark)
         return self._marks[character, is_answer]
 
     def restore(self, text: str) -> str:
         """The text without marks. As long as with them."""
-        return str.translate(text, self._restored)
+        text = str.__str__(text)
+        for mark, character in self._restored.items():  # few; faster than translating each character
+            text = text.replace(mark, character)
+        return text
 
     def is_answer(self, text: str) -> bool:
         """Whether all marks in it are of an assistant's own words."""
-        return all(ord(character) not in self._restored or character in self._of_answers for character in text)
+        return all(character not in self._restored or character in self._of_answers for character in text)
 
 
 class UntrustedText(str):
-    """Marked text that a template may look into: what it looks for is found as if nothing was marked, and pieces of it stay marked."""
+    """Marked text that a template may look into: what it looks for is found as if nothing was marked, and pieces of it
+    stay marked."""
 
     _marks: Marks
+    _unmarked: str | None
 
     def __new__(cls, text: str, marks: Marks) -> UntrustedText:
         made = super().__new__(cls, text)
-        made._marks = marks
+        made._marks, made._unmarked = marks, None
         return made
 
     def __str__(self) -> str:
         return self
 
     def _restored(self) -> str:
-        return self._marks.restore(self)
+        if self._unmarked is None:
+            self._unmarked = self._marks.restore(self)
+        return self._unmarked
 
     def _again(self, text: str) -> UntrustedText:
         return UntrustedText(text, self._marks)
@@ -274,12 +290,8 @@ def joined(parts: Iterable[str]) -> str:
     return text if untrusted is None else UntrustedText(text, untrusted._marks)
 
 
-def _any_of(characters: set[str]) -> re.Pattern[str]:
-    return re.compile(f"[{re.escape(''.join(sorted(characters)))}]" if characters else r"(?!)")
-
-
 def _texts(values: Any, is_key: bool = False) -> Iterator[tuple[str, bool]]:
-    """Every text in values of JSON's types that is not of the templates' own vocabulary, and whether it is an object's key."""
+    """Every text in values of JSON's types that is not the templates' own, and whether it is an object's key."""
     if isinstance(values, str):
         yield values, is_key
     elif isinstance(values, Mapping):
