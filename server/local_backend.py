@@ -17,6 +17,7 @@ from jaxinfer.request import ANYONE, OutputDelta, RequestContext, RequestError, 
 from jaxinfer.stats import EngineStats
 from server.admission import Admissions
 from server.backend import Overloaded, Unavailable
+from server.queue_room import Waiting, has_room
 
 SHORTEST_RETRY, LONGEST_RETRY = 1.0, 120.0  # seconds
 MOST_TEXTS = 16_384  # to embed at once: the engine's thread goes through all that wait for each of their batches, 2 ms of that many
@@ -33,7 +34,7 @@ class LocalBackend:
         self.text_reader = None if engine.encode is None else engine.encode.reader
         self._engine_loop: EngineLoop | None = None  # from `start` on, as is the next
         self._requests: AsyncRequests | None = None
-        self._unserved: dict[str, int] = {}  # the priorities of requests that have had nothing yet, by request id
+        self._unserved: dict[str, Waiting] = {}  # by request id
         self._admissions = Admissions()
         self._num_embeddings = 0  # requests under way, and their texts
         self._num_texts = 0
@@ -78,11 +79,12 @@ class LocalBackend:
         """See `Backend`."""
         requests = self._open()
         self._engine.validate(prompt_token_ids, params)
-        self._check_room(context.priority)
+        waiting = Waiting(context.tenant, context.priority)
+        self._check_room(waiting)
         request = NewRequest(request_id, tuple(prompt_token_ids), params, context)
         self._begin()
         self._admissions.wait(time.monotonic())
-        self._unserved[request_id] = context.priority
+        self._unserved[request_id] = waiting
         is_admitted = False
         try:
             async with aclosing(requests.stream(request)) as deltas:
@@ -140,14 +142,13 @@ class LocalBackend:
     def _overloaded(self, pace: Admissions) -> Overloaded:
         return Overloaded(min(max(pace.seconds_until_admitted(time.monotonic()), SHORTEST_RETRY), LONGEST_RETRY))
 
-    def _check_room(self, priority: int) -> None:
-        """A request has the whole queue for it and what is as urgent: less urgent work that waits does not keep it out. For all together
-        there is room for twice as many, or every priority would have memory of its own."""
+    def _check_room(self, request: Waiting) -> None:
+        """Requests that find a free slot don't wait, though the engine has not seen them yet."""
+        stats, schedule = self._engine.stats, self._engine.config.schedule
         num_unseen = 0 if self._engine_loop is None else self._engine_loop.num_unseen
-        num_waiting = self._engine.stats.num_waiting + num_unseen
-        num_ahead = min(num_waiting, sum(of_other <= priority for of_other in self._unserved.values()))
-        most = self._engine.config.schedule.max_queue_size
-        if num_ahead >= most or num_waiting >= 2 * most:
+        num_free = max(0, schedule.max_batch_size - stats.num_running - stats.num_prefilling)
+        num_waiting = max(0, stats.num_waiting + num_unseen - num_free)
+        if not has_room(request, self._unserved.values(), num_waiting, schedule.max_queue_size):
             raise self._overloaded(self._admissions)
 
 

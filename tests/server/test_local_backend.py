@@ -108,9 +108,46 @@ def test_a_bad_request_fails_alone_whenever_it_is_found_out():
     asyncio.run(run())
 
 
+def test_a_burst_at_an_idle_engine_has_its_free_slots_and_the_queue():
+    async def run():
+        engine = ScriptedEngine(max_queue_size=8, batch_size=32)
+        engine.may_step.clear()
+        async with running(engine) as backend:
+            asked = [asyncio.create_task(text_of(backend, str(number))) for number in range(70)]
+            await asyncio.sleep(0.05)
+            engine.may_step.set()
+            answers = await asyncio.gather(*asked, return_exceptions=True)
+        assert sum(answer == ["abcde"] for answer in answers) == 32 + 8
+        assert sum(isinstance(answer, Overloaded) for answer in answers) == 30
+
+    asyncio.run(run())
+
+
+def test_a_tenant_that_fills_the_queue_keeps_no_other_out():
+    async def run():
+        engine = ScriptedEngine(max_queue_size=8)
+        engine.stats.num_running = engine.config.schedule.max_batch_size  # no slot is free
+        engine.may_step.clear()
+        greedy, other = RequestContext(tenant="greedy"), RequestContext(tenant="other")
+        async with running(engine) as backend:
+            asked = [asyncio.create_task(text_of(backend, f"greedy-{number}", context=greedy)) for number in range(60)]
+            await asyncio.sleep(0.05)
+            asked += [asyncio.create_task(text_of(backend, f"other-{number}", context=other)) for number in range(5)]
+            await asyncio.sleep(0.05)
+            with pytest.raises(Overloaded):
+                await text_of(backend, "greedy again", context=greedy)
+            engine.may_step.set()
+            answers = await asyncio.gather(*asked, return_exceptions=True)
+        assert sum(answer == ["abcde"] for answer in answers[:60]) == 8
+        assert [answer == ["abcde"] for answer in answers[60:]] == [True] * 4 + [False]  # its share: half of the queue
+
+    asyncio.run(run())
+
+
 def test_above_the_queue_bound_requests_are_refused_even_before_the_engine_saw_the_others():
     async def run():
         engine = ScriptedEngine(max_queue_size=4)
+        engine.stats.num_running = engine.config.schedule.max_batch_size  # no slot is free
         engine.may_step.clear()
         async with running(engine) as backend:
             asked = [asyncio.create_task(text_of(backend, str(number))) for number in range(4)]
@@ -128,6 +165,7 @@ def test_above_the_queue_bound_requests_are_refused_even_before_the_engine_saw_t
 def test_less_urgent_work_that_waits_keeps_nobody_out_until_there_is_twice_as_much():
     async def run():
         engine = ScriptedEngine(max_queue_size=4)
+        engine.stats.num_running = engine.config.schedule.max_batch_size  # no slot is free
         engine.may_step.clear()
         async with running(engine) as backend:
             batch, urgent = RequestContext(priority=20), RequestContext()
@@ -155,6 +193,7 @@ def test_retry_after_follows_the_queue_and_the_pace_of_admission(monkeypatch, se
     async def run():
         nonlocal now
         engine = ScriptedEngine(max_queue_size=4, batch_size=1)
+        engine.stats.num_running = engine.config.schedule.max_batch_size  # no slot is free
         async with running(engine) as backend:
             for number in range(2):
                 engine.may_step.clear()

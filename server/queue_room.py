@@ -1,0 +1,30 @@
+"""Who may wait: a bound on the queue, shared by those who wait in it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+FLOOR_SHARE = 16  # of this many tenants each has room, whatever the others do
+
+
+class Waiting(NamedTuple):
+    """A request that has had nothing yet."""
+
+    tenant: str
+    priority: int
+
+
+def has_room(request: Waiting, unserved: Collection[Waiting], num_waiting: int, max_queue_size: int) -> bool:
+    """Whether another request may wait. `num_waiting` are those of `unserved` for which no slot is free.
+
+    A tenant has its share of the queue, the whole of it divided by the tenants that wait, and at least a sixteenth. Of its own requests only
+    those as urgent count, so that batches keep out nobody; for all together there is room for twice as many, beyond which a tenant has
+    the sixteenth alone."""
+    own = [other.priority for other in unserved if other.tenant == request.tenant]
+    num_tenants = len({other.tenant for other in unserved} | {request.tenant})
+    floor = max(1, max_queue_size // FLOOR_SHARE)
+    share = max(floor, max_queue_size // num_tenants)
+    num_ahead = min(num_waiting, sum(priority <= request.priority for priority in own))
+    is_crowded = num_waiting >= 2 * max_queue_size and len(own) >= floor
+    return num_ahead < share and not is_crowded
