@@ -9,16 +9,24 @@ from jaxinfer.tokenizer import Tokenizer
 
 
 class IncrementalDetokenizer:
-    """`add` a token at a time, `flush` at the end: the texts joined are `tokenizer.decode` of all tokens, cut before the first stop string.
+    """`add` a token at a time, `flush` at the end: the texts joined are `tokenizer.decode` of all tokens, cut before the first stop string,
+    or after it with `includes_stop`.
 
     The stop string is the one that is complete first, whatever tokens it spans (of two complete at once, the longer); once
     `stopped` names it there is no more text. The first `min_tokens - 1` tokens complete none.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), skip_special_tokens: bool = True, min_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: tuple[str, ...] = (),
+        skip_special_tokens: bool = True,
+        min_tokens: int = 0,
+        includes_stop: bool = False,
+    ) -> None:
         pieces = _BytePieces if tokenizer.is_byte_level else _WindowPieces
         self._pieces: _Pieces = pieces(tokenizer, skip_special_tokens)
-        self._stop = stop
+        self._stop, self._includes_stop = stop, includes_stop
         self._held = ""  # may be the beginning of a stop string
         self._num_until_stop = min_tokens
         self.stopped: str | None = None
@@ -44,9 +52,9 @@ class IncrementalDetokenizer:
         if self._num_until_stop <= 0:
             found = [(at + len(s), at, s) for s in self._stop if (at := text.find(s)) >= 0]
             if found:
-                _, at, self.stopped = min(found)
+                end, at, self.stopped = min(found)
                 self._held = ""
-                return text[:at]
+                return text[: end if self._includes_stop else at]
         certain = next(at for at in range(len(text) + 1) if self._may_begin_stop(text, at))
         self._held = text[certain:]
         return text[:certain]

@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Tokens
+from functools import lru_cache, partial
 
 from jaxinfer.assembly import Parts, assemble
 from jaxinfer.config import ConfigError, EngineConfig
@@ -19,6 +20,7 @@ from jaxinfer.plain_forward import PlainForward
 from jaxinfer.request import ANYONE, FinishReason, OutputDelta, Request, RequestContext, RequestError, SamplingParams, TokenLogprob
 from jaxinfer.runtime.compilation import COUNTER, TOTAL
 from jaxinfer.runtime.profile import Profile
+from jaxinfer.sampling.bad_words import check_restrictions, needs_history, tokenize_bad_words
 from jaxinfer.sequence import Meter, Sequence, SequenceState
 from jaxinfer.start_progress import StartProgress
 from jaxinfer.stats import EngineStats
@@ -58,6 +60,7 @@ class Engine:
         self._deadlines: list[tuple[float, str]] = []  # a heap
         self._num_arrived = 0
         self.access = EngineAccess(lambda: self.has_requests)
+        self._bad_words = lru_cache(maxsize=256)(partial(tokenize_bad_words, self.tokenizer, self._vocab_size))
         self._output = OutputBuilder(self.tokenizer, self.stats, self.config.schedule)
         self._update_gauges()
 
@@ -104,18 +107,23 @@ class Engine:
 
     def validate(self, prompt_token_ids: Tokens[int], params: SamplingParams) -> None:
         """Raise `RequestError` for a request that could never be served. `max_tokens` over the room is none: it is clamped to it."""
+        prompt_token_ids = params.truncated(prompt_token_ids, self.max_model_len)
         vocab_size, length = self._vocab_size, len(prompt_token_ids)
         if not length:
             raise RequestError("the prompt is empty: give at least one token", "prompt")
+        check_restrictions(params, self._bad_words(params.bad_words), self._end_tokens(params))
         longest = self.max_model_len - (params.max_tokens != 0)
         if length > longest:
             room = "" if longest == self.max_model_len else ", for the answer needs room for one"
             message = f"the prompt has {length} tokens: at most {longest} fit{room}; shorten the prompt"
             raise RequestError(message, "prompt", "context_length_exceeded")
-        for name, ids in (("prompt", prompt_token_ids), ("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+        for name, ids in (("prompt", prompt_token_ids), *params.token_lists()):
             for token in ids:
                 if not isinstance(token, int) or not 0 <= token < vocab_size:
                     raise RequestError(f"{name} has token id {token!r}: this model's are 0 to {vocab_size - 1}", name)
+
+    def _end_tokens(self, params: SamplingParams) -> frozenset[int]:
+        return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(self.tokenizer.eos_token_ids))
 
     def add_request(self, request_id: str, prompt_token_ids: Tokens[int], params: SamplingParams, context: RequestContext = ANYONE) -> None:
         """Queue a request. Raises `RequestError` if it can never be served or its id is in use."""
@@ -125,12 +133,13 @@ class Engine:
     def _add_request(self, request_id: str, prompt_token_ids: Tokens[int], params: SamplingParams, context: RequestContext) -> None:
         if request_id in self._requests:
             raise RequestError(f"request id {request_id!r} is in use", "request_id")
+        prompt_token_ids = params.truncated(prompt_token_ids, self.max_model_len)
         self.validate(prompt_token_ids, params)
         request = Request(request_id, tuple(prompt_token_ids), params, time.monotonic(), context)
-        end_tokens = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(self.tokenizer.eos_token_ids))
+        end_tokens = self._end_tokens(params)
         room = self.max_model_len - len(prompt_token_ids)
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        meter = Meter()
+        meter, bad_words = Meter(), self._bad_words(params.bad_words)
         sequences: list[Sequence] = []
         for index in range(params.n):
             sequence = Sequence(
@@ -140,10 +149,14 @@ class Engine:
                 (seed + index) % 2**64,
                 end_tokens,
                 room if params.max_tokens is None else min(params.max_tokens, room),
-                IncrementalDetokenizer(self.tokenizer, params.stop, min_tokens=params.min_tokens),
+                IncrementalDetokenizer(
+                    self.tokenizer, params.stop, params.skip_special_tokens, params.min_tokens, params.include_stop_str_in_output
+                ),
                 list(request.prompt_token_ids),
                 meter,
                 sequences[0] if sequences else None,
+                bad_words=bad_words,
+                needs_history=needs_history(bad_words),
             )
             sequences.append(sequence)
         self._num_arrived += params.n

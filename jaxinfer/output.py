@@ -31,7 +31,8 @@ class OutputBuilder:
         stop_reason: str | int | None = None
         detokenizer = sequence.detokenizer
         if token_id in sequence.end_tokens:
-            text, reason = detokenizer.flush(), FinishReason.STOP
+            text = detokenizer.add(token_id) if sequence.params.include_stop_str_in_output else ""
+            text, reason = text + detokenizer.flush(), FinishReason.STOP
             stop_reason = token_id if token_id in sequence.params.stop_token_ids else None
         else:
             text = detokenizer.add(token_id)

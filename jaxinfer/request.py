@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 MAX_TOP_LOGPROBS = 20  # alternatives a step can report; the compiled programs return this many, OpenAI's limit too
@@ -12,6 +12,8 @@ MAX_LOGIT_BIAS = 300  # entries of `logit_bias`, OpenAI's limit
 MAX_STOP = 16  # entries of `stop`
 MAX_STOP_CHARACTERS = 1000  # of each
 MAX_STOP_TOKENS = 32  # entries of `stop_token_ids`
+MAX_BAD_WORDS = 100  # entries of `bad_words`
+MAX_BAD_WORD = 200  # characters of one
 MAX_N = 128  # sequences of one request, OpenAI's limit
 
 
@@ -71,6 +73,12 @@ class SamplingParams:
     logprobs: int | None = None  # None: off; k: the sampled token's and those of the k likeliest
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
     echo: bool = False  # the text starts with the prompt's
+    allowed_token_ids: tuple[int, ...] | None = None  # no other is sampled; None: all are
+    bad_words: tuple[str, ...] = ()  # no answer holds their tokens in a row, those of the word as it is or after a space
+    logprob_token_ids: tuple[int, ...] = ()  # each step's log-probabilities are of these, beside the sampled token's, not of the likeliest
+    skip_special_tokens: bool = True  # the text leaves them out
+    include_stop_str_in_output: bool = False  # the text ends with the stop string, or the stop token's text
+    truncate_prompt_tokens: int | None = None  # that many of the prompt's last tokens; -1: as many as fit beside max_tokens
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -115,6 +123,50 @@ class SamplingParams:
             raise RequestError(f"stop has a string of {longest} characters: at most {MAX_STOP_CHARACTERS}", "stop")
         if any(not isinstance(s, str) or not s for s in self.stop):
             raise RequestError(f"stop is {list(self.stop)!r}: each stop string must be a non-empty string", "stop")
+        self._check_restrictions()
+
+    def _check_restrictions(self) -> None:
+        for name, most in (("allowed_token_ids", MAX_LOGIT_BIAS), ("logprob_token_ids", MAX_TOP_LOGPROBS)):
+            value = getattr(self, name)
+            if value is None and name == "allowed_token_ids":
+                continue
+            if not isinstance(value, Iterable):
+                raise RequestError(f"{name} is {value!r}: it must be a list of token ids", name)
+            value = tuple(dict.fromkeys(value))
+            if len(value) > most:
+                raise RequestError(f"{name} has {len(value)} entries: at most {most}", name)
+            for token in value:
+                _integer(name, token, 0, 2**31 - 1)
+            object.__setattr__(self, name, value)
+        if self.allowed_token_ids == ():
+            raise RequestError("allowed_token_ids is empty: give at least one token id, or leave it out", "allowed_token_ids")
+        if self.logprob_token_ids:  # they take the place of the likeliest
+            object.__setattr__(self, "logprobs", len(self.logprob_token_ids))
+        if isinstance(self.bad_words, str) or not isinstance(self.bad_words, Iterable):
+            raise RequestError(f"bad_words is {self.bad_words!r}: it must be a list of words", "bad_words")
+        words = tuple(self.bad_words)
+        if any(not isinstance(word, str) or not word.strip() for word in words):
+            raise RequestError("bad_words has an entry that is no word: each must be a string that is not blank", "bad_words")
+        object.__setattr__(self, "bad_words", words)
+        if len(words) > MAX_BAD_WORDS or any(len(word) > MAX_BAD_WORD for word in words):
+            message = f"bad_words has {len(words)} words, the longest of {max(map(len, words))} characters: at most {MAX_BAD_WORDS} of {MAX_BAD_WORD}"
+            raise RequestError(message, "bad_words")
+        if self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens != -1:
+            _integer("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, 2**31 - 1)
+
+    def token_lists(self) -> tuple[tuple[str, Iterable[int]], ...]:
+        """The fields that hold token ids, with their names."""
+        names = ("logit_bias", "stop_token_ids", "allowed_token_ids", "logprob_token_ids")
+        return tuple((name, getattr(self, name) or ()) for name in names)
+
+    def truncated(self, prompt_token_ids: Sequence[int], max_model_len: int) -> Sequence[int]:
+        """What is left of a prompt by `truncate_prompt_tokens`: its last tokens, in a context of that many."""
+        num_kept = self.truncate_prompt_tokens
+        if num_kept == -1:
+            # Of an answer that may fill the whole context, one token.
+            num_output = 1 if self.max_tokens is None or self.max_tokens >= max_model_len else self.max_tokens
+            num_kept = max_model_len - num_output
+        return prompt_token_ids if num_kept is None or len(prompt_token_ids) <= num_kept else prompt_token_ids[-num_kept:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +204,7 @@ class TokenLogprob:
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int | None = None  # of a prompt's token among the step's likeliest, from 1; None past those that a step reports, and elsewhere
 
 
 @dataclass(frozen=True, slots=True)

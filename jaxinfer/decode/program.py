@@ -29,7 +29,7 @@ from pallas_kernels.paged_attention.op import paged_attention, paged_attention_a
 
 # What stays on the devices between steps has a place a slot, and one more for padding: S + 1. Every stage has page tables, the last alone the tokens
 # that were sampled last and the counts for penalties.
-FeedStep = Callable[..., tuple[Pages, Int[Array, "S+1 W"], Float[Array, "B D"], Int[Array, "B 2"], Int[Array, "L E"] | None]]
+FeedStep = Callable[..., tuple[Pages, Int[Array, "S+1 W"], Float[Array, "B D"], Int[Array, "B 3"], Int[Array, "L E"] | None]]
 DecodeStep = Callable[..., tuple[Pages, Int[Array, "S+1 W"], Int[Array, " S+1"], TokenCounts, Sampled, Int[Array, "L E"] | None]]
 
 
@@ -51,7 +51,7 @@ def decode_step(template: ModelTemplate, mesh: Mesh, attention: Backend) -> Deco
     ) -> tuple[Pages, Int[Array, "S+1 W"], Int[Array, " S+1"], TokenCounts, Sampled, Int[Array, "L E"] | None]:
         pages, page_table, hidden, _, loads = feed(weights, pages, page_table, batch, loads, tokens if hidden is None else hidden)
         model = head.merge(template.head_weights(weights))
-        sampled = sample(model, hidden, sampling, batch.num_generated, counts, batch.slots)
+        sampled = sample(model, hidden, sampling, batch.num_generated, counts, batch.slots, _fed(batch.tokens, tokens, batch.slots))
         tokens = tokens.at[batch.slots].set(sampled.tokens)
         return pages, page_table, tokens, add_sampled(counts, batch.slots, sampled.tokens), sampled, loads
 
@@ -61,7 +61,7 @@ def decode_step(template: ModelTemplate, mesh: Mesh, attention: Backend) -> Deco
 def feed_step(template: ModelTemplate, mesh: Mesh, attention: Backend) -> FeedStep:
     """The function of the program that feeds a token a row, of the whole model or of a stage of it. It takes pages and page table donated. A first
     stage is handed the tokens that were sampled last, a later one the hidden states of the stage before it. `loads` are `runtime.expert_loads`'s.
-    What the last stage gives the next two take, with each row's slot and number of generated tokens."""
+    What the last stage gives the next two take, with each row's slot, number of generated tokens and token."""
 
     def step(
         weights: Weights,
@@ -70,11 +70,11 @@ def feed_step(template: ModelTemplate, mesh: Mesh, attention: Backend) -> FeedSt
         batch: DecodeBatch,
         loads: Int[Array, "L E"] | None,
         handed: Int[Array, " S+1"] | Float[Array, "B D"],
-    ) -> tuple[Pages, Int[Array, "S+1 W"], Float[Array, "B D"], Int[Array, "B 2"], Int[Array, "L E"] | None]:
+    ) -> tuple[Pages, Int[Array, "S+1 W"], Float[Array, "B D"], Int[Array, "B 3"], Int[Array, "L E"] | None]:
         model = template.merge(weights)
         hidden, tokens = (None, batch.tokens) if template.is_first else (handed, batch.tokens)
         if template.is_first:
-            tokens = jnp.where(tokens == ON_DEVICE, handed[batch.slots], tokens)
+            tokens = _fed(tokens, handed, batch.slots)
         num_groups = batch.pages.shape[1]
         run = batch.positions // pages.shape[4]
         places = run[:, None] * num_groups + jnp.arange(num_groups)
@@ -82,7 +82,7 @@ def feed_step(template: ModelTemplate, mesh: Mesh, attention: Backend) -> FeedSt
         hidden, pages = forward(model, mesh, pages, tokens, batch, page_table, attention, template.part, hidden)
         loads = with_loads(loads, model, batch.slots < len(page_table) - 1)
         # From here, since an array that the host brings again costs it more.
-        rows = jnp.stack([batch.slots, batch.num_generated], axis=1)
+        rows = jnp.stack([batch.slots, batch.num_generated, batch.tokens], axis=1)
         return pages, page_table, hidden, rows, loads
 
     return step
@@ -92,7 +92,7 @@ def greedy_step(template: ModelTemplate) -> Callable[..., tuple[Int[Array, " S+1
     """The function of the program that gives every row its best token, of a template's `head`. It takes `tokens` donated."""
 
     def step(
-        weights: Weights, hidden: Float[Array, "B D"], rows: Int[Array, "B 2"], tokens: Int[Array, " S+1"]
+        weights: Weights, hidden: Float[Array, "B D"], rows: Int[Array, "B 3"], tokens: Int[Array, " S+1"]
     ) -> tuple[Int[Array, " S+1"], Sampled]:
         sampled = best(template.merge(weights), hidden)
         return tokens.at[rows[:, 0]].set(sampled.tokens), sampled
@@ -106,16 +106,21 @@ def sample_step(template: ModelTemplate) -> Callable[..., tuple[Int[Array, " S+1
     def step(
         weights: Weights,
         hidden: Float[Array, "B D"],
-        rows: Int[Array, "B 2"],
+        rows: Int[Array, "B 3"],
         tokens: Int[Array, " S+1"],
         counts: TokenCounts,
         sampling: SamplingRows,
     ) -> tuple[Int[Array, " S+1"], TokenCounts, Sampled]:
-        slots, num_generated = rows[:, 0], rows[:, 1]
-        sampled = sample_from_logits(template.merge(weights).logits(hidden), sampling, num_generated, counts, slots)
+        slots, num_generated, newest = rows[:, 0], rows[:, 1], _fed(rows[:, 2], tokens, rows[:, 0])
+        sampled = sample_from_logits(template.merge(weights).logits(hidden), sampling, num_generated, counts, slots, newest)
         return tokens.at[slots].set(sampled.tokens), add_sampled(counts, slots, sampled.tokens), sampled
 
     return step
+
+
+def _fed(tokens: Int[Array, " B"], sampled: Int[Array, " S+1"], slots: Int[Array, " B"]) -> Int[Array, " B"]:
+    """The rows' tokens: the host's, or what was sampled last for their slots."""
+    return jnp.where(tokens == ON_DEVICE, sampled[slots], tokens)
 
 
 def seat(page_table: Int[Array, "S+1 W"], slot: Int[Array, ""], row: Int[Array, " W"]) -> Int[Array, "S+1 W"]:

@@ -96,7 +96,7 @@ class DecodeRunner:
         stage, head = self._last, self._last.template.head
         on_mesh, tokens = replicated(stage.mesh), self._abstract_tokens(stage)
         hidden = jax.ShapeDtypeStruct((size, head.config.hidden_size), head.activation_dtype, sharding=on_mesh)
-        rows = jax.ShapeDtypeStruct((size, 2), np.int32, sharding=on_mesh)
+        rows = jax.ShapeDtypeStruct((size, 3), np.int32, sharding=on_mesh)
         greedy = (head.abstract(stage.mesh, stage.rules), hidden, rows, tokens)
         sample = (*greedy, self._abstract_counts, abstract_like(neutral_rows(size), on_mesh))
         options = _xla_options(size, stage.mesh, head.form) | options_of_sampling(stage.mesh)

@@ -14,6 +14,7 @@ from jaxinfer.decode.scheduler import DecodeScheduler, Preempt
 from jaxinfer.request import TokenLogprob
 from jaxinfer.runtime.buckets import bucket_for
 from jaxinfer.runtime.device_clock import DeviceClock
+from jaxinfer.sampling.bad_words import Ban, bans_before_newest
 from jaxinfer.sampling.params import SamplingRows, neutral_rows, set_row, uses_penalties
 from jaxinfer.sampling.reading import read_logprob
 from jaxinfer.sampling.sampler import Sampled
@@ -58,6 +59,8 @@ class DecodeWorker:
         self._slot_rows = neutral_rows(runner.num_lanes * runner.num_slots)
         self._rows: list[_Rows | None] = [None] * runner.num_lanes
         self._lane = 0  # launched last
+        self._bans: dict[int, list[Ban]] = {}  # by slot, that its row has
+        self._num_with_history = 0  # running sequences whose bans change from token to token
 
     @property
     def num_in_flight(self) -> int:
@@ -82,6 +85,7 @@ class DecodeWorker:
         """Take a running sequence out of the batch."""
         # It may come back before the next step, in another slot and with a token that the device does not have.
         self._rows[self.scheduler.lane(sequence)] = None
+        self._num_with_history -= sequence.needs_history
         self.scheduler.leave(sequence)
 
     def join(self, sequence: Sequence) -> None:
@@ -89,7 +93,8 @@ class DecodeWorker:
         self.scheduler.join(sequence)
         slot = sequence.slot
         self._rows[self.scheduler.lane(sequence)] = None
-        set_row(self._slot_rows, slot, sequence.params, sequence.seed, sorted(sequence.end_tokens))
+        self._num_with_history += sequence.needs_history
+        self._set_row(sequence, self._bans_for(sequence))
         self._runner.seat(slot, sequence.decode_pages)
         if uses_penalties(sequence.params):
             self._runner.count_tokens(slot, sequence.token_ids, sequence.num_prompt)
@@ -103,6 +108,8 @@ class DecodeWorker:
                 break
         else:
             return False
+        if self._num_with_history:
+            self._update_bans(sequences)
         rows = self._next_rows(sequences)
         launched_at = self._clock.now()
         sampled = self._runner.run(rows.batch, rows.sampling, rows.lane)
@@ -111,6 +118,21 @@ class DecodeWorker:
         for sequence in sequences:
             sequence.num_in_flight += 1
         return True
+
+    def _bans_for(self, sequence: Sequence) -> list[Ban]:
+        """Of its next step. The token that it feeds is still on the device where a step is under way, else the host's newest."""
+        num_before = len(sequence.token_ids) - (not sequence.num_in_flight)
+        return bans_before_newest(sequence.bad_words, sequence.token_ids, sequence.num_prompt, num_before)
+
+    def _update_bans(self, sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            if sequence.needs_history and (bans := self._bans_for(sequence)) != self._bans[sequence.slot]:
+                self._set_row(sequence, bans)
+                self._rows[self._lane] = None
+
+    def _set_row(self, sequence: Sequence, bans: list[Ban]) -> None:
+        self._bans[sequence.slot] = bans
+        set_row(self._slot_rows, sequence.slot, sequence.params, sequence.seed, sorted(sequence.end_tokens), bans)
 
     def collect(self) -> list[Decoded]:
         """Wait for the oldest step under way and read its tokens."""
@@ -128,7 +150,7 @@ class DecodeWorker:
             sequence.meter.decode_seconds += share
             logprob = None
             if step.rows.wants_logprobs and sequence.params.logprobs is not None:
-                logprob = read_logprob(sampled, row, sequence.params.logprobs)
+                logprob = read_logprob(sampled, row, sequence.params)
             decoded.append((sequence, tokens[row], logprob))
         return decoded
 

@@ -10,6 +10,7 @@ from jaxtyping import Int32
 
 from jaxinfer.prefill.scheduler import Chunk, Fork
 from jaxinfer.runtime.buckets import QUERY_TILE, prefill_rows
+from jaxinfer.sampling.bad_words import bans_after
 from jaxinfer.sampling.params import SamplingRows, neutral_rows, set_row
 
 
@@ -47,7 +48,8 @@ def build_batch(chunks: Sequence[Chunk], num_tokens: int, table_width: int) -> P
         packed.query_start[row], packed.query_len[row], packed.kv_len[row] = start, chunk.length, end
         batch.num_generated[row] = sequence.num_output
         if chunk.is_last:
-            set_row(batch.sampling, row, sequence.params, sequence.seed, sorted(sequence.end_tokens))
+            bans = bans_after(sequence.bad_words, sequence.token_ids, sequence.num_prompt)
+            set_row(batch.sampling, row, sequence.params, sequence.seed, sorted(sequence.end_tokens), bans)
         start += -(-chunk.length // QUERY_TILE) * QUERY_TILE
     return batch._replace(wants_prompt_logprobs=any(chunk.sequence.needs_prompt_scores for chunk in chunks))
 

@@ -80,7 +80,9 @@ def sample_step(template: ModelTemplate) -> Callable[..., Sampled]:
     def step(
         weights: Weights, last: Float[Array, "R D"], counts: TokenCounts, num_generated: Int[Array, " R"], sampling: SamplingRows
     ) -> Sampled:
-        return sample_from_logits(template.merge(weights).logits(last), sampling, num_generated, counts, jnp.arange(len(last)))
+        # The host knows all tokens before: its rows have no bias that depends on the newest.
+        slots, newest = jnp.arange(len(last)), jnp.zeros_like(num_generated)
+        return sample_from_logits(template.merge(weights).logits(last), sampling, num_generated, counts, slots, newest)
 
     return step
 

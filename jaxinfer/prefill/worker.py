@@ -114,7 +114,7 @@ class PrefillWorker:
                 self._read_prompt_scores(step.result, chunk, start)
             if chunk.is_last:
                 self.scheduler.done(sequence, partial(self._runner.repeat, step.result.last_hidden, row))
-                logprob = None if sequence.params.logprobs is None else read_logprob(sampled, row, sequence.params.logprobs)
+                logprob = None if sequence.params.logprobs is None else read_logprob(sampled, row, sequence.params)
                 prefilled.append(Prefilled(sequence, int(sampled.tokens[row]), logprob))
         return prefilled
 
@@ -132,5 +132,7 @@ class PrefillWorker:
         num_scored = min(chunk.length, sequence.num_prompt - 1 - chunk.start)  # the last prompt token's successor is not the prompt's
         for i in range(start, start + num_scored):
             token_id = sequence.token_ids[chunk.start + i - start + 1]
-            top = zip(top_tokens[i].tolist(), top_logprobs[i].tolist(), strict=True)
-            sequence.prompt_logprobs.append(TokenLogprob(token_id, float(logprobs[i]), tuple(top)[: sequence.params.prompt_logprobs]))
+            likeliest = top_tokens[i].tolist()
+            top = tuple(zip(likeliest, top_logprobs[i].tolist(), strict=True))[: sequence.params.prompt_logprobs]
+            rank = likeliest.index(token_id) + 1 if token_id in likeliest else None
+            sequence.prompt_logprobs.append(TokenLogprob(token_id, float(logprobs[i]), top, rank))

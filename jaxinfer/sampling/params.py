@@ -8,20 +8,24 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float32, Int32, UInt32
 
-from jaxinfer.request import MAX_LOGIT_BIAS, MAX_STOP_TOKENS, SamplingParams
+from jaxinfer.request import MAX_LOGIT_BIAS, MAX_STOP_TOKENS, MAX_TOP_LOGPROBS, SamplingParams
+from jaxinfer.sampling.bad_words import Ban
 
 MAX_END_TOKENS = 8  # end-of-sequence tokens a model can have
 MAX_BIASES = MAX_LOGIT_BIAS + MAX_STOP_TOKENS + MAX_END_TOKENS
 _FOREVER = np.iinfo(np.int32).max
+_BANNED = -1e30  # by a bad word: below all others, and above what is not allowed, if nothing else is left
 _NOWHERE = np.iinfo(np.int32).max  # a token id that no vocabulary holds: dropped on the device
 
 
 _COLUMNS = (
     *("temperature", "top_k", "top_p", "min_p", "seed_high", "seed_low"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty", "wants_logprobs"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", "wants_logprobs", "is_restricted"),
 )
 _AT = {name: place for place, name in enumerate(_COLUMNS)}
-_FIRST_BIAS = len(_COLUMNS)
+_FIRST_LISTED = len(_COLUMNS)
+_FIRST_BIAS = _FIRST_LISTED + MAX_TOP_LOGPROBS
+_LIKELIEST, _LISTED = 1, 2  # of which tokens log-probabilities are wanted beside the sampled one's
 
 
 class SamplingRows(NamedTuple):
@@ -68,8 +72,22 @@ class SamplingRows(NamedTuple):
 
     @property
     def wants_logprobs(self) -> Int32[Any, " B"]:
-        """1 where they are wanted, else 0."""
+        """Above 0 where they are wanted."""
         return self.packed[:, _AT["wants_logprobs"]]
+
+    @property
+    def lists_tokens(self) -> Bool[Any, " B"]:
+        """Where log-probabilities are wanted of `listed_tokens`, not of the likeliest."""
+        return self.wants_logprobs == _LISTED
+
+    @property
+    def listed_tokens(self) -> Int32[Any, "B 20"]:
+        return self.packed[:, _FIRST_LISTED:_FIRST_BIAS]
+
+    @property
+    def is_restricted(self) -> Int32[Any, " B"]:
+        """1 where only tokens that have a bias may be sampled, else 0."""
+        return self.packed[:, _AT["is_restricted"]]
 
     @property
     def bias_tokens(self) -> Int32[Any, "B MAX_BIASES"]:
@@ -81,7 +99,7 @@ class SamplingRows(NamedTuple):
 
     @property
     def bias_until(self) -> Int32[Any, "B MAX_BIASES"]:
-        """The bias holds while fewer tokens than this were generated."""
+        """The bias holds while fewer tokens than this were generated; one below zero, of -1 - t, after the token t."""
         return self._biases(2)
 
     def _float(self, name: str) -> Float32[Any, " B"]:
@@ -98,11 +116,13 @@ def neutral_rows(num_rows: int) -> SamplingRows:
     rows.top_p[:] = 1.0
     rows.repetition_penalty[:] = 1.0
     rows.bias_tokens[:] = _NOWHERE
+    rows.listed_tokens[:] = _NOWHERE
     return rows
 
 
-def set_row(rows: SamplingRows, row: int, params: SamplingParams, seed: int, end_tokens: Sequence[int]) -> None:
-    """Fill one row, whatever it held. `seed` is the sequence's own; `end_tokens` are those that end it, held back until min_tokens."""
+def set_row(rows: SamplingRows, row: int, params: SamplingParams, seed: int, end_tokens: Sequence[int], bans: Sequence[Ban] = ()) -> None:
+    """Fill one row, whatever it held. `seed` is the sequence's own; `end_tokens` are those that end it, held back until min_tokens; `bans`
+    are those of its bad words."""
     rows.packed[row] = neutral_rows(1).packed[0]
     rows.temperature[row] = params.temperature
     rows.top_k[row] = params.top_k
@@ -112,10 +132,17 @@ def set_row(rows: SamplingRows, row: int, params: SamplingParams, seed: int, end
     rows.repetition_penalty[row] = params.repetition_penalty
     rows.presence_penalty[row] = params.presence_penalty
     rows.frequency_penalty[row] = params.frequency_penalty
-    rows.wants_logprobs[row] = params.logprobs is not None
+    if params.logprobs is not None:
+        rows.wants_logprobs[row] = _LISTED if params.logprob_token_ids else _LIKELIEST
+        rows.listed_tokens[row, : len(params.logprob_token_ids)] = params.logprob_token_ids
     biases = [(token, bias, _FOREVER) for token, bias in params.logit_bias.items()]
     if params.min_tokens:
         biases += [(token, -np.inf, params.min_tokens) for token in end_tokens]
+    biases += [(token, _BANNED, _FOREVER if after is None else -1 - after) for token, after in bans]
+    if params.allowed_token_ids is not None:
+        rows.is_restricted[row] = 1
+        allowed = {token: (token, 0.0, _FOREVER) for token in params.allowed_token_ids}
+        biases = [*allowed.values(), *(bias for bias in biases if bias[0] in allowed)]
     for i, (token, value, until) in enumerate(biases):
         rows.bias_tokens[row, i], rows.bias_values[row, i], rows.bias_until[row, i] = token, value, until
 
@@ -132,8 +159,8 @@ def has_penalty(rows: SamplingRows) -> Bool[Any, " B"]:
 
 
 def has_bias(rows: SamplingRows, num_generated: Int32[Any, " B"]) -> Bool[Any, " B"]:
-    """Which rows have a bias that still holds."""
-    return (rows.bias_until > num_generated[:, None]).any(axis=1)
+    """Which rows have a bias that still holds, or one that comes and goes."""
+    return ((rows.bias_until > num_generated[:, None]) | (rows.bias_until < 0)).any(axis=1)
 
 
 def uses_penalties(params: SamplingParams) -> bool:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from jaxinfer.request import TokenLogprob
+import math
+
+from jaxinfer.request import SamplingParams, TokenLogprob
 from jaxinfer.sampling.sampler import Sampled
 
 
-def read_logprob(sampled: Sampled, row: int, num_top: int) -> TokenLogprob:
-    """The sampled token's of one row, with the `num_top` likeliest."""
-    top = zip(sampled.top_tokens[row, :num_top].tolist(), sampled.top_logprobs[row, :num_top].tolist(), strict=True)
-    return TokenLogprob(int(sampled.tokens[row]), float(sampled.logprobs[row]), tuple(top))
+def read_logprob(sampled: Sampled, row: int, params: SamplingParams) -> TokenLogprob:
+    """The sampled token's of one row, with those of the likeliest, or of the tokens that `params` lists."""
+    assert params.logprobs is not None
+    num_read = None if params.logprob_token_ids else params.logprobs
+    top = tuple(zip(sampled.top_tokens[row, :num_read].tolist(), sampled.top_logprobs[row, :num_read].tolist(), strict=True))
+    if params.logprob_token_ids:
+        found = dict(reversed(top))  # of a token that is there again, for padding, the first
+        top = tuple((token, found.get(token, -math.inf)) for token in params.logprob_token_ids)
+    return TokenLogprob(int(sampled.tokens[row]), float(sampled.logprobs[row]), top)

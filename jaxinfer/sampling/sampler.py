@@ -80,9 +80,10 @@ def sample(
     num_generated: Int[Array, " B"],
     counts: TokenCounts,
     slots: Int[Array, " B"],
+    newest: Int[Array, " B"],
 ) -> Sampled:
     """One token a row from final hidden states: `best` where that is all they ask for, which the device finds out, else `sample_from_logits`."""
-    others = partial(sample_from_logits, rows=rows, num_generated=num_generated, counts=counts, slots=slots)
+    others = partial(sample_from_logits, rows=rows, num_generated=num_generated, counts=counts, slots=slots, newest=newest)
     return jax.lax.cond(are_greedy(rows, num_generated), lambda: best(head, hidden), lambda: others(head.logits(hidden)))
 
 
@@ -93,11 +94,17 @@ def best(head: Head, hidden: Float[Array, "B D"]) -> Sampled:
 
 
 def sample_from_logits(
-    logits: Float[Array, "B V"], rows: SamplingRows, num_generated: Int[Array, " B"], counts: TokenCounts, slots: Int[Array, " B"]
+    logits: Float[Array, "B V"],
+    rows: SamplingRows,
+    num_generated: Int[Array, " B"],
+    counts: TokenCounts,
+    slots: Int[Array, " B"],
+    newest: Int[Array, " B"],
 ) -> Sampled:
     """One token a row. `num_generated` tokens came before it: with the seed it alone decides the random draw, so a sequence's
-    tokens do not depend on what else is in the batch, nor on having been preempted. Penalties are by the counts of each row's slot."""
-    return over_parts(_sample_on_part, logits, 1, logits, rows, num_generated, counts, slots)
+    tokens do not depend on what else is in the batch, nor on having been preempted. Penalties are by the counts of each row's slot; `newest` is the
+    row's token before, which a bias may depend on."""
+    return over_parts(_sample_on_part, logits, 1, logits, rows, num_generated, counts, slots, newest)
 
 
 def _sample_on_part(
@@ -107,16 +114,19 @@ def _sample_on_part(
     num_generated: Int[Array, " B"],
     counts: TokenCounts,
     slots: Int[Array, " B"],
+    newest: Int[Array, " B"],
 ) -> Sampled:
     scores = jax.lax.cond(has_penalty(rows).any(), lambda: penalize(logits, counts, slots, rows), lambda: logits)
-    scores = jax.lax.cond(has_bias(rows, num_generated).any(), lambda: _add_biases(part, scores, rows, num_generated), lambda: scores)
+    scores = jax.lax.cond(
+        has_bias(rows, num_generated).any(), lambda: _add_biases(part, scores, rows, num_generated, newest), lambda: scores
+    )
     greedy = argmax_over_parts(part, scores)
 
     def drawn() -> Int[Array, " B"]:
         return jnp.where(rows.temperature > 0, _draw(part, scores, rows, num_generated), greedy)
 
     tokens = _where_asked(part, jnp.any(rows.temperature > 0), drawn, lambda: greedy)
-    return Sampled.of(tokens, *_logprobs_on_part(part, logits, tokens, jnp.any(rows.wants_logprobs > 0)))
+    return Sampled.of(tokens, *_logprobs_on_part(part, logits, tokens, jnp.any(rows.wants_logprobs > 0), rows))
 
 
 def _where_asked(part: Part, is_asked: Bool[Array, ""], what: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
@@ -134,16 +144,23 @@ def token_logprobs(
 
 
 def _logprobs_on_part(
-    part: Part, logits: Float[Array, "B V"], tokens: Int[Array, " B"], wanted: Bool[Array, ""]
+    part: Part, logits: Float[Array, "B V"], tokens: Int[Array, " B"], wanted: Bool[Array, ""], rows: SamplingRows | None = None
 ) -> tuple[Float[Array, " B"], Int[Array, "B 20"], Float[Array, "B 20"]]:
-    """Zeros unless `wanted`."""
+    """Zeros unless `wanted`. Rows that list tokens have those instead of the likeliest, in any order."""
     batch, size = logits.shape
     num_top = min(MAX_TOP_LOGPROBS, size)
 
     def of_part() -> tuple[Array, Array, Array, Array]:
         place = part.places(tokens, size)  # a part of another's token has what it has at its end: the token's own is picked
         chosen = jnp.take_along_axis(logits, place[:, None], axis=1, mode="clip")[:, 0]
-        return jax.nn.logsumexp(logits, axis=-1), chosen, *_highest(logits, num_top)
+        top, top_tokens = _highest(logits, num_top)
+        if rows is not None:
+            listed, is_listed = rows.listed_tokens[:, :num_top], rows.lists_tokens[:, None]
+            places = part.places(listed, size)
+            # Another part's have no score here, as padding has none: those that have come out as the highest of all parts.
+            scores = jnp.take_along_axis(logits, places, axis=1, mode="fill", fill_value=-jnp.inf)
+            top, top_tokens = jnp.where(is_listed, scores, top), jnp.where(is_listed, listed - part.first(size), top_tokens)
+        return jax.nn.logsumexp(logits, axis=-1), chosen, top, top_tokens
 
     def relative(total: Array, chosen: Array, top: Array, top_tokens: Array) -> tuple[Array, Array, Array]:
         return chosen - total, top_tokens, top - total[:, None]
@@ -199,10 +216,20 @@ def _no_logprobs(batch: int, vocab_size: int) -> tuple[Array, Array, Array]:
     return jnp.zeros(batch), jnp.zeros((batch, num_top), jnp.int32), jnp.zeros((batch, num_top))
 
 
-def _add_biases(part: Part, scores: Float[Array, "B V"], rows: SamplingRows, num_generated: Int[Array, " B"]) -> Float[Array, "B V"]:
-    values = jnp.where(rows.bias_until > num_generated[:, None], rows.bias_values, 0.0)
-    places = part.places(rows.bias_tokens, scores.shape[1])
-    return scores.at[jnp.arange(scores.shape[0])[:, None], places].add(values, mode="drop")
+def _add_biases(
+    part: Part, scores: Float[Array, "B V"], rows: SamplingRows, num_generated: Int[Array, " B"], newest: Int[Array, " B"]
+) -> Float[Array, "B V"]:
+    holds = (rows.bias_until > num_generated[:, None]) | (rows.bias_until == -1 - newest[:, None])
+    values = jnp.where(holds, rows.bias_values, 0.0)
+    at = jnp.arange(scores.shape[0])[:, None], part.places(rows.bias_tokens, scores.shape[1])
+    biased = scores.at[at].add(values, mode="drop")
+    is_restricted = rows.is_restricted[:, None] > 0
+
+    def restricted() -> Float[Array, "B V"]:
+        is_allowed = jnp.zeros(scores.shape, bool).at[at].set(True, mode="drop")
+        return jnp.where(is_allowed | ~is_restricted, biased, -jnp.inf)
+
+    return jax.lax.cond(is_restricted.any(), restricted, lambda: biased)
 
 
 def _draw(part: Part, scores: Float[Array, "B V"], rows: SamplingRows, num_generated: Int[Array, " B"]) -> Int[Array, " B"]:

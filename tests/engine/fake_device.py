@@ -59,9 +59,27 @@ def kept(token: int, before: Sequence[int], span: Span) -> int:
     return token if span == EVERYTHING else checksum([token, *before])
 
 
-def next_token(context: Sequence[int], seed: int) -> int:
-    """What the make-believe model says after all that its last token attends to, of each group."""
-    return checksum([seed, *context]) % VOCAB
+def next_token(context: Sequence[int], seed: int, choice: Sequence[int] = range(VOCAB)) -> int:
+    """What the make-believe model says after all that its last token attends to, of each group, if it may say these."""
+    return choice[checksum([seed, *context]) % len(choice)]
+
+
+def _choice(rows: SamplingRows, row: int, newest: int) -> Sequence[int]:
+    """What a restricted row may sample after a token."""
+    if not rows.is_restricted[row]:
+        return range(VOCAB)
+    entries = zip(rows.bias_tokens[row].tolist(), rows.bias_values[row].tolist(), rows.bias_until[row].tolist(), strict=True)
+    known = [entry for entry in entries if entry[0] < VOCAB]
+    banned = {token for token, value, until in known if value < -1e20 and (until >= 0 or newest == -1 - until)}
+    return [token for token, value, _ in known if value == 0 and token not in banned]
+
+
+def allowed_next(params: SamplingParams, generated: Sequence[int]) -> Sequence[int]:
+    """What may come after these, worked out without an engine."""
+    if params.allowed_token_ids is None:
+        return range(VOCAB)
+    words = [TOKENIZER.encode(word) for word in params.bad_words]
+    return [t for t in params.allowed_token_ids if not any([*generated, t][-len(word) :] == word for word in words)]
 
 
 def expected_tokens(
@@ -79,7 +97,7 @@ def expected_tokens(
             for position in range(len(values), len(tokens)):
                 values.append(kept(tokens[position], values[span.first(position) :], span))
             context += values[span.first(len(tokens) - 1) :]
-        tokens.append(next_token(context, params.seed + index))
+        tokens.append(next_token(context, params.seed + index, allowed_next(params, tokens[len(prompt) :])))
         if tokens[-1] in params.stop_token_ids or (tokens[-1] in TOKENIZER.eos_token_ids and not params.ignore_eos):
             break
     return tokens[len(prompt) :]
@@ -153,7 +171,7 @@ class FakeRunner:
         """Choose the next token from the whole context."""
         if rows.repetition_penalty[row] != 1.0 and tuple(self.spans) == (EVERYTHING,):
             assert sorted(self._counted[counted_at]) == sorted(context)
-        return next_token(context, int(rows.seed[row, 0]) << 32 | int(rows.seed[row, 1]))
+        return next_token(context, int(rows.seed[row, 0]) << 32 | int(rows.seed[row, 1]), _choice(rows, row, tokens[-1]))
 
     def _at(self, table: np.ndarray, group: int, position: int) -> tuple[int, int]:
         run, offset = divmod(position, self.pool.shape[1])

@@ -30,12 +30,20 @@ def test_rows_that_take_their_best_tokens_are_greedy():
         {"repetition_penalty": 1.1},
         {"presence_penalty": -0.5},
         {"frequency_penalty": 0.5},
+        {"allowed_token_ids": [5]},
+        {"logprob_token_ids": [5]},
     ],
     ids=lambda asked: next(iter(asked)),
 )
 def test_one_row_that_asks_for_more_is_enough(asked):
     assert not greedy(GREEDY, SamplingParams(**({"temperature": 0.0} | asked)))
     assert not greedy(SamplingParams(**({"temperature": 0.0} | asked)), GREEDY, num_generated=1000)
+
+
+def test_a_ban_that_comes_and_goes_is_enough():
+    rows = neutral_rows(1)
+    set_row(rows, 0, GREEDY, 7, [3], [(5, 9)])
+    assert not are_greedy(rows, np.zeros(1, np.int32))
 
 
 def test_tokens_that_may_not_end_it_yet_are_a_bias_until_they_may():

@@ -15,6 +15,7 @@ from jaxinfer.sampling import sampler
 from jaxinfer.sampling.counting import TokenCounts, reset, reset_arguments
 from jaxinfer.sampling.params import neutral_rows, set_row
 from jaxinfer.sampling.penalties import add_sampled
+from jaxinfer.sampling.reading import read_logprob
 from jaxinfer.sampling.sampler import Sampled, pick, sample_from_logits
 from sharding.mesh import TENSOR, make_mesh
 from tests.sampling.plain_sampler import adjusted, probabilities
@@ -44,15 +45,15 @@ def split(arrays, dimension: int = 1):
 
 
 @jax.jit
-def run(logits, rows, num_generated, counts):
+def run(logits, rows, num_generated, counts, newest):
     """Each row in the slot of its own number."""
-    return sample_from_logits(split(logits), rows, num_generated, split(counts), jnp.arange(len(logits)))
+    return sample_from_logits(split(logits), rows, num_generated, split(counts), jnp.arange(len(logits)), newest)
 
 
-def rows_of(params: list[SamplingParams], seeds: list[int]):
+def rows_of(params: list[SamplingParams], seeds: list[int], bans=()):
     rows = neutral_rows(len(params))
     for row, (of_row, seed) in enumerate(zip(params, seeds, strict=True)):
-        set_row(rows, row, of_row, seed, END_TOKENS)
+        set_row(rows, row, of_row, seed, END_TOKENS, bans)
     return rows
 
 
@@ -64,11 +65,13 @@ def counts_of(prompts: list[list[int]], outputs: list[list[int]]) -> TokenCounts
     return TokenCounts(jnp.asarray(prompt), jnp.asarray(output))
 
 
-def sampled(logits, params: list[SamplingParams], seeds: list[int] | None = None, prompts=None, outputs=None) -> Sampled:
+def sampled(logits, params: list[SamplingParams], seeds: list[int] | None = None, prompts=None, outputs=None, bans=()) -> Sampled:
     nothing: list[list[int]] = [[]] * len(params)
     outputs = outputs or nothing
     generated = np.array([len(output) for output in outputs], np.int32)
-    return run(jnp.asarray(logits), rows_of(params, seeds or list(range(len(params)))), generated, counts_of(prompts or nothing, outputs))
+    newest = np.array([output[-1] if output else 0 for output in outputs], np.int32)
+    rows = rows_of(params, seeds or list(range(len(params))), bans)
+    return run(jnp.asarray(logits), rows, generated, counts_of(prompts or nothing, outputs), newest)
 
 
 def draws(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
@@ -227,6 +230,58 @@ def test_as_many_biases_as_are_allowed_all_count():
         SamplingParams(logit_bias=dict.fromkeys(range(301), 1.0))
 
 
+ALLOWED = (3, 7, 120, 299)  # of all three parts, two of them end tokens
+
+
+def test_restricted_rows_keep_to_what_is_allowed_and_others_are_as_without():
+    logits = np.stack([random_logits(i) for i in range(512)])
+    kinds = [{"temperature": 0.0}, {}, {"top_k": 9, "min_p": 0.01}, {"top_p": 0.5}]
+    params = [SamplingParams(**kinds[i // 2 % 4], allowed_token_ids=ALLOWED if i % 2 else None, logprobs=0) for i in range(512)]
+    result = sampled(logits, params)
+    tokens = np.asarray(result.tokens)
+    best = np.array(ALLOWED)[logits[:, ALLOWED].argmax(1)]
+    np.testing.assert_array_equal(tokens[1::8], best[1::8])
+    assert set(tokens[1::2]) == set(ALLOWED)
+    plain = sampled(logits, [SamplingParams(**kinds[i // 2 % 4]) for i in range(512)])
+    np.testing.assert_array_equal(tokens[::2], np.asarray(plain.tokens)[::2])
+    own = logits - np.log(np.exp(logits.astype(np.float64)).sum(1, keepdims=True))  # not renormalised over what is allowed
+    np.testing.assert_allclose(result.logprobs, own[np.arange(512), tokens], atol=1e-5)
+
+
+def test_what_is_allowed_may_be_biased_and_held_back():
+    logits = np.zeros((1, VOCAB), np.float32)
+    bias = {3: -1.0, 120: 2.0, 299: 3.0, 50: 100.0}
+    params = SamplingParams(temperature=0.0, allowed_token_ids=ALLOWED, logit_bias=bias, min_tokens=2)
+    assert [int(sampled(logits, [params], outputs=[[9] * count]).tokens[0]) for count in (1, 2)] == [120, 299]
+
+
+def test_bans_hold_always_or_after_a_token_and_never_leave_nothing():
+    logits = np.zeros((3, VOCAB), np.float32)
+    logits[:, [200, 100, 10, 11]] = [8.0, 6.0, 4.0, 2.0]
+    bans = [(200, None), (100, 5), (10, 6)]
+    greedy = [SamplingParams(temperature=0.0)] * 3
+    assert sampled(logits, greedy, outputs=[[5], [5, 6], [7]], bans=bans).tokens.tolist() == [10, 100, 100]
+    drawn = sampled(np.tile(logits[:1], (512, 1)), [SamplingParams()] * 512, outputs=[[5]] * 512, bans=bans)
+    assert not np.isin(drawn.tokens, [200, 100]).any() and np.isin(drawn.tokens, [10]).any()
+    for temperature in (0.0, 1.0):  # what is not allowed is worse than what is banned
+        only = [SamplingParams(temperature=temperature, allowed_token_ids=(100, 200))] * 3
+        assert set(sampled(logits, only, outputs=[[5]] * 3, bans=bans).tokens.tolist()) <= {100, 200}
+
+
+def test_log_probabilities_of_listed_tokens_are_exactly_theirs():
+    logits = np.stack([random_logits(i) for i in range(64)])
+    listed = tuple(range(290, VOCAB)) + tuple(range(0, 200, 20))
+    params = [SamplingParams(logprob_token_ids=listed[: i % 20 + 1]) if i % 2 else SamplingParams(logprobs=20) for i in range(64)]
+    result = Sampled(np.asarray(sampled(logits, params).packed))
+    own = logits - np.log(np.exp(logits.astype(np.float64)).sum(1, keepdims=True))
+    for row, of_row in enumerate(params):
+        read = read_logprob(result, row, of_row)
+        assert read.logprob == pytest.approx(own[row, read.token_id], abs=1e-5)
+        expected = of_row.logprob_token_ids or np.argsort(-logits[row], kind="stable")[:20]
+        assert [token for token, _ in read.top] == list(expected)
+        np.testing.assert_allclose([logprob for _, logprob in read.top], own[row, list(expected)], atol=1e-5)
+
+
 def test_log_probabilities_are_the_models_own():
     logits = np.stack([random_logits(i) for i in range(64)])
     params = [
@@ -251,7 +306,7 @@ def test_a_vocabulary_smaller_than_the_alternatives_is_fine():
     rows = neutral_rows(1)
     set_row(rows, 0, SamplingParams(temperature=0.0, logprobs=20), 1, [])
     counts = TokenCounts(jnp.zeros((1, 3), bool), jnp.zeros((1, 3), jnp.int32))
-    result = run(logits, rows, np.zeros(1, np.int32), counts)
+    result = run(logits, rows, np.zeros(1, np.int32), counts, np.zeros(1, np.int32))
     assert result.top_tokens.tolist() == [[1, 2, 0]]
 
 
@@ -309,7 +364,9 @@ def test_parts_draw_what_the_whole_draws(num_parts):
     tokens = np.asarray(sampled(logits, params, outputs=outputs).tokens)
     with jax.set_mesh(make_mesh((0,))):
         rows, counts = rows_of(params, list(range(len(params)))), counts_of([[]] * len(params), outputs)
-        on_one = jax.jit(sample_from_logits)(logits, rows, np.full(len(params), 2, np.int32), counts, np.arange(len(params)))
+        on_one = jax.jit(sample_from_logits)(
+            logits, rows, np.full(len(params), 2, np.int32), counts, np.arange(len(params)), np.zeros(len(params), np.int32)
+        )
         expected = np.asarray(on_one.packed)[:, 0]
     assert np.mean(tokens != expected) <= (0 if num_parts == 1 else 1e-3)
 
