@@ -9,8 +9,8 @@ from jaxinfer.tokenizer import Tokenizer
 
 
 class IncrementalDetokenizer:
-    """`add` a token at a time, `flush` at the end: the texts joined are `tokenizer.decode` of all tokens, cut before the first stop string,
-    or after it with `includes_stop`.
+    """`add` a token at a time, `flush` at the end: the texts joined are `tokenizer.decode` of all tokens, cut
+    before the first stop string, or after it with `includes_stop`.
 
     The stop string is the one that is complete first, whatever tokens it spans (of two complete at once, the longer); once
     `stopped` names it there is no more text. The first `min_tokens - 1` tokens complete none.

@@ -51,9 +51,11 @@ class RequestReader:
         """Requests in the prompts' order. Raises `RequestError` for the first that can't be served, and what `EngineLoop.check` raises."""
         self._engine_loop.check()  # before the tokenizer's threads, which don't survive a fork either
         several = as_prompts(prompts, "prompts")
-        encode = partial(self._engine.tokenizer.encode, max_tokens=self._engine.max_model_len)
+        each, most = as_params(params, len(several)), self._engine.max_model_len
+        encode = partial(self._engine.tokenizer.encode_prompt, max_model_len=most, add_special_tokens=True)
         texts = [prompt if isinstance(prompt, str) else None for prompt in several]
-        return self._read(texts, [encode(prompt) if isinstance(prompt, str) else prompt for prompt in several], params)
+        pairs = zip(several, each, strict=True)
+        return self._read(texts, [encode(p, of_p) if isinstance(p, str) else list(of_p.truncated(p, most)) for p, of_p in pairs], each)
 
     def read_one(self, prompt: Prompt, params: SamplingParams | None) -> NewRequest:
         """The request of one prompt. Raises as `read` does, also for several prompts."""
@@ -71,9 +73,10 @@ class RequestReader:
         tokenizer = self._engine.tokenizer
         texts = [render_conversation(tokenizer, conversation, **template) for conversation in conversations]
         # The template writes the special tokens itself.
-        most = self._engine.max_model_len
-        token_lists = [tokenizer.encode(text, add_special_tokens=False, max_tokens=most) for text in texts]
-        return self._read(texts, token_lists, params or SamplingParams(max_tokens=None)), is_one
+        each, most = as_params(params or SamplingParams(max_tokens=None), len(texts)), self._engine.max_model_len
+        pairs = zip(texts, each, strict=True)
+        token_lists = [tokenizer.encode_prompt(text, of_text, most, add_special_tokens=False) for text, of_text in pairs]
+        return self._read(texts, token_lists, each), is_one
 
     def read_conversation(self, messages: Sequence[Message], params: SamplingParams | None, template: dict[str, Any]) -> NewRequest:
         """The request of one conversation. Raises as `read_chat` does, also for several."""
@@ -82,10 +85,7 @@ class RequestReader:
             raise RequestError(f"there are {len(generation.requests)} conversations: stream one at a time", "messages")
         return generation.requests[0]
 
-    def _read(
-        self, texts: Sequence[str | None], token_lists: list[list[int]], params: SamplingParams | Iterable[SamplingParams] | None
-    ) -> Generation:
-        each = as_params(params, len(token_lists))
+    def _read(self, texts: Sequence[str | None], token_lists: list[list[int]], each: Sequence[SamplingParams]) -> Generation:
         requests, outputs = [], []
         for number, (text, token_ids, of_prompt) in enumerate(zip(texts, token_lists, each, strict=True)):
             try:

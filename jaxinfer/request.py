@@ -74,11 +74,11 @@ class SamplingParams:
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
     echo: bool = False  # the text starts with the prompt's
     allowed_token_ids: tuple[int, ...] | None = None  # no other is sampled; None: all are
-    bad_words: tuple[str, ...] = ()  # no answer holds their tokens in a row, those of the word as it is or after a space
-    logprob_token_ids: tuple[int, ...] = ()  # each step's log-probabilities are of these, beside the sampled token's, not of the likeliest
+    bad_words: tuple[str, ...] = ()  # no answer holds a word's tokens in a row, as it is or after a space
+    logprob_token_ids: tuple[int, ...] = ()  # each step's log-probabilities are of these, not of the likeliest
     skip_special_tokens: bool = True  # the text leaves them out
     include_stop_str_in_output: bool = False  # the text ends with the stop string, or the stop token's text
-    truncate_prompt_tokens: int | None = None  # that many of the prompt's last tokens; -1: as many as fit beside max_tokens
+    truncate_prompt_tokens: int | None = None  # keep that many last ones; -1: as many as fit beside max_tokens
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -132,12 +132,12 @@ class SamplingParams:
                 continue
             if not isinstance(value, Iterable):
                 raise RequestError(f"{name} is {value!r}: it must be a list of token ids", name)
-            value = tuple(dict.fromkeys(value))
+            value = tuple(value)
             if len(value) > most:
                 raise RequestError(f"{name} has {len(value)} entries: at most {most}", name)
             for token in value:
                 _integer(name, token, 0, 2**31 - 1)
-            object.__setattr__(self, name, value)
+            object.__setattr__(self, name, tuple(dict.fromkeys(value)))
         if self.allowed_token_ids == ():
             raise RequestError("allowed_token_ids is empty: give at least one token id, or leave it out", "allowed_token_ids")
         if self.logprob_token_ids:  # they take the place of the likeliest
@@ -204,7 +204,7 @@ class TokenLogprob:
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
-    rank: int | None = None  # of a prompt's token among the step's likeliest, from 1; None past those that a step reports, and elsewhere
+    rank: int | None = None  # a prompt's token among the step's likeliest 20, from 1; None past them
 
 
 @dataclass(frozen=True, slots=True)

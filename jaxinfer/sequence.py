@@ -56,7 +56,7 @@ class Sequence:
     first_scheduled_time: float | None = None  # seconds, time.monotonic()
     last_token_time: float | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()  # as tokens
-    needs_history: bool = False  # what they ban depends on more than the newest token: the host must have read those before it
+    needs_history: bool = False  # what they ban depends on tokens before the newest, which the host must have read
     num_prompt: int = field(init=False)
     most_tokens: int = field(init=False)  # prompt and output
 

@@ -55,7 +55,7 @@ class DecodeScheduler:
         for sequence in list(self.running):
             if sequence.state is not SequenceState.RUNNING or self.lane(sequence) != lane or not sequence.can_decode_more():
                 continue
-            if sequence.needs_history and sequence.num_in_flight > 1:  # a lone lane of a pipeline is a step further ahead
+            if sequence.needs_history and sequence.num_in_flight > 1:  # a pipeline's lone lane is a step further ahead
                 continue
             if len(sequence.token_ids) + sequence.num_in_flight > self._manager.num_tokens(sequence.decode_pages):
                 if not self._find_page(sequence, preempt):

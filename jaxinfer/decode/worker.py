@@ -120,7 +120,7 @@ class DecodeWorker:
         return True
 
     def _bans_for(self, sequence: Sequence) -> list[Ban]:
-        """Of its next step. The token that it feeds is still on the device where a step is under way, else the host's newest."""
+        """For its next step. The token that it feeds is still on the device if a step is under way, else the host has it."""
         num_before = len(sequence.token_ids) - (not sequence.num_in_flight)
         return bans_before_newest(sequence.bad_words, sequence.token_ids, sequence.num_prompt, num_before)
 

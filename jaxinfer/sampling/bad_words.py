@@ -16,8 +16,8 @@ Ban = tuple[int, int | None]  # a token, and the one it is banned after; None: w
 
 
 def tokenize_bad_words(tokenizer: Tokenizer, vocab_size: int, words: Sequence[str]) -> tuple[TokenIds, ...]:
-    """The tokens of each word as a text begins with it, and as it follows a space where that makes other tokens; without those that hold a
-    token that the model does not have."""
+    """The tokens of each word as a text begins with it, and as it follows a space where that makes other tokens; without
+    those that hold a token that the model does not have."""
     found: dict[TokenIds, None] = {}
     for word in words:
         plain = tuple(tokenizer.encode(word.lstrip(), add_special_tokens=False))
@@ -29,7 +29,7 @@ def tokenize_bad_words(tokenizer: Tokenizer, vocab_size: int, words: Sequence[st
 
 
 def check_restrictions(params: SamplingParams, words: Sequence[TokenIds], end_tokens: frozenset[int]) -> None:
-    """Raise `RequestError` where `logit_bias`, `bad_words` and `allowed_token_ids` don't fit into a row together, or leave nothing."""
+    """Raise `RequestError` if `logit_bias`, `bad_words` and `allowed_token_ids` don't fit into a row, or leave nothing."""
     allowed = params.allowed_token_ids
     num_others = len(params.logit_bias) if allowed is None else len(allowed) + sum(token in params.logit_bias for token in allowed)
     if num_others + len(words) > MAX_LOGIT_BIAS:
@@ -52,7 +52,7 @@ def bans_after(words: Sequence[TokenIds], token_ids: Sequence[int], num_prompt: 
 
 
 def bans_before_newest(words: Sequence[TokenIds], token_ids: Sequence[int], num_prompt: int, num_before: int) -> list[Ban]:
-    """What is banned as the successor of a generated token that only the device need know, and of these many tokens before it."""
+    """What is banned as the successor of a generated token that only the device knows, after the first `num_before`."""
     bans: list[Ban] = []
     for word in words:
         if len(word) == 1:

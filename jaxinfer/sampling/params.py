@@ -121,8 +121,8 @@ def neutral_rows(num_rows: int) -> SamplingRows:
 
 
 def set_row(rows: SamplingRows, row: int, params: SamplingParams, seed: int, end_tokens: Sequence[int], bans: Sequence[Ban] = ()) -> None:
-    """Fill one row, whatever it held. `seed` is the sequence's own; `end_tokens` are those that end it, held back until min_tokens; `bans`
-    are those of its bad words."""
+    """Fill one row, whatever it held. `seed` is the sequence's own; `end_tokens` are those that end it, held back until
+    min_tokens; `bans` are those of its bad words."""
     rows.packed[row] = neutral_rows(1).packed[0]
     rows.temperature[row] = params.temperature
     rows.top_k[row] = params.top_k

@@ -157,7 +157,7 @@ def _logprobs_on_part(
         if rows is not None:
             listed, is_listed = rows.listed_tokens[:, :num_top], rows.lists_tokens[:, None]
             places = part.places(listed, size)
-            # Another part's have no score here, as padding has none: those that have come out as the highest of all parts.
+            # Another part's tokens have no score here, as padding has none: those with one are the highest of all parts.
             scores = jnp.take_along_axis(logits, places, axis=1, mode="fill", fill_value=-jnp.inf)
             top, top_tokens = jnp.where(is_listed, scores, top), jnp.where(is_listed, listed - part.first(size), top_tokens)
         return jax.nn.logsumexp(logits, axis=-1), chosen, top, top_tokens

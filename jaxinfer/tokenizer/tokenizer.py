@@ -15,7 +15,7 @@ from tokenizers import decoders
 from checkpoints.gguf_source import GGUFSource
 from checkpoints.source import TensorSource
 from jaxinfer.chat_template import ChatTemplate
-from jaxinfer.request import RequestError
+from jaxinfer.request import RequestError, SamplingParams
 from jaxinfer.tokenizer.byte_level import BYTES
 from jaxinfer.tokenizer.folder import read_folder
 from jaxinfer.tokenizer.gguf import read_gguf
@@ -121,6 +121,12 @@ class Tokenizer:
         is_special = self._backend.encode("a").special_tokens_mask
         return is_special.index(0), is_special[::-1].index(0)
 
+    def encode_prompt(self, text: str | PromptText, params: SamplingParams, max_model_len: int, *, add_special_tokens: bool) -> list[int]:
+        """A prompt's token ids, truncated as `params` ask. Raises as `encode` does, for what is longer than the context."""
+        limit = max_model_len if params.truncate_prompt_tokens is None else None
+        token_ids = self.encode(text, add_special_tokens, max_tokens=limit)
+        return list(params.truncated(token_ids, max_model_len))
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The ids' text; bytes that are not UTF-8 become U+FFFD, ids outside the vocabulary nothing."""
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
@@ -162,7 +168,7 @@ class Tokenizer:
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
@@ -171,6 +177,7 @@ class Tokenizer:
     ) -> PromptText:
         """The prompt of a conversation, by the model's template; encode it with `add_special_tokens=False`: it has them already.
 
+        It ends where an answer begins, if `add_generation_prompt`; by default unless the last message is to be continued.
         `tools`, `documents` and `continue_final_message` as `ChatTemplate.render` has them; `chat_template_kwargs` are further
         variables that the template reads, such as enable_thinking. What is given never becomes a control token: `encode` reads
         `<|im_end|>` in a message as any other text. Raises `RequestError` for a model without a template and for what the template
@@ -179,7 +186,7 @@ class Tokenizer:
         render = partial(
             self.render_text,
             messages,
-            add_generation_prompt,
+            not continue_final_message if add_generation_prompt is None else add_generation_prompt,
             tools=tools,
             documents=documents,
             continue_final_message=continue_final_message,

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from jaxinfer.conversation import render_conversation
-from jaxinfer.request import OutputDelta, RequestContext, RequestError, RequestOutput, SamplingParams
+from jaxinfer.request import OutputDelta, RequestContext, RequestError, RequestOutput, SamplingParams, TokenLogprob
 from jaxinfer.tokenizer import Tokenizer
 from server.openai.caller import UNKNOWN, Caller, asked, tier_of
-from server.openai.logprobs import chat_logprobs
+from server.openai.logprobs import TokenNames, chat_logprobs, prompt_logprobs_by_id
 from server.openai.messages import for_template, size_for_template
 from server.openai.protocol import ChatRequest
 from server.openai.reading import IGNORED, not_implemented
-from server.openai.responses import AssistantMessage, ChatChoice, ChatChunk, ChatChunkChoice, ChatCompletion, ChatDelta, Usage
+from server.openai.responses import AssistantMessage, ChatChoice, ChatChunk, ChatChunkChoice, ChatCompletion, ChatDelta, ChatLogprobs, Usage
 from server.openai.service import Service, finished_by, new_id
 from server.openai.text_work import work_on
 from server.usage import RequestUsage
@@ -33,6 +33,18 @@ class _Chat:
     params: SamplingParams
     context: RequestContext
     usage: RequestUsage
+    body: ChatRequest  # what the answer is to tell
+
+    @property
+    def echoed(self) -> str:
+        """The last message's text, which the answer begins with, if the assistant said it or the answer continues it."""
+        last = self.body.messages[-1]
+        if not self.body.echo or not (last.role == "assistant" or self.body.continue_final_message):
+            return ""
+        return str(for_template(last).get("content", ""))
+
+    def logprobs(self, tokenizer: Tokenizer, entries: Sequence[TokenLogprob]) -> ChatLogprobs:
+        return chat_logprobs(TokenNames(tokenizer, bool(self.body.return_tokens_as_token_ids)), entries, self.params.logprobs or 0)
 
 
 async def _prepare(service: Service, body: ChatRequest, caller: Caller) -> _Chat:
@@ -41,20 +53,25 @@ async def _prepare(service: Service, body: ChatRequest, caller: Caller) -> _Chat
     params = body.sampling_params()
     text = await work_on(size_for_template(body.messages), partial(_render, service.tokenizer, body))
     # Without special tokens: the template has written them.
-    prompt = await work_on(len(text), partial(service.encode, "messages", text, add_special_tokens=False))
+    prompt = await work_on(len(text), partial(service.encode, "messages", text, params, add_special_tokens=False))
     service.check_prompt("messages", prompt, params)
     id = new_id("chatcmpl")
     usage = service.usage.measure(asked(caller, context, id, ENDPOINT, body.model), [prompt], params.n)
-    return _Chat(id, int(time.time()), prompt, params, context, usage)
+    return _Chat(id, int(time.time()), prompt, params, context, usage, body)
 
 
 def _render(tokenizer: Tokenizer, body: ChatRequest) -> str:
     tools = [tool.for_template() for tool in body.tools] if body.tools else None
     if tools is not None and not tokenizer.reads_tools:
         raise RequestError("the model's chat template has no use for tools: leave them out", "tools", "unsupported_parameter")
-    variables = _variables(tokenizer, body)
-    messages = [for_template(message) for message in body.messages]
-    return render_conversation(tokenizer, messages, tools=tools, chat_template_kwargs=variables)
+    return render_conversation(
+        tokenizer,
+        [for_template(message) for message in body.messages],
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=bool(body.continue_final_message),
+        tools=tools,
+        chat_template_kwargs=_variables(tokenizer, body),
+    )
 
 
 def _variables(tokenizer: Tokenizer, body: ChatRequest) -> dict[str, Any] | None:
@@ -84,10 +101,16 @@ async def respond(service: Service, body: ChatRequest, caller: Caller = UNKNOWN)
     choices = []
     for sequence, reason in zip(output.outputs, reasons, strict=True):
         assert reason is not None
-        logprobs = chat_logprobs(service.tokenizer, sequence.logprobs, chat.params.logprobs or 0) if sequence.logprobs is not None else None
-        message = AssistantMessage(content=sequence.text)
-        choices.append(ChatChoice(index=sequence.index, message=message, logprobs=logprobs, finish_reason=reason))
+        logprobs = None if sequence.logprobs is None else chat.logprobs(service.tokenizer, sequence.logprobs)
+        message = AssistantMessage(content=chat.echoed + sequence.text)
+        token_ids = sequence.token_ids if body.return_token_ids else None
+        choices.append(ChatChoice(index=sequence.index, message=message, logprobs=logprobs, finish_reason=reason, token_ids=token_ids))
+    prompt_logprobs = None
+    if output.prompt_logprobs is not None:
+        prompt_logprobs = prompt_logprobs_by_id(service.tokenizer, output.prompt_logprobs, chat.params.prompt_logprobs or 0)
     return ChatCompletion(
+        prompt_token_ids=chat.prompt if body.return_token_ids else None,
+        prompt_logprobs=prompt_logprobs,
         id=chat.id,
         created=chat.created,
         model=body.model,
@@ -118,10 +141,17 @@ async def stream(service: Service, body: ChatRequest, caller: Caller = UNKNOWN) 
                 chat.usage.add(delta)
                 choices = _choices(service, chat, delta)  # raises for a request that was given up: before its role is sent
                 if delta.index not in started:
-                    started.add(delta.index)
                     role = ChatDelta(role="assistant", content="")
                     choice = ChatChunkChoice(index=delta.index, delta=role, logprobs=None, finish_reason=None)
-                    yield chunk([choice], num_unsent=len(delta.token_ids))
+                    opening = chunk([choice], num_unsent=len(delta.token_ids))
+                    if body.return_token_ids and not started:
+                        opening.prompt_token_ids = chat.prompt
+                    started.add(delta.index)
+                    yield opening
+                    if chat.echoed:
+                        content = ChatDelta(content=chat.echoed)
+                        choice = ChatChunkChoice(index=delta.index, delta=content, logprobs=None, finish_reason=None)
+                        yield chunk([choice], num_unsent=len(delta.token_ids))
                 for choice in choices:
                     yield chunk([choice])
     if body.includes_usage:
@@ -131,10 +161,14 @@ async def stream(service: Service, body: ChatRequest, caller: Caller = UNKNOWN) 
 def _choices(service: Service, chat: _Chat, delta: OutputDelta) -> list[ChatChunkChoice]:
     """What a delta adds, if anything: text and log-probabilities, then, as OpenAI has it, the end with an empty delta."""
     choices = []
-    logprobs = chat_logprobs(service.tokenizer, delta.logprobs, chat.params.logprobs or 0) if delta.logprobs else None
-    if delta.text or logprobs:
+    logprobs = chat.logprobs(service.tokenizer, delta.logprobs) if delta.logprobs else None
+    wants_ids = bool(chat.body.return_token_ids)
+    if delta.text or logprobs or (wants_ids and delta.token_ids):
         content = ChatDelta(content=delta.text)
-        choices.append(ChatChunkChoice(index=delta.index, delta=content, logprobs=logprobs, finish_reason=None))
+        choice = ChatChunkChoice(index=delta.index, delta=content, logprobs=logprobs, finish_reason=None)
+        if wants_ids:
+            choice.token_ids = list(delta.token_ids)
+        choices.append(choice)
     reason = finished_by(delta.finish_reason)
     if reason:
         choices.append(ChatChunkChoice(index=delta.index, delta=ChatDelta(), logprobs=None, finish_reason=reason))

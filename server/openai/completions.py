@@ -10,7 +10,7 @@ from functools import partial
 
 from jaxinfer.request import OutputDelta, RequestContext, RequestError, SamplingParams, TokenLogprob
 from server.openai.caller import UNKNOWN, Caller, asked, tier_of
-from server.openai.logprobs import CompletionLogprobsWriter
+from server.openai.logprobs import CompletionLogprobsWriter, TokenNames, prompt_logprobs_by_id
 from server.openai.protocol import CompletionRequest
 from server.openai.responses import Completion, CompletionChoice, CompletionLogprobs, Usage
 from server.openai.service import Service, finished_by, new_id
@@ -29,6 +29,7 @@ class _Job:
     params: SamplingParams
     context: RequestContext
     usage: RequestUsage
+    body: CompletionRequest  # what the answer is to tell
 
 
 async def _prepare(service: Service, body: CompletionRequest, caller: Caller) -> _Job:
@@ -37,16 +38,20 @@ async def _prepare(service: Service, body: CompletionRequest, caller: Caller) ->
     params = body.sampling_params()
     if len(body.prompts) > service.config.max_prompts:
         raise RequestError(f"prompt has {len(body.prompts)} prompts: at most {service.config.max_prompts} in one request", "prompt")
-    prompts = await work_on(sum(map(len, body.prompts)), partial(_encode, service, body.prompts))
+    prompts = await work_on(sum(map(len, body.prompts)), partial(_encode, service, body.prompts, params))
     for prompt in prompts:
         service.check_prompt("prompt", prompt, params)
     id = new_id("cmpl")
     usage = service.usage.measure(asked(caller, context, id, ENDPOINT, body.model), prompts, params.n)
-    return _Job(id, int(time.time()), prompts, params, context, usage)
+    return _Job(id, int(time.time()), prompts, params, context, usage, body)
 
 
-def _encode(service: Service, prompts: list[str] | list[list[int]]) -> list[list[int]]:
-    return [p if isinstance(p, list) else service.encode("prompt", p, add_special_tokens=True) for p in prompts]
+def _encode(service: Service, prompts: list[str] | list[list[int]], params: SamplingParams) -> list[list[int]]:
+    limit = service.backend.max_model_len
+    return [
+        list(params.truncated(p, limit)) if isinstance(p, list) else service.encode("prompt", p, params, add_special_tokens=True)
+        for p in prompts
+    ]
 
 
 class _Sequence:
@@ -56,8 +61,12 @@ class _Sequence:
         self.index = prompt_index * job.params.n + index
         self._prompt = job.prompts[prompt_index]
         self._wants_logprobs = job.params.logprobs is not None
-        self._owes_prompt = job.params.prompt_logprobs is not None
-        self._writer = CompletionLogprobsWriter(service.tokenizer, job.params.logprobs or 0)
+        self._owes_prompt = bool(job.body.echo) and self._wants_logprobs
+        self._tokenizer, self._num_prompt_logprobs = service.tokenizer, job.body.prompt_logprobs
+        self._owes_prompt_ids = self._wants_ids = bool(job.body.return_token_ids)
+        names = TokenNames(service.tokenizer, bool(job.body.return_tokens_as_token_ids))
+        skipped = service.tokenizer.special_ids if job.params.skip_special_tokens else frozenset()
+        self._writer = CompletionLogprobsWriter(names, job.params.logprobs or 0, skipped)
 
     def piece(self, delta: OutputDelta, prompt_logprobs: tuple[TokenLogprob | None, ...] | None) -> CompletionChoice:
         """What `delta` adds; the sequence's first piece has the echoed prompt's log-probabilities too."""
@@ -71,7 +80,15 @@ class _Sequence:
             token_ids += delta.token_ids
             entries += delta.logprobs
         logprobs = self._writer.write(token_ids, entries) if token_ids else None
-        return CompletionChoice(index=self.index, text=delta.text, logprobs=logprobs, finish_reason=finished_by(delta.finish_reason))
+        choice = CompletionChoice(index=self.index, text=delta.text, logprobs=logprobs, finish_reason=finished_by(delta.finish_reason))
+        if self._wants_ids:
+            choice.token_ids = list(delta.token_ids)
+        if self._owes_prompt_ids:
+            choice.prompt_token_ids, self._owes_prompt_ids = self._prompt, False
+        if self._num_prompt_logprobs is not None and prompt_logprobs is not None:
+            choice.prompt_logprobs = prompt_logprobs_by_id(self._tokenizer, prompt_logprobs, self._num_prompt_logprobs)
+            self._num_prompt_logprobs = None
+        return choice
 
 
 async def _pieces(service: Service, job: _Job) -> AsyncGenerator[CompletionChoice]:
@@ -98,6 +115,10 @@ async def respond(service: Service, body: CompletionRequest, caller: Caller = UN
             choice = choices[piece.index]
             texts[piece.index].append(piece.text)
             choice.finish_reason = piece.finish_reason or choice.finish_reason
+            choice.prompt_token_ids = choice.prompt_token_ids or piece.prompt_token_ids
+            choice.prompt_logprobs = choice.prompt_logprobs or piece.prompt_logprobs
+            if piece.token_ids is not None:
+                choice.token_ids = [*(choice.token_ids or ()), *piece.token_ids]
             if choice.logprobs is not None and piece.logprobs is not None:
                 _extend(choice.logprobs, piece.logprobs)
     for choice, parts in zip(choices, texts, strict=True):
@@ -126,7 +147,7 @@ async def stream(service: Service, body: CompletionRequest, caller: Caller = UNK
 
     async with aclosing(_pieces(service, job)) as pieces:
         async for piece in pieces:
-            if piece.text or piece.logprobs or piece.finish_reason:
+            if piece.text or piece.logprobs or piece.finish_reason or piece.token_ids:
                 yield chunk([piece])
     if body.includes_usage:
         yield chunk([], Usage.of(job.usage))

@@ -10,6 +10,7 @@ from pydantic import Field, Tag, ValidationInfo, model_validator
 
 from jaxinfer.request import MAX_LOGIT_BIAS, MAX_N, MAX_STOP, MAX_STOP_TOKENS, MAX_TOP_LOGPROBS, RequestError, SamplingParams
 from server.openai.errors import quoted
+from server.openai.extensions import SAMPLING_FIELDS, Extensions
 from server.openai.messages import AnyMessage, Tool
 from server.openai.reading import Reading
 from server.openai.strict import NonEmpty, StrictModel, documented, one_of
@@ -39,13 +40,12 @@ class StreamOptions(StrictModel):
     include_obfuscation: bool | None = documented(description="accepted, without effect")
 
 
-class SamplingBody(StrictModel):
+class SamplingBody(Extensions):
     """What chat and text completions have in common."""
 
     without_effect = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
 
     model: str
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = documented(minimum=0, maximum=MAX_INT)
     temperature: float | None = documented(minimum=0, maximum=100)
@@ -121,6 +121,7 @@ def _token_id(text: str) -> int:
 _SAME_NAMES = (
     *("temperature", "top_p", "n", "seed", "presence_penalty", "frequency_penalty"),
     *("min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids"),
+    *SAMPLING_FIELDS,
 )
 
 
@@ -140,6 +141,9 @@ class ChatRequest(SamplingBody):
     max_completion_tokens: int | None = documented(minimum=1, maximum=MAX_INT, description="the newer name of max_tokens")
     logprobs: bool | None = None
     top_logprobs: int | None = documented(minimum=0, maximum=MAX_TOP_LOGPROBS)
+    add_generation_prompt: bool | None = documented(description="whether the prompt ends where an answer begins; true by default")
+    continue_final_message: bool | None = documented(description="the answer continues the last message; none begins")
+    echo: bool | None = documented(description="the answer's text begins with the last message's, if the assistant has said that")
 
     @model_validator(mode="before")
     @classmethod
@@ -149,6 +153,9 @@ class ChatRequest(SamplingBody):
 
     @model_validator(mode="after")
     def _check_pairs(self) -> Self:
+        if self.continue_final_message and self.add_generation_prompt:
+            message = "continue_final_message and add_generation_prompt are both true: they exclude each other, leave one of them out"
+            raise RequestError(message, "continue_final_message")
         if self.top_logprobs and not self.logprobs:
             raise RequestError(f"top_logprobs is {self.top_logprobs} without logprobs: set logprobs to true as well", "top_logprobs")
         if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS:
@@ -165,7 +172,8 @@ class ChatRequest(SamplingBody):
     def sampling_params(self) -> SamplingParams:
         """How to sample. Raises `RequestError` for a value out of its range."""
         max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        return self._sampling(max_tokens=max_tokens, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return self._sampling(max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=self.prompt_logprobs)
 
 
 def _one_each(prompt: Any) -> Any:
@@ -224,7 +232,7 @@ class CompletionRequest(SamplingBody):
             raise RequestError(
                 f"best_of is {self.best_of}: only the value of n ({self.n or 1}) is supported", "best_of", "unsupported_parameter"
             )
-        if self.max_tokens == 0 and not self.echo:
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
             raise RequestError("max_tokens is 0: it must be at least 1, or echo be true to score the prompt", "max_tokens")
         return self
 
@@ -236,5 +244,6 @@ class CompletionRequest(SamplingBody):
     def sampling_params(self) -> SamplingParams:
         """How to sample. Raises `RequestError` for a value out of its range."""
         max_tokens = SamplingParams().max_tokens if self.max_tokens is None else self.max_tokens
-        prompt_logprobs = self.logprobs if self.echo else None
+        asked = [number for number in (self.prompt_logprobs, self.logprobs if self.echo else None) if number is not None]
+        prompt_logprobs = max(asked, default=None)
         return self._sampling(max_tokens=max_tokens, logprobs=self.logprobs, echo=self.echo, prompt_logprobs=prompt_logprobs)

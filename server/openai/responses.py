@@ -63,6 +63,17 @@ class ChatLogprobs(BaseModel):
     refusal: None = None
 
 
+class PromptLogprob(BaseModel):
+    """`rank` counts from 1; null where it is past those that a step reports."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]  # of each token, by token id; null for the first
+
+
 class AssistantMessage(BaseModel):
     role: Literal["assistant"] = "assistant"
     content: str
@@ -74,6 +85,7 @@ class ChatChoice(BaseModel):
     message: AssistantMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishedBy
+    token_ids: OrAbsent[list[int]] = None
 
 
 class ChatCompletion(BaseModel):
@@ -84,6 +96,8 @@ class ChatCompletion(BaseModel):
     choices: list[ChatChoice]
     usage: Usage
     service_tier: str | None = None  # the one it was served in; null for a priority between the tiers
+    prompt_token_ids: OrAbsent[list[int]] = None
+    prompt_logprobs: OrAbsent[PromptLogprobs] = None
 
 
 class ChatDelta(BaseModel):
@@ -96,6 +110,7 @@ class ChatChunkChoice(BaseModel):
     delta: ChatDelta
     logprobs: ChatLogprobs | None
     finish_reason: FinishedBy | None
+    token_ids: OrAbsent[list[int]] = None
 
 
 class ChatChunk(BaseModel):
@@ -106,6 +121,7 @@ class ChatChunk(BaseModel):
     choices: list[ChatChunkChoice]
     service_tier: str | None = None
     usage: Usage | None = None  # set, to null, in each chunk of a stream that ends with the usage
+    prompt_token_ids: OrAbsent[list[int]] = None  # on the first chunk
 
 
 class CompletionLogprobs(BaseModel):
@@ -122,6 +138,9 @@ class CompletionChoice(BaseModel):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishedBy | None
+    token_ids: OrAbsent[list[int]] = None
+    prompt_token_ids: OrAbsent[list[int]] = None  # of a stream, on the choice's first chunk
+    prompt_logprobs: OrAbsent[PromptLogprobs] = None
 
 
 class Completion(BaseModel):

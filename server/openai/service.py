@@ -53,11 +53,11 @@ class Service:
                 return model
         raise _no_model(name, "served here is", [model.id for model in self.models()])
 
-    def encode(self, param: str, text: str, *, add_special_tokens: bool) -> list[int]:
+    def encode(self, param: str, text: str, params: SamplingParams, *, add_special_tokens: bool) -> list[int]:
         """The text's token ids. Long work: see `work_on`. Raises `RequestError` naming the field for what the model can't take."""
         limit = self.backend.max_model_len
         try:
-            return self.tokenizer.encode(text, add_special_tokens, max_tokens=limit)
+            return self.tokenizer.encode_prompt(text, params, limit, add_special_tokens=add_special_tokens)
         except TextTooLong as error:
             message = f"the model's context is {limit} tokens, {param} has {error.measure}: shorten {param}"
             raise RequestError(message, param, "context_length_exceeded") from None
@@ -72,7 +72,7 @@ class Service:
         if room < (0 if params.max_tokens == 0 else 1):
             message = f"the model's context is {limit} tokens, {param} has {len(prompt)} and the answer needs room: shorten {param}"
             raise RequestError(message, param, "context_length_exceeded")
-        for name, ids in ((param, prompt), ("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+        for name, ids in ((param, prompt), *params.token_lists()):
             self._check_ids(name, ids)
 
     def _check_ids(self, param: str, token_ids: Iterable[int]) -> None:

@@ -174,6 +174,7 @@ def test_seeds_and_places_in_the_text_draw_independently():
             rows_of([SamplingParams()] * DRAWS, [5] * DRAWS),
             np.arange(DRAWS, dtype=np.int32),
             counts_of([[]] * DRAWS, [[]] * DRAWS),
+            np.zeros(DRAWS, np.int32),
         ).tokens
     )
     high = np.asarray(sampled(logits, [SamplingParams()] * DRAWS, [i << 32 for i in range(DRAWS)]).tokens)
