@@ -186,7 +186,7 @@ class Tokenizer:
         render = partial(
             self.render_text,
             messages,
-            not continue_final_message if add_generation_prompt is None else add_generation_prompt,
+            add_generation_prompt,
             tools=tools,
             documents=documents,
             continue_final_message=continue_final_message,
@@ -199,13 +199,16 @@ class Tokenizer:
     def render_text(
         self,
         messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
         *,
+        continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **given: Any,
     ) -> str:
         """What `render_chat` gives as text alone, in which nothing tells the template's control tokens from what was said."""
-        return self._template.render(messages, add_generation_prompt, variables=chat_template_kwargs, **given)
+        begins_answer = not continue_final_message if add_generation_prompt is None else add_generation_prompt
+        given |= {"continue_final_message": continue_final_message, "variables": chat_template_kwargs}
+        return self._template.render(messages, begins_answer, **given)
 
     @functools.cached_property
     def _control_tokens(self) -> ControlTokens:

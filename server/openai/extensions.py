@@ -9,6 +9,7 @@ from pydantic import model_validator
 from jaxinfer.request import MAX_BAD_WORD, MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS, RequestError
 from server.openai.strict import StrictModel, Text, documented
 
+MAX_INT = 2**31 - 1
 SAMPLING_FIELDS = (  # of the same names in `SamplingParams`
     *("allowed_token_ids", "bad_words", "logprob_token_ids", "skip_special_tokens", "include_stop_str_in_output"),
     "truncate_prompt_tokens",
@@ -17,9 +18,11 @@ SAMPLING_FIELDS = (  # of the same names in `SamplingParams`
 
 class Extensions(StrictModel):
     stream: bool | None = None
-    allowed_token_ids: list[int] | None = documented(maxItems=MAX_LOGIT_BIAS, description="no other token is sampled")
+    allowed_token_ids: list[int] | None = documented(minItems=1, maxItems=MAX_LOGIT_BIAS, description="no other token is sampled")
     bad_words: list[Text] | None = documented(
-        maxItems=MAX_BAD_WORDS, items={"type": "string", "maxLength": MAX_BAD_WORD}, description="words that no answer holds"
+        maxItems=MAX_BAD_WORDS,
+        items={"type": "string", "maxLength": MAX_BAD_WORD, "pattern": "\\S"},
+        description="words that no answer holds",
     )
     logprob_token_ids: list[int] | None = documented(
         maxItems=MAX_TOP_LOGPROBS,
@@ -32,7 +35,9 @@ class Extensions(StrictModel):
     )
     skip_special_tokens: bool | None = documented(description="leave special tokens out of the text; true by default")
     include_stop_str_in_output: bool | None = documented(description="the text ends with the stop string")
-    truncate_prompt_tokens: int | None = documented(minimum=-1, description="keep the prompt's last tokens, that many; -1: what fits")
+    truncate_prompt_tokens: int | None = documented(
+        **{"minimum": -1, "maximum": MAX_INT, "not": {"const": 0}}, description="keep the prompt's last tokens, that many; -1: what fits"
+    )
     return_token_ids: bool | None = documented(description="the answer has its token ids, and the prompt's")
     return_tokens_as_token_ids: bool | None = documented(description="log-probabilities name tokens as 'token_id:5'")
 

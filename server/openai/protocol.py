@@ -10,13 +10,12 @@ from pydantic import Field, Tag, ValidationInfo, model_validator
 
 from jaxinfer.request import MAX_LOGIT_BIAS, MAX_N, MAX_STOP, MAX_STOP_TOKENS, MAX_TOP_LOGPROBS, RequestError, SamplingParams
 from server.openai.errors import quoted
-from server.openai.extensions import SAMPLING_FIELDS, Extensions
+from server.openai.extensions import MAX_INT, SAMPLING_FIELDS, Extensions
 from server.openai.messages import AnyMessage, Tool
 from server.openai.reading import Reading
 from server.openai.strict import NonEmpty, StrictModel, documented, one_of
 from server.openai.unsupported import CHAT, COMPLETION, EMBEDDING, HARMLESS_BUT_STRICT
 
-MAX_INT = 2**31 - 1
 MAX_INPUTS = 2048  # texts in one request, OpenAI's limit
 MAX_MESSAGES = 2048  # as many as OpenAI takes
 MAX_TOOLS = 128  # OpenAI's limit

@@ -29,8 +29,20 @@ EXAMPLES = settings(max_examples=60, derandomize=True, deadline=None, database=N
 
 
 # What a schema can't say: fields that depend on one another, and what the model, its context and the folder hold.
-DEPENDENT = {"priority", "top_logprobs", "stream_options", "max_tokens", "max_completion_tokens", "min_tokens", "best_of"}
-OF_THE_MODEL = {"logit_bias", "stop_token_ids", "prompt", "messages", "tools", "chat_template_kwargs", "input", "dimensions"}
+DEPENDENT = {"priority", "top_logprobs", "stream_options", "max_tokens", "max_completion_tokens", "min_tokens", "best_of"} | {
+    *("logprob_token_ids", "prompt_logprobs", "continue_final_message"),
+}
+OF_THE_MODEL = {
+    "logit_bias",
+    "stop_token_ids",
+    "allowed_token_ids",
+    "prompt",
+    "messages",
+    "tools",
+    "chat_template_kwargs",
+    "input",
+    "dimensions",
+}
 OF_CALLS = re.compile(r"messages\[\d+\]\.(content|tool_calls\[\d+\]\.function\.arguments)")  # text or calls; JSON as text
 OF_THE_FOLDER = {"input_file_id"}
 
