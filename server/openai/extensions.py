@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Annotated, Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from jaxinfer.request import MAX_BAD_WORD, MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS, RequestError
 from server.openai.strict import StrictModel, Text, documented
@@ -19,7 +19,7 @@ SAMPLING_FIELDS = (  # of the same names in `SamplingParams`
 class Extensions(StrictModel):
     stream: bool | None = None
     allowed_token_ids: list[int] | None = documented(minItems=1, maxItems=MAX_LOGIT_BIAS, description="no other token is sampled")
-    bad_words: list[Text] | None = documented(
+    bad_words: Annotated[list[Text], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = documented(
         maxItems=MAX_BAD_WORDS,
         items={"type": "string", "maxLength": MAX_BAD_WORD, "pattern": "\\S"},
         description="words that no answer holds",
