@@ -12,6 +12,7 @@ from jaxinfer.prefill.scheduler import Chunk, Fork
 from jaxinfer.runtime.buckets import QUERY_TILE, prefill_rows
 from jaxinfer.sampling.bad_words import bans_after
 from jaxinfer.sampling.params import SamplingRows, neutral_rows, set_row
+from jaxinfer.sequence import Sequence as EngineSequence
 
 
 class PackedTokens(NamedTuple):
@@ -48,8 +49,7 @@ def build_batch(chunks: Sequence[Chunk], num_tokens: int, table_width: int) -> P
         packed.query_start[row], packed.query_len[row], packed.kv_len[row] = start, chunk.length, end
         batch.num_generated[row] = sequence.num_output
         if chunk.is_last:
-            bans = bans_after(sequence.bad_words, sequence.token_ids, sequence.num_prompt)
-            set_row(batch.sampling, row, sequence.params, sequence.seed, sorted(sequence.end_tokens), bans)
+            _set_row(batch.sampling, row, sequence)
         start += -(-chunk.length // QUERY_TILE) * QUERY_TILE
     return batch._replace(wants_prompt_logprobs=any(chunk.sequence.needs_prompt_scores for chunk in chunks))
 
@@ -58,8 +58,14 @@ def sampling_of_forks(forks: Sequence[Fork], num_rows: int) -> SamplingRows:
     """What each row of a prompt's last hidden state is sampled by."""
     rows = neutral_rows(num_rows)
     for row, fork in enumerate(forks):
-        set_row(rows, row, fork.sequence.params, fork.sequence.seed, sorted(fork.sequence.end_tokens))
+        _set_row(rows, row, fork.sequence)
     return rows
+
+
+def _set_row(rows: SamplingRows, row: int, sequence: EngineSequence) -> None:
+    """For the token after all that the host knows."""
+    bans = bans_after(sequence.bad_words, sequence.token_ids, sequence.num_prompt)
+    set_row(rows, row, sequence.params, sequence.seed, sorted(sequence.end_tokens), bans)
 
 
 def empty_batch(num_tokens: int, num_rows: int, table_width: int) -> PrefillBatch:

@@ -54,6 +54,11 @@ def test_restrictions_hold_and_leave_others_alone(llms, llm, layout):
             for place, told in enumerate(output.outputs[0].logprobs, len(output.prompt_token_ids) - 1):
                 assert [token for token, _ in told.top] == listed
                 np.testing.assert_allclose([logprob for _, logprob in told.top], expected[place, listed], atol=1e-4)
+    [several] = of_layout.generate(
+        [PROMPTS[0]], SamplingParams(n=4, temperature=1.0, seed=1, allowed_token_ids=allowed, bad_words=["b", *WORDS])
+    )
+    assert len(several.outputs) == 4 and not any(word in o.text for o in several.outputs for word in ("b", *WORDS))
+    assert all(set(o.token_ids) <= set(allowed) for o in several.outputs)
     texts = [output.outputs[0].text for output in outputs]
     assert any(word in text for text in texts[1::4] for word in WORDS), "without the bans there are such words"
     alone = llm.generate(PROMPTS, [SamplingParams(**GREEDY)] * len(PROMPTS))
