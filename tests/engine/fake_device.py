@@ -171,7 +171,7 @@ class FakeRunner:
         """Choose the next token from the whole context."""
         if rows.repetition_penalty[row] != 1.0 and tuple(self.spans) == (EVERYTHING,):
             assert sorted(self._counted[counted_at]) == sorted(context)
-        return next_token(context, int(rows.seed[row, 0]) << 32 | int(rows.seed[row, 1]), _choice(rows, row, tokens[-1]))
+        return next_token(context, int(rows.seed[row, 0]) << 32 | int(rows.seed[row, 1]), _choice(rows, row, context[-1]))
 
     def _at(self, table: np.ndarray, group: int, position: int) -> tuple[int, int]:
         run, offset = divmod(position, self.pool.shape[1])
