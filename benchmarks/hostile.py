@@ -31,7 +31,7 @@ from benchmarks.serving import Server, served_model
 CHAT, COMPLETIONS, FILES = "/v1/chat/completions", "/v1/completions", "/v1/files"
 HEALTH_PERIOD = 0.02  # seconds
 WARM_UP = 5.0  # seconds
-STREAM_TOKENS = 256
+STREAM_TOKENS = 64
 MIB = 2**20
 
 
