@@ -49,6 +49,10 @@ class Backend(Protocol):
         """Why nothing can be served until a restart; None while all is well."""
         ...
 
+    def iteration_seconds(self) -> float:
+        """How long the engine has been in one iteration; 0 while it is idle."""
+        ...
+
     async def start(self) -> None: ...
 
     async def stop(self) -> None:

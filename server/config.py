@@ -63,6 +63,7 @@ class ServerConfig:
         False, "refuse what requests hold that is unknown or has no effect; off: what can't change the answer is ignored and named"
     )
     max_prompts: int = _flag(128, "most prompts in one completions request")
+    watchdog_timeout: float = _flag(300.0, "seconds that one iteration of the engine may take before /health is 503: it hangs")
     shutdown_timeout: float = _flag(60.0, "seconds that running requests get to finish after SIGTERM")
     log_level: str = _flag("info", "least level that is logged", choices=("debug", "info", "warning", "error"))
     log_format: str = _flag("text", "how log lines are written: for people, or a JSON object each", choices=("text", "json"))
@@ -94,6 +95,8 @@ class ServerConfig:
         for name in ("head_timeout", "body_timeout", "idle_timeout", "write_timeout"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} is {getattr(self, name):g}: give seconds above 0")
+        if not self.watchdog_timeout > 0:
+            raise ConfigError(f"watchdog_timeout is {self.watchdog_timeout}: give seconds above 0")
         if self.shutdown_timeout < 0:
             raise ConfigError(f"shutdown_timeout is {self.shutdown_timeout}: give seconds, 0 or more")
         for name in ("max_body_size", "max_file_size"):

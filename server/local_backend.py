@@ -53,6 +53,11 @@ class LocalBackend:
         assert self._engine_loop is not None
         return self._engine_loop.heartbeat
 
+    def iteration_seconds(self) -> float:
+        """See `Backend`."""
+        heartbeat = self.heartbeat() if self._engine_loop is not None else None
+        return time.monotonic() - heartbeat.finished_at if heartbeat is not None and heartbeat.is_busy else 0.0
+
     def is_ready(self) -> bool:
         return self._engine_loop is not None and not self._is_stopping and self.failure() is None
 

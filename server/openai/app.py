@@ -80,7 +80,7 @@ def create_app(
         add_batches(app, store, runner, config)
     else:
         _add_absence(app)
-    _add_operations(app, backend, traffic, usage, runner)
+    _add_operations(app, backend, traffic, usage, runner, config.watchdog_timeout)
     app.mount("/static", STATIC_FILES, name="static")
     bodies: list[type[BaseModel]] = [ChatRequest, CompletionRequest, EmbeddingRequest, CreateBatch]
     page = openapi_page(app, bodies, has_keys=bool(keys), is_strict=config.strict_parameters)
@@ -135,8 +135,15 @@ def _add_absence(app: FastAPI) -> None:
         raise ApiError(404, message, code="batches_disabled")
 
 
-def _add_operations(app: FastAPI, backend: Backend, traffic: Traffic, usage: UsageMeter, runner: BatchRunner | None) -> None:
+def _add_operations(
+    app: FastAPI, backend: Backend, traffic: Traffic, usage: UsageMeter, runner: BatchRunner | None, watchdog_timeout: float
+) -> None:
     """The chat page, and what watches over a server asks for. None of these needs an API key."""
+
+    def failure_of_engine() -> str | None:
+        seconds = backend.iteration_seconds()
+        hang = f"the engine has been in one iteration for {seconds:.0f} s (watchdog_timeout is {watchdog_timeout:g}): restart the server"
+        return backend.failure() or (hang if seconds > watchdog_timeout else None)
 
     @app.head("/ping", include_in_schema=False)
     @app.post("/ping", include_in_schema=False)
@@ -144,14 +151,15 @@ def _add_operations(app: FastAPI, backend: Backend, traffic: Traffic, usage: Usa
     @app.head("/health", include_in_schema=False)
     @app.get("/health", responses={503: {"model": Health, "description": "The engine has failed; restart the server"}})
     async def health() -> Response:
-        failure = backend.failure()
+        failure = failure_of_engine()
         return JSONResponse({"status": failure or "ok"}, 503 if failure else 200)
 
     @app.head("/ready", include_in_schema=False)
     @app.get("/ready", responses={503: {"model": Health, "description": "Send no requests now"}})
     async def ready() -> Response:
-        is_ready = backend.is_ready() and not traffic.is_closing
-        status = "ready" if is_ready else backend.failure() or ("shutting down" if traffic.is_closing else "starting")
+        failure = failure_of_engine()
+        is_ready = backend.is_ready() and not traffic.is_closing and failure is None
+        status = "ready" if is_ready else failure or ("shutting down" if traffic.is_closing else "starting")
         return JSONResponse({"status": status}, 200 if is_ready else 503)
 
     @app.get("/version")

@@ -41,6 +41,7 @@ class FakeBackend:
     `error` is raised there instead, or the request is given up for the reason `gives_up`."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
+        self.seconds_in_iteration = 0.0
         self.max_model_len = MAX_MODEL_LEN
         self.max_batch_size = 8
         self.text_reader: TextReader | None = TextReader(tokenizer, tokenizer.vocab_size, MAX_TOKENS, EMBEDDING_SIZE)
@@ -65,6 +66,9 @@ class FakeBackend:
 
     def is_ready(self) -> bool:
         return self.started and not self.stopped and self.failed is None
+
+    def iteration_seconds(self):
+        return self.seconds_in_iteration
 
     def failure(self) -> str | None:
         return self.failed

@@ -305,3 +305,21 @@ def test_an_idle_engine_is_not_stepped():
             assert engine.num_steps == steps
 
     asyncio.run(run())
+
+
+def test_an_iteration_is_timed_while_it_lasts_and_idleness_is_none():
+    async def run():
+        engine = ScriptedEngine()
+        async with running(engine) as backend:
+            await asyncio.sleep(0.05)
+            assert backend.iteration_seconds() == 0
+            engine.may_step.clear()
+            asked = asyncio.create_task(text_of(backend, "a"))
+            await asyncio.sleep(0.1)
+            assert 0.05 < backend.iteration_seconds() < 5
+            engine.may_step.set()
+            await asked
+            await asyncio.sleep(0.05)
+            assert backend.iteration_seconds() == 0
+
+    asyncio.run(run())

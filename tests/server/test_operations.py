@@ -226,3 +226,13 @@ def test_below_a_root_path_the_same_is_served_and_guarded(backend, tokenizer):
         assert client.get("/llm/openapi.json").json()["servers"] == [{"url": "/llm"}]
     with pytest.raises(ConfigError, match="root_path is 'llm/': give one such as /llm"):
         ServerConfig(root_path="llm/")
+
+
+def test_an_engine_that_hangs_in_an_iteration_is_unhealthy_and_one_that_is_busy_is_not(client, backend):
+    backend.seconds_in_iteration = 299.0
+    assert (client.get("/health").status_code, client.get("/ready").status_code) == (200, 200)
+    backend.seconds_in_iteration = 301.0
+    for path in ("/health", "/ready"):
+        answer = client.get(path)
+        assert answer.status_code == 503
+        assert answer.json()["status"].startswith("the engine has been in one iteration for 301 s (watchdog_timeout is 300)")
