@@ -41,8 +41,8 @@ class Doom:
             if self.reason is not None:
                 return
             self.reason = reason
+            _LOG.critical("%s; this process ends too", reason)  # whoever else is told waits: it may end the process at once
         self.is_lost.set()
-        _LOG.critical("%s; this process ends too", reason)
         timer = threading.Timer(_GRACE, self.end)
         timer.daemon = True
         timer.start()
