@@ -4,7 +4,8 @@
 
 Needs no GPU, only the extra `aot` (JAX's compiler, NVIDIA's assembler and disassembler). It compiles each kernel in the size of a model for an H200,
 and finds in the machine code the shortest loop that multiplies and the shortest one that starts copies: what is done for a tile, again and
-again. Each of a multiprocessor's four schedulers starts at most one instruction a cycle, of one warp of each warpgroup. A share near 1 says that
+again. A branch back over the end of the program is no loop: it returns from a wait whose slow way lies behind everything else. Each of a
+multiprocessor's four schedulers starts at most one instruction a cycle, of one warp of each warpgroup. A share near 1 says that
 instructions, not memory, bound the kernel; a small one says nothing of latencies. No time is measured.
 """
 
@@ -63,6 +64,7 @@ class Case:
 class Found:
     case: Case
     spilled: int  # bytes that are stored for want of registers, anywhere in the kernel
+    serialised: str  # ptxas's warning that it makes wgmma wait for each other; empty without
     multiplying: tuple[int, ...]  # instructions of a warp a tile, in each loop
     copying: int
 
@@ -181,8 +183,11 @@ def found(case: Case) -> Found:
         code = _run("nvdisasm", "-c", str(cubin))
     spilled = re.search(r"(\d+) bytes spill stores", said)
     assert spilled, said
-    loops = _loops(code)
-    return Found(case, int(spilled[1]), _shortest(loops, "HGMMA", case.num_loops), *_shortest(loops, "UTMALDG", 1))
+    loops = loops_of(code)
+    warning = re.search(r"^.*wgmma.*serializ.*$", said, re.MULTILINE | re.IGNORECASE)
+    return Found(
+        case, int(spilled[1]), warning[0] if warning else "", _shortest(loops, "HGMMA", case.num_loops), *_shortest(loops, "UTMALDG", 1)
+    )
 
 
 def dump(function: Callable[..., Any], arguments: Sequence[Any], target: str, folder: Path) -> str:
@@ -211,9 +216,10 @@ def _run(tool: str, *arguments: str) -> str:
     return done.stdout + done.stderr
 
 
-def _loops(code: str) -> list[list[str]]:
-    """Instructions between each label and each branch back to it, but for arithmetic that a branch in between passes over: what is done for the tiles at
-    a context's ends alone."""
+def loops_of(code: str) -> list[list[str]]:
+    """Instructions of each loop of a disassembled kernel: those between a label and a branch back to it. Two kinds are left out. The slow
+    ways of waits lie behind the kernel's ends and branch back over them; between such a branch and its label is an `EXIT`. And arithmetic
+    that a branch inside a loop passes over is done for the tiles at a context's ends alone."""
     labels: dict[str, int] = {}
     instructions: list[str] = []
     loops = []
@@ -224,7 +230,8 @@ def _loops(code: str) -> list[list[str]]:
             instructions.append(instruction[1])
             if (branch := re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", instruction[1])) and branch[1] in labels:
                 loops.append((labels[branch[1]], len(instructions)))
-    return [_without_detours(instructions[begin:end], begin, labels) for begin, end in loops]
+    bodies = [(instructions[begin:end], begin) for begin, end in loops]
+    return [_without_detours(body, begin, labels) for body, begin in bodies if not any("EXIT" in each for each in body)]
 
 
 def _without_detours(loop: list[str], begin: int, labels: dict[str, int]) -> list[str]:

@@ -25,7 +25,7 @@ from pallas_kernels.grouped_matmul.mosaic_unpack import HALF, Halves, fp8_in_reg
 from pallas_kernels.grouped_matmul.work import Piece, Work, num_pieces, piece, tile_for, work_for
 from pallas_kernels.mosaic.card import Card, card_of, compiled_for
 from pallas_kernels.mosaic.tuned import tuned
-from pallas_kernels.mosaic.warpgroup import ROWS, Turned, Warpgroup, interleaved
+from pallas_kernels.mosaic.warpgroup import ROWS, Turned, Warpgroup, compiler_params, interleaved
 
 _MULTIPLIERS = OUTPUTS // ROWS  # warpgroups
 _FEW = 16  # rows: that leave shared memory for two tiles of packed weights a step, which is then nearly twice the work for each wait and each copy
@@ -253,7 +253,7 @@ class _Body:
             num_threads=_MULTIPLIERS + 1,
             thread_name="warpgroup",
             scratch_types=scratch,
-            compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+            compiler_params=compiler_params(),
         )
         return kernel(x, weights if isinstance(weights, tuple) else (weights,), work)
 

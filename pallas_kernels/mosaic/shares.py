@@ -8,10 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.mosaic.warpgroup import Warpgroup
+from pallas_kernels.mosaic.warpgroup import Warpgroup, compiler_params
 
 _THREADS = 128  # of a warpgroup: each has as many columns as another
 
@@ -27,7 +26,7 @@ def together(warpgroup: Warpgroup, out: Float[Array, "S X G V"], weight: Float[A
         out_type=jax.ShapeDtypeStruct((num_groups, group, columns), dtype),
         grid=(num_groups, group),
         grid_names=("group", "row"),
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+        compiler_params=compiler_params(approx_math=True),
     )
     return kernel(out, weight)
 

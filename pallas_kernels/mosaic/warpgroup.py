@@ -27,6 +27,13 @@ ROWS = 64  # that one product of a warpgroup has, at least
 _IS_0_10 = jax.__version_info__ < (0, 11)
 
 
+def compiler_params(*, approx_math: bool = False, has_auto_barriers: bool = True) -> plgpu.CompilerParams:
+    """How Mosaic compiles a kernel. Every kernel here is written for lane semantics, which JAX 0.10 takes unless told otherwise and JAX 0.11
+    doesn't: so it is always stated. Without automatic barriers a kernel itself orders what its threads write and read."""
+    semantics = plgpu.LoweringSemantics.Lane
+    return plgpu.CompilerParams(approx_math=approx_math, unsafe_no_auto_barriers=not has_auto_barriers, lowering_semantics=semantics)
+
+
 @dataclass(frozen=True)
 class Turned:
     """[X, Y] of shared memory [Y, X], as the first factor of a product."""

@@ -30,7 +30,7 @@ from pallas_kernels.mosaic.card import card_of, compiled_for
 from pallas_kernels.mosaic.in_place import kernel_in_place
 from pallas_kernels.mosaic.shares import together
 from pallas_kernels.mosaic.warp_products import TILE_ROWS
-from pallas_kernels.mosaic.warpgroup import ROWS, Warpgroup, interleaved
+from pallas_kernels.mosaic.warpgroup import ROWS, Warpgroup, compiler_params, interleaved
 from pallas_kernels.page_write import write
 from pallas_kernels.paged_attention.mosaic_multiplier import Multiplier, Options, Part
 from pallas_kernels.paged_attention.mosaic_new_token import NewToken, NewTokens
@@ -238,7 +238,7 @@ class _Body:
             num_threads=num_parts * turns + 1,
             thread_name="warpgroup",
             scratch_types=scratch,
-            compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+            compiler_params=compiler_params(approx_math=True),
         )
         return kernel(rows, kv_pages, scales, layer.reshape(1), page_table, kv_len, None if new is None else new.places)
 

@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.mosaic.attention import LOG2_E, LOWEST, NOTHING, SMALLEST_FACTOR, drain, wait_if
-from pallas_kernels.mosaic.warpgroup import ROWS, Warpgroup, interleaved
+from pallas_kernels.mosaic.warpgroup import ROWS, Warpgroup, compiler_params, interleaved
 from pallas_kernels.ragged_prefill_attention.mosaic_work import TILE_ROWS, WARPGROUPS, Tiling, Work, share_of
 from pallas_kernels.seen import first_seen
 from pallas_kernels.span import EVERYTHING, Span
@@ -110,7 +110,7 @@ class Kernel:
                 "cleared": plgpu.Barrier(num_arrivals=WARPGROUPS),
             },
             # Without barriers around every copy: where a warpgroup writes what it reads, it says so itself.
-            compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+            compiler_params=compiler_params(approx_math=True, has_auto_barriers=False),
         )
         out, *weighed = kernel(q.astype(dtype), jnp.stack(work, axis=1), *operands)
         return out, weighed[0] if weighed else None

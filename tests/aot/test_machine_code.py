@@ -18,3 +18,4 @@ def test_a_tile_takes_fewer_instructions_than_can_be_issued_meanwhile(name):
     one = found(CASES[name]())
     assert one.share <= MOST_ISSUED.get(name, 0.85)
     assert one.spilled <= MOST_SPILLED.get(name, 0)
+    assert not one.serialised
