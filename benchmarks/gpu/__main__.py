@@ -21,6 +21,7 @@ from typing import Any
 from benchmarks.gpu import predictions, tune
 from benchmarks.gpu.catalog import catalog
 from benchmarks.gpu.floors import DATASHEET
+from benchmarks.gpu.measure import Measure
 from benchmarks.gpu.processes import jax_about, torch_about
 from benchmarks.gpu.report import Report
 from benchmarks.gpu.sizes import FULL
@@ -35,6 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.tune and options.small:
         parser.error("--tune is for the GPU's kernels, in the sizes of real models: it can't be --small")
+    if options.order == "given" and not options.only:
+        parser.error("--order given is that of --only's patterns: give some")
     if options.predict:
         print(predictions.page(FULL))
         return
@@ -43,10 +46,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # Each process has the GPU for itself.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
     make = partial(catalog, is_small=options.small, seed=seed, is_tuning=options.tune)
-    chosen = [m for m in make() if not options.only or any(fnmatch(m.key, pattern) for pattern in options.only)]
+    chosen = _chosen(make(), options.only, options.order)
     if not chosen:
         parser.error(f"--only {' '.join(options.only)} is the name of nothing: there are such as {', '.join(m.key for m in make()[:4])}")
-    report = Report({"small": options.small, "seed": seed, "minutes": options.minutes, "tune": options.tune, "only": options.only})
+    report = Report(
+        {
+            "small": options.small,
+            "seed": seed,
+            "minutes": options.minutes,
+            "tune": options.tune,
+            "only": options.only,
+            "order": options.order,
+        }
+    )
     report.add({"began": datetime.now(UTC).isoformat(timespec="seconds"), "python": platform.python_version()})
     abouts: dict[Any, Any] = {
         "jax": partial(jax_about, needs_gpu=not options.small),
@@ -67,6 +79,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"\n{report.about.get('card', 'no card')}: {(time.monotonic() - began) / 60:.1f} minutes; all of it in {path}")
 
 
+def _chosen(measures: Sequence[Measure], patterns: Sequence[str], order: str) -> list[Measure]:
+    """Those that any pattern names, all where there is none; in the catalog's order or in the patterns'."""
+    if order == "given":
+        matching = [measure for pattern in patterns for measure in measures if fnmatch(measure.key, pattern)]
+        return list({measure.key: measure for measure in matching}.values())
+    return [m for m in measures if not patterns or any(fnmatch(m.key, pattern) for pattern in patterns)]
+
+
 def _unused(path: Path) -> Path:
     """A second run of a day doesn't take the place of the first."""
     return next(p for n in itertools.count(1) if not (p := path if n == 1 else path.with_stem(f"{path.stem}-{n}")).exists())
@@ -78,6 +98,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", type=Path, help="where the JSON goes (default: benchmarks/results/<card>-<date>.json)")
     parser.add_argument(
         "--only", nargs="+", default=[], metavar="PATTERN", help="measures to run, such as 'copy*' 'paged_attention/mosaic_gpu/*'"
+    )
+    parser.add_argument(
+        "--order", choices=("value", "given"), default="value", help="the most valuable first, or as --only has them (default: %(default)s)"
     )
     parser.add_argument("--seed", type=int, help="of the inputs (default: another in each run)")
     parser.add_argument("--small", action="store_true", help="tiny sizes, on a CPU too: does it run?")

@@ -39,6 +39,7 @@ class Found:
     notes: dict[str, Any] = field(default_factory=dict)  # numbers and words beside the time
     failure: str | None = None
     took_s: float | None = None  # since the measure began, compiling and all
+    is_silent: bool = False  # it gave no answer in its time: a kernel that waits for ever, as a rule
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)

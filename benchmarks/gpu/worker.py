@@ -22,6 +22,7 @@ Catalog = Callable[[], list[Measure]]  # made anew in the child: what measures i
 _START_S = 120.0  # to start Python, the library and CUDA
 _SHORTEST_S = 3.0  # that a measure is worth beginning with
 _LONGEST_TEXT = 600  # characters of an error
+_MOST_SILENT = 2  # results of one kernel, after which its other sizes are left out: each would take its whole limit
 
 
 class Deadline:
@@ -57,7 +58,14 @@ def run_all(
     has_run: set[Library] = set()
     absent: dict[Library, str] = {}
     failed_starts: Counter[Library] = Counter()
+    num_silent: Counter[tuple[str, str]] = Counter()  # by name and way
     while waiting:
+        broken = [measure for measure in waiting if num_silent[measure.name, measure.way] >= _MOST_SILENT]
+        if broken:
+            why = f"left out: {_MOST_SILENT} other sizes gave no answer"
+            yield from (Row(measure, Found(measure.case, failure=why)) for measure in broken)
+            waiting = [measure for measure in waiting if measure not in broken]
+            continue
         library = waiting[0].library
         turn = _turn(waiting)
         if deadline.left() < _SHORTEST_S or library in absent:
@@ -74,6 +82,8 @@ def run_all(
                         absent[library] = said.why
                 else:
                     has_run.add(library)
+                    if isinstance(said, Row) and said.found.is_silent:
+                        num_silent[said.measure.name, said.measure.way] += 1
                     yield said
         finally:
             child.end()
@@ -107,7 +117,7 @@ class _Child:
         while self.num_over < len(turn):
             measure = turn[self.num_over]
             kind, value = self._next(min(until - time.monotonic(), deadline.left()))
-            is_gone = kind in ("ended", "silent")
+            is_gone, is_silent = kind in ("ended", "silent"), kind == "silent" and has_begun and deadline.left() > 0
             if kind == "silent":
                 value = f"no answer in {measure.limit_s:g} s" if deadline.left() else "no time left"
             if not has_started and (is_gone or kind == "absent"):
@@ -124,7 +134,7 @@ class _Child:
                 yield Row(measure, value)
             else:
                 if kind != "done":
-                    yield Row(measure, Found(measure.case, failure=value))
+                    yield Row(measure, Found(measure.case, failure=value, is_silent=is_silent))
                 self.num_over, has_begun = self.num_over + 1, False
             if is_gone:
                 return

@@ -7,10 +7,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax._src.lib import cuda_versions  # None where JAX has no CUDA
 
 _OLDEST = 9.0  # compute capability: older cards have no copy engine that tiles of shared memory come by
-# A card that is not here, but compiled for, is only known by its name.
-_BY_NAME = {r"\b(H100|H200|H800|H20|GH200)\b": "9.0", r"\bG?B(100|200)\b": "10.0", r"\bG?B300\b": "10.3", r"\bRTX\b": "12.0"}
+# A card that is not here, but compiled for, is only known by its name. Four generations are called RTX: what a name doesn't tell apart is the oldest
+# of them, for which there is no kernel.
+_BY_NAME = {
+    r"\b(H100|H200|H800|H20|GH200)\b": "9.0",
+    r"\bG?B(100|200)\b": "10.0",
+    r"\bG?B300\b": "10.3",
+    r"\bRTX PRO \d+\b|\bRTX 50\d\d\b": "12.0",
+    r"\bRTX \d+ Ada\b|\bRTX 40\d\d\b": "8.9",
+    r"\bRTX A\d+\b|\bRTX 30\d\d\b": "8.6",
+    r"\bRTX\b": "7.5",
+}
+_MISCOMPILED = range(
+    12080, 12091
+)  # versions of CUDA, 12.8.0 to 12.9.0, whose ptxas gets causal masks wrong, by the notes of JAX's own kernel
 _SMALL = 101_376  # bytes of shared memory of a block on 12.x; on 9.0 to 11.0 it is
 _LARGE = 232_448  # (CUDA C++ Programming Guide, technical specifications per compute capability)
 
@@ -52,7 +65,17 @@ def capability_of(device: Any) -> str | None:
     return next((capability for name, capability in _BY_NAME.items() if re.search(name, kind)), None)
 
 
+def miscompiled_reason(version: int | None = None) -> str | None:
+    """Why attention with a causal mask inside of tiles is not compiled by this CUDA, such as 12080 for 12.8.0 (JAX's own if not given); None if
+    it can be."""
+    if version is None:
+        version = 0 if cuda_versions is None else cuda_versions.cuda_runtime_get_version()
+    if version not in _MISCOMPILED:
+        return None
+    return f"its kernel is miscompiled by CUDA {version // 1000}.{version % 1000 // 10}: use 12.9.1 or newer, or one before 12.8"
+
+
 def why_not(device: Any) -> str | None:
     """Why no kernel for Mosaic GPU runs on this GPU; None if they do."""
-    found = getattr(device, "compute_capability", None)
+    found = capability_of(device)
     return None if found and float(found) >= _OLDEST else f"its kernels are for compute capability {_OLDEST} and newer, not {found}"

@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.mosaic.card import Card, card_of, compiled_for
+from pallas_kernels.mosaic.card import Card, card_of, compiled_for, miscompiled_reason
 from pallas_kernels.mosaic.shares import together
 from pallas_kernels.mosaic.tuned import tuned
 from pallas_kernels.mosaic.warpgroup import ROWS, Warpgroup
@@ -51,7 +51,7 @@ def why_not_at_all(dtype: jnp.dtype, sizes: tuple[int, int], page_size: int, que
         return f"it has no kernel for tiles of {query_tile} query tokens, as of prefill buckets that are no multiple of {_COPIED_ROWS}"
     if not tiling_for(1, *sizes, card).stages:
         return f"it has no kernel for heads of {sizes[0]} on a card with {card.shared_memory} bytes of shared memory a block"
-    return None
+    return miscompiled_reason()
 
 
 def ragged_prefill_attention(

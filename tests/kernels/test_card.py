@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from pallas_kernels.mosaic.card import HOPPER, Card, card_of, why_not
+from pallas_kernels.mosaic.card import HOPPER, Card, capability_of, card_of, miscompiled_reason, why_not
 
 
 def device(kind: str, capability: str | None = None, **numbers: int) -> SimpleNamespace:
@@ -45,3 +45,25 @@ def test_what_is_too_old_or_says_nothing_of_itself():
     assert why_not(device("NVIDIA B300", "10.3")) is None
     assert why_not(device("NVIDIA A100", "8.0")) == "its kernels are for compute capability 9.0 and newer, not 8.0"
     assert "not None" in str(why_not(device("a GPU")))
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "12.0"),
+        ("NVIDIA GeForce RTX 5090", "12.0"),
+        ("NVIDIA RTX 6000 Ada Generation", "8.9"),
+        ("NVIDIA GeForce RTX 4090", "8.9"),
+        ("NVIDIA RTX A6000", "8.6"),
+        ("NVIDIA GeForce RTX 3090", "8.6"),
+        ("Quadro RTX 6000", "7.5"),
+    ],
+)
+def test_cards_that_are_called_rtx_are_told_apart(kind, expected):
+    assert capability_of(device(kind)) == expected
+
+
+def test_versions_of_cuda_that_miscompile_causal_masks_are_refused():
+    assert [miscompiled_reason(version) is None for version in (12070, 12080, 12090, 12091, 13000)] == [True, False, False, True, True]
+    assert "CUDA 12.8: use 12.9.1 or newer" in str(miscompiled_reason(12080))
+    assert miscompiled_reason() is None

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks.gpu import grouped, kernels, latents, paged, peers, prefill, timing, written
-from benchmarks.gpu.kernels import implementation, measured, relative_error
+from benchmarks.gpu.kernels import WORST_ERROR, WORST_ROW, implementation, measured, relative_error, row_errors
 from benchmarks.gpu.measure import Times
 from benchmarks.gpu.sizes import SMALL
 from pallas_kernels.grouped_matmul.cases import TINY
@@ -213,6 +213,17 @@ def test_nan_is_never_a_small_error():
     assert np.isnan(relative_error(np.asarray([1.0, np.nan]), np.asarray([1.0, 1.0])))
     with pytest.raises(ValueError, match=r"\(2,\), not \(1,\)"):
         relative_error(np.zeros(2), np.ones(1))
+
+
+def test_one_wrong_row_among_thousands_is_seen():
+    expected = np.random.default_rng(0).standard_normal((2000, 64))
+    expected[7] = 0.0  # a row without context
+    wrong = expected.copy()
+    wrong[3] *= 1.05
+    assert relative_error(wrong, expected) < WORST_ERROR["bfloat16"]
+    assert np.argmax(row_errors(wrong, expected)) == 3 and row_errors(wrong, expected)[3] == pytest.approx(0.05)
+    wrong[7, 0] = 1.0
+    assert row_errors(wrong, expected)[7] > WORST_ROW["bfloat16"]
 
 
 @pytest.mark.parametrize("queries", [1, 40])

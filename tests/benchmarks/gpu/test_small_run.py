@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from benchmarks.gpu.__main__ import _unused, main
+from benchmarks.gpu.__main__ import _chosen, _unused, main
 from benchmarks.gpu.absent import NOT_NEEDED
 from benchmarks.gpu.catalog import catalog
 from benchmarks.gpu.kernels import implementation
@@ -128,6 +128,14 @@ def test_a_pattern_that_names_nothing_is_an_error(capsys):
     with pytest.raises(SystemExit):
         main(["--small", "--only", "pagd*"])
     assert "pagd*" in capsys.readouterr().err
+
+
+def test_measures_come_by_value_or_as_they_are_asked_for():
+    measures = catalog(is_small=True, seed=0, is_tuning=False)
+    patterns = ["prefill step/xla", "copy/*", "*step/xla"]
+    by_value, given = ([m.key for m in _chosen(measures, patterns, order)] for order in ("value", "given"))
+    assert [key.split("/")[0] for key in by_value] == ["copy", "copy", "decode step", "prefill step"]
+    assert [key.split("/")[0] for key in given] == ["prefill step", "copy", "copy", "decode step"]
 
 
 def test_predictions_need_no_gpu(capsys):

@@ -51,7 +51,14 @@ def test_a_crash_is_reported_and_the_next_goes_on():
 
 def test_one_that_hangs_is_killed_after_its_limit():
     rows, _ = rows_of("hangs", "works", limit_s=0.5)
-    assert summary(rows) == [("hangs", "first", None), ("hangs", "", "no answer in 0.5 s"), ("works", "", None)]
+    assert summary(rows) == [("hangs", "first", None), ("hangs", "0", "no answer in 0.5 s"), ("works", "", None)]
+
+
+def test_two_sizes_that_hang_leave_out_the_others_of_their_kernel_alone():
+    rows, _ = rows_of("hangs", "works", "hangs", "hangs", "works", "hangs", limit_s=0.5)
+    silent, left_out = "no answer in 0.5 s", "left out: 2 other sizes gave no answer"
+    failures = [(row.measure.name, row.found.failure) for row in rows if row.found.case != "first"]
+    assert failures == [("hangs", silent), ("works", None), ("hangs", silent), *[("hangs", left_out)] * 2, ("works", None)]
 
 
 def test_the_deadline_ends_what_runs_and_leaves_out_the_rest():
