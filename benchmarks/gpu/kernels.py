@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache, partial
 from typing import Any
@@ -118,25 +118,33 @@ def _problem_for_tilings(kernel: Kernel, sizes: Sizes, case: str, seed: int) -> 
 
 def measured(function: Callable[..., Any], problem: Problem, sizes: Sizes, case: str, notes: dict[str, Any]) -> Found:
     """Checked, then timed: what is wrong has no time."""
-    errors: dict[str, float] = {}
-    by_row: dict[str, np.ndarray] = {}
-    for name, check in problem.checks.items():
-        found, is_same_again, dtype = _run_twice(jax.jit(partial(check.run, function)), check.arguments)
-        expected = check.expected()
-        errors[name], by_row[name] = relative_error(found, expected), row_errors(found, expected)
-        notes = notes | {"relative_error": _worst(errors.values()), "row_error": _worst(row.max() for row in by_row.values())}
-        if not errors[name] <= WORST_ERROR[dtype]:
-            return Found(case, work=problem.work, notes=notes, failure=f"{name}: relative error {errors[name]:.1e}")
-        if not by_row[name].max() <= WORST_ROW[dtype]:
-            place = np.unravel_index(np.argmax(by_row[name]), by_row[name].shape)
-            failure = f"{name}: row {', '.join(map(str, place))} has a relative error of {by_row[name].max():.1e}"
-            return Found(case, work=problem.work, notes=notes, failure=failure)
-        if not is_same_again:  # the order of sums may differ; a race may be behind it
-            notes |= {"differs_between_runs": True}
+    about, failure = checked(function, problem)
+    notes = notes | about
+    if failure is not None:
+        return Found(case, work=problem.work, notes=notes, failure=failure)
     expected_s = _EXPECTED.floor(problem.work)
     step = partial(problem.step, function)
     times = per_call(step, problem.carry, problem.shared, problem.inputs, max(expected_s, 4e-6), sizes.repeats)
     return Found(case, times, problem.work, notes)
+
+
+def checked(function: Callable[..., Any], problem: Problem) -> tuple[dict[str, Any], str | None]:
+    """The largest errors of its checks, and whether runs differed; and what is wrong, None where nothing is."""
+    notes: dict[str, Any] = {}
+    for name, check in problem.checks.items():
+        found, is_same_again, dtype = _run_twice(jax.jit(partial(check.run, function)), check.arguments)
+        expected = check.expected()
+        error, by_row = relative_error(found, expected), row_errors(found, expected)
+        for kind, value in (("relative_error", error), ("row_error", float(by_row.max()))):
+            notes[kind] = value if kind not in notes or math.isnan(value) else max(value, notes[kind])
+        if not error <= WORST_ERROR[dtype]:
+            return notes, f"{name}: relative error {error:.1e}"
+        if not by_row.max() <= WORST_ROW[dtype]:
+            place = np.unravel_index(np.argmax(by_row), by_row.shape)
+            return notes, f"{name}: row {', '.join(map(str, place))} has a relative error of {by_row.max():.1e}"
+        if not is_same_again:  # the order of sums may differ; a race may be behind it
+            notes["differs_between_runs"] = True
+    return notes, None
 
 
 def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
@@ -153,11 +161,6 @@ def row_errors(found: np.ndarray, expected: np.ndarray) -> np.ndarray:
     found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
     norms = np.linalg.norm(expected, axis=-1)
     return np.linalg.norm(found - expected, axis=-1) / np.maximum(norms, 0.1 * np.sqrt(np.mean(norms**2)))
-
-
-def _worst(errors: Iterable[float]) -> float:
-    """NaN where one is."""
-    return max(map(float, errors), key=lambda error: math.inf if math.isnan(error) else error)
 
 
 def _run_twice(run: Callable[..., jax.Array], arguments: tuple[Any, ...]) -> tuple[np.ndarray, bool, str]:
