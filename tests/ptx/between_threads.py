@@ -51,6 +51,8 @@ def _store(parts: list[str], operands: list[str], active: Any) -> Step:
         if mask.any():
             values = np.stack([np.ascontiguousarray(read(warp)) for read in sources], axis=1)
             data, at = warp.block.bytes_at(address(warp)[mask], dtype.itemsize * len(sources))
+            if data is warp.block.shared:
+                warp.block.written(warp, at)
             data[at] = values.view(np.uint8).reshape(LANES, -1)[mask]
 
     return store
@@ -76,6 +78,7 @@ def _stmatrix(parts: list[str], operands: list[str], active: Any) -> Step:
         data, at = warp.block.bytes_at(address(warp)[: 8 * len(readers)], 16)
         matrices = [np.ascontiguousarray(read(warp)).view(np.uint16).reshape(8, 8) for read in readers]
         rows = np.concatenate([matrix.T if is_transposed else matrix for matrix in matrices])
+        warp.block.written(warp, at)
         data[at] = np.ascontiguousarray(rows).view(np.uint8)
 
     return store
@@ -97,7 +100,12 @@ def _mma(parts: list[str], operands: list[str], active: Any) -> Step:
 
 
 def _wgmma(parts: list[str], operands: list[str], active: Any) -> Step:
-    if parts[1] != "mma_async":  # products are done when they are started
+    if parts[1] == "commit_group":
+        return lambda warp: warp.products.append([])
+    if parts[1] == "wait_group":
+        num_left = int(operands[0]) + 1  # with the open one
+        return lambda warp: _multiply_all_but(warp, num_left)
+    if parts[1] != "mma_async":
         return lambda warp: None
     _, columns, depth = map(int, re.fullmatch(r"m(\d+)n(\d+)k(\d+)", parts[4]).groups())  # type: ignore[union-attr]
     assert parts[5] == "f32" and depth == 16, parts
@@ -113,16 +121,39 @@ def _wgmma(parts: list[str], operands: list[str], active: Any) -> Step:
         if a_in_registers:
             left = [np.ascontiguousarray(read(warp)).view(dtype).reshape(LANES, 2) for read in a]
         else:
-            of_warpgroup = described_matrix(warp.block.shared, int(a[0](warp)[0]), 64, is_transposed=bool(transposes[0]))
+            of_warpgroup = described_matrix(warp.block, int(a[0](warp)[0]), 64, is_transposed=bool(transposes[0]))
             rows = of_warpgroup[16 * (warp.index % 4) :][:16]
             left = [matrix_of(rows[8 * (i % 2) :, 8 * (i // 2) :][:8, :8].view(dtype), is_transposed=False) for i in range(4)]
-        matrix = described_matrix(warp.block.shared, int(b(warp)[0]), columns, is_transposed=bool(transposes[-1])).view(dtype)
+        matrix = described_matrix(warp.block, int(b(warp)[0]), columns, is_transposed=bool(transposes[-1])).view(dtype)
         for place in range(columns // 8):
             right = [matrix_of(matrix[8 * place : 8 * place + 8, 8 * i : 8 * i + 8], is_transposed=False) for i in range(2)]
             for i, part in enumerate(product(left, right)):
                 write(warp, out[4 * place + i], part + sums[4 * place + i](warp))
 
-    return multiply
+    def start(warp: Warp) -> None:
+        """A group is done by itself at any time until it is waited for: here at once, or as late as may be. Descriptors are read at the start."""
+        group = warp.products[-1]
+        if not any(warp.products) and warp.block.random.random() < 0.5:
+            multiply(warp)
+            return
+        described = {name: warp.get(name) for name in operands[1:3] if name.startswith("%")}
+
+        def later() -> None:
+            changed = {name: warp.registers.get(name) for name in described}
+            warp.registers.update(described)
+            multiply(warp)
+            warp.registers.update({name: value for name, value in changed.items() if value is not None})
+
+        group.append(later)
+
+    return start
+
+
+def _multiply_all_but(warp: Warp, num_groups: int) -> None:
+    """Does the products of all groups but the last ones."""
+    while len(warp.products) > num_groups:
+        for multiply in warp.products.pop(0):
+            multiply()
 
 
 def _shuffle(parts: list[str], operands: list[str], active: Any) -> Step:
@@ -210,6 +241,7 @@ def _copy(parts: list[str], operands: list[str], active: Any) -> Step:
                 count, start = int(size(warp)[lane]), int(source(warp)[lane])
                 place = int(target(warp)[lane]) - GLOBAL
                 warp.block.memory.check(np.array([place]), count)
+                warp.block.check_fenced(np.arange(start, start + count))
                 warp.block.memory.data[place : place + count] = warp.block.shared[start : start + count]
 
         return copy_row
@@ -250,10 +282,49 @@ def _move(block: Block, tensor: TensorMap, origin: Sequence[int], start: int, *,
     place = place.reshape(-1, size)
     block.memory.check(source[is_inside], 1)
     if loads:
+        block.unfenced[place] = -1
         block.shared[place] = np.where(is_inside[:, None], block.memory.data[np.where(is_inside[:, None], source, 0)], 0)
     else:
+        block.check_fenced(place[is_inside])
         block.memory.data[source[is_inside]] = block.shared[place[is_inside]]
     return place.size
+
+
+_ATOMIC: dict[str, Callable[..., Any]] = {
+    "add": lambda old, value: old + value,
+    "inc": lambda old, limit: np.where(old >= limit, 0, old + 1),
+    "min": np.minimum,
+    "max": np.maximum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "exch": lambda old, value: value,
+    "cas": lambda old, expected, value: np.where(old == expected, value, old),
+}
+
+
+def _atomic(parts: list[str], operands: list[str], active: Any) -> Step:
+    """atom and red: of each thread's place what was there, then what becomes of it, one thread after the other."""
+    dtype = TYPES[parts[-1]]
+    target, *rest = operands if parts[0] == "atom" else ["_", *operands]
+    address, values = address_of(rest[0]), [reader(text, dtype) for text in rest[1:]]
+    operate = next(_ATOMIC[part] for part in parts if part in _ATOMIC)
+
+    def change(warp: Warp) -> None:
+        mask, found = active(warp), np.zeros(LANES, dtype)
+        for lane in np.flatnonzero(mask):
+            data, at = warp.block.bytes_at(address(warp)[lane : lane + 1], dtype.itemsize)
+            old = data[at[0]].view(dtype)
+            found[lane] = old[0]
+            data[at[0]] = np.asarray(operate(old, *(read(warp)[lane] for read in values))).astype(dtype).reshape(1).view(np.uint8)
+        write_masked(warp, target, found, mask)
+
+    return change
+
+
+def _fence(parts: list[str], operands: list[str], active: Any) -> Step:
+    if parts[1:3] == ["proxy", "async"]:
+        return lambda warp: warp.block.fence(warp)
+    return lambda warp: None
 
 
 def _nothing(parts: list[str], operands: list[str], active: Any) -> Step:
@@ -272,7 +343,10 @@ CONTROL: dict[str, Callable[[list[str], list[str], Any], Step]] = {
     "bar": _block_barrier,
     "mbarrier": _mbarrier,
     "cp": _copy,
-    "fence": _nothing,
+    "atom": _atomic,
+    "red": _atomic,
+    "fence": _fence,
+    "membar": _nothing,
     "prefetch": _nothing,
     "setmaxnreg": _nothing,
     "ret": lambda *_: lambda warp: -1,

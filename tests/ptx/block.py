@@ -13,7 +13,6 @@ from tests.ptx.registers import GLOBAL, LANES, MAPS, kind_of
 
 # An instruction: gives nothing, the place of the next one, -1 at the end, or what tells whether it need not wait.
 Step = Callable[["Warp"], Any]
-_MOST_STEPS = 200  # of a warp before others have their turn
 
 
 @dataclass
@@ -79,6 +78,7 @@ class Warp:
     block: Block
     index: int
     registers: dict[str, np.ndarray] = field(default_factory=dict)
+    products: list[list[Callable[[], None]]] = field(default_factory=lambda: [[]])  # that are still to be done; the last group is open
 
     def get(self, name: str) -> np.ndarray:
         """What was never written is anything: as a number, NaN."""
@@ -87,27 +87,32 @@ class Warp:
 
 
 class Block:
-    def __init__(self, launch: Launch, steps: Sequence[Step], memory: Memory, place: tuple[int, int, int]) -> None:
-        self.launch, self.steps, self.memory, self.place = launch, steps, memory, place
+    def __init__(
+        self, launch: Launch, steps: Sequence[Step], memory: Memory, place: tuple[int, int, int], seed: int = 0, max_steps: int = 200
+    ) -> None:
+        self.launch, self.steps, self.memory, self.place, self.max_steps = launch, steps, memory, place, max_steps
         self.shared = np.full(launch.shared_memory, 0xFF, np.uint8)  # NaN in every type
         self.barriers: dict[int, Barrier] = {}
         self.named: dict[int, int] = {}  # threads that have come to a barrier of the block's
         self.passed: dict[int, int] = {}  # how often it let them through
-        self.random = np.random.default_rng(place)
+        self.unfenced = np.full(launch.shared_memory, -1, np.int16)  # by which warp, since its last fence for the copy engine and products
+        self.random = np.random.default_rng((*place, seed) if seed else place)
         self.copies: list[Callable[[], None]] = []
+        self.alive: set[int] = set()
         self.maps: dict[int, TensorMap] = {}
         for parameter in launch.parameters:
             if isinstance(parameter, tuple):
                 self.maps = {MAPS + 128 * i: each for i, each in enumerate(parameter)}
 
-    def run(self) -> None:
+    def rounds(self) -> Iterator[bool]:
+        """Lets every warp go on for a while, again and again; gives each time whether any could."""
         warps = [Warp(self, i) for i in range(self.launch.num_threads // LANES)]
         running = [self._steps(warp) for warp in warps]
         waits: list[Callable[[], bool] | None] = [None] * len(warps)
-        alive = set(range(len(warps)))
-        while alive:
+        self.alive = set(range(len(warps)))
+        while self.alive:
             has_moved = False
-            for i in self.random.permutation(sorted(alive)).tolist():
+            for i in self.random.permutation(sorted(self.alive)).tolist():
                 wait = waits[i]
                 if wait is not None and not wait():
                     continue
@@ -115,19 +120,33 @@ class Block:
                 try:
                     waits[i] = next(running[i])
                 except StopIteration:
-                    alive.remove(i)
-            if not has_moved:
-                if not self.copies:
-                    raise RuntimeError(f"warps {sorted(alive)} wait for ever")
+                    self.alive.remove(i)
+            if not has_moved and self.copies:
                 self.copies.pop(0)()
+                has_moved = True
+            yield has_moved
         for copy in self.copies:
             copy()
+
+    def written(self, warp: Warp, places: np.ndarray) -> None:
+        """Bytes of shared memory were written by a warp's own instructions."""
+        self.unfenced[places] = warp.index
+
+    def fence(self, warp: Warp) -> None:
+        """What a warp wrote may be read by the copy engine and by products."""
+        self.unfenced[self.unfenced == warp.index] = -1
+
+    def check_fenced(self, places: np.ndarray) -> None:
+        """Before the copy engine or a product reads these bytes."""
+        writers = np.unique(self.unfenced[places])
+        if writers[-1] >= 0:
+            raise RuntimeError(f"shared memory that warps {writers[writers >= 0].tolist()} wrote is read by another proxy without a fence")
 
     def _steps(self, warp: Warp) -> Iterator[Callable[[], bool]]:
         steps, place, left = self.steps, 0, 0
         while place < len(steps):
             if not left:
-                left = int(self.random.integers(1, _MOST_STEPS))
+                left = int(self.random.integers(1, self.max_steps))
                 yield lambda: True
             left -= 1
             found = steps[place](warp)
