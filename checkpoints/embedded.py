@@ -8,7 +8,8 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from checkpoints.source import CheckpointError
@@ -28,6 +29,7 @@ class EmbeddedModel:
     package: str  # and its version, as pip takes it
     files: tuple[EmbeddedFile, ...]
     path: str  # of the model in the cache: a file, or a folder of the files
+    generation: Mapping[str, float] = field(default_factory=dict)  # as in generation_config.json, where the files have none
 
 
 DEFAULT = EmbeddedModel(  # SmolLM2-135M-Instruct, Apache-2.0
@@ -42,6 +44,7 @@ DEFAULT = EmbeddedModel(  # SmolLM2-135M-Instruct, Apache-2.0
         ),
     ),
     "SmolLM2-135M-Instruct.Q4_1.gguf",
+    {"temperature": 0.2, "top_p": 0.9},  # the model card's
 )
 MINILM = EmbeddedModel(  # all-MiniLM-L6-v2, Apache-2.0
     "the embedding model all-MiniLM-L6-v2",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 
@@ -39,6 +40,11 @@ def open_source(path: Path) -> TensorSource:
             return GGUFSource(gguf)
         return SafetensorsSource(path) if weights_folder(path) is None else OrbaxSource(path)
     return GGUFSource(path)
+
+
+def published_generation(model: str) -> dict[str, Any]:
+    """What a model's makers say of how to sample from it, as in generation_config.json, for a name under which no such file comes."""
+    return dict(_EMBEDDED[model].generation) if model in _EMBEDDED else {}
 
 
 def cache_dir() -> Path:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 
@@ -44,6 +45,7 @@ from jaxinfer.runtime.load import load_weights, random_weights
 from jaxinfer.runtime.profile import named
 from jaxinfer.runtime.stage import Stage, StagedWeights
 from jaxinfer.runtime.stage_clock import StageClock
+from jaxinfer.sampling_defaults import describe, read_sampling_defaults
 from jaxinfer.servable import check_tensors
 from jaxinfer.start_report import mesh_names, report_start
 from jaxinfer.stats import EngineStats, ExpertLoad
@@ -69,6 +71,7 @@ class Parts:
     tiers: TierTransfer | None = None
     encode: EncodeWorker | None = None  # on the prefill mesh
     processes: Processes = field(default_factory=Alone)
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)  # of `SamplingParams`, by name
 
 
 def assemble(config: EngineConfig, stats: EngineStats, processes: Processes | None = None) -> Parts:
@@ -90,7 +93,10 @@ def _assemble(config: EngineConfig, stats: EngineStats, processes: Processes) ->
     clocks = [DeviceClock(), DeviceClock()]
     # First, so that the plan's pages are of the memory that it leaves.
     encode = load_encoder(config, stats, clocks[0]) if config.model.embedding_model else None
-    source = open_source(resolve(config.model.model))
+    path = resolve(config.model.model)
+    source = open_source(path)
+    sampling_defaults = read_sampling_defaults(config.model.model, path, config.model.generation_config)
+    stats.sampling_defaults = describe(sampling_defaults)
     stats.start.note("laying out the model")
     architecture = config_of(source)
     plan = make_plan(config, architecture, source)
@@ -195,6 +201,7 @@ def _assemble(config: EngineConfig, stats: EngineStats, processes: Processes) ->
         tier_transfer,
         encode,
         processes,
+        sampling_defaults,
     )
 
 

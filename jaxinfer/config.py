@@ -44,6 +44,12 @@ class ModelConfig:
         choices=("auto", "packed", "xla"),
     )
     max_model_len: int | None = _flag(None, "longest prompt plus output in tokens; the model's own context if not given")
+    generation_config: str = _flag(
+        "auto",
+        "how to sample where a request doesn't say: auto (as the checkpoint's generation_config.json or, for the default model, its model card "
+        "says: temperature, top_p, top_k, min_p, repetition_penalty, max_new_tokens), none (temperature 1 and all else off)",
+        choices=("auto", "none"),
+    )
     embedding_model: str | None = _flag(
         None, "embedding model beside the main one: a local folder, a Hugging Face id, or 'minilm' (all-MiniLM-L6-v2)"
     )

@@ -51,6 +51,7 @@ class Engine:
         self._profile = Profile(devices.profile, devices.profile_seconds) if devices.profile is not None else None
         self._parts = assemble(self.config, self.stats)
         self.tokenizer = self._parts.tokenizer
+        self.sampling_defaults = self._parts.sampling_defaults  # of `SamplingParams`, by name; for callers to apply where they say nothing
         self.encode = self._parts.encode
         self.max_model_len = self._parts.plan.max_model_len
         # Some checkpoints' tokenizers know more tokens than the model has embeddings for, some models have spare ones.

@@ -51,11 +51,15 @@ class RequestReader:
         """Requests in the prompts' order. Raises `RequestError` for the first that can't be served, and what `EngineLoop.check` raises."""
         self._engine_loop.check()  # before the tokenizer's threads, which don't survive a fork either
         several = as_prompts(prompts, "prompts")
-        each, most = as_params(params, len(several)), self._engine.max_model_len
+        each, most = as_params(self.default_params() if params is None else params, len(several)), self._engine.max_model_len
         encode = partial(self._engine.tokenizer.encode_prompt, max_model_len=most, add_special_tokens=True)
         texts = [prompt if isinstance(prompt, str) else None for prompt in several]
         pairs = zip(several, each, strict=True)
         return self._read(texts, [encode(p, of_p) if isinstance(p, str) else list(of_p.truncated(p, most)) for p, of_p in pairs], each)
+
+    def default_params(self, **fields: Any) -> SamplingParams:
+        """`SamplingParams` of these fields, with the model's own defaults before them."""
+        return SamplingParams(**{**fields, **self._engine.sampling_defaults})
 
     def read_one(self, prompt: Prompt, params: SamplingParams | None) -> NewRequest:
         """The request of one prompt. Raises as `read` does, also for several prompts."""
@@ -73,7 +77,7 @@ class RequestReader:
         tokenizer = self._engine.tokenizer
         texts = [render_conversation(tokenizer, conversation, **template) for conversation in conversations]
         # The template writes the special tokens itself.
-        each, most = as_params(params or SamplingParams(max_tokens=None), len(texts)), self._engine.max_model_len
+        each, most = as_params(params or self.default_params(max_tokens=None), len(texts)), self._engine.max_model_len
         pairs = zip(texts, each, strict=True)
         token_lists = [tokenizer.encode_prompt(text, of_text, most, add_special_tokens=False) for text, of_text in pairs]
         return self._read(texts, token_lists, each), is_one

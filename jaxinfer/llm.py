@@ -57,6 +57,10 @@ class LLM:
         some seconds at most. Closing again is of no effect."""
         self.engine_loop.close()
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What calls without `params` sample by: `SamplingParams()`, with what the model's `generation_config.json` says instead."""
+        return self.reader.default_params()
+
     def generate(
         self,
         prompts: Prompt | Iterable[Prompt],
@@ -66,7 +70,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continue each prompt (text or token ids); results in the prompts' order.
 
-        `params` is one for all or one for each. `progress` shows a bar on stderr; None: for long work only. Raises `RequestError`
+        `params` is one for all or one for each, `get_default_sampling_params()` if not given. `progress` shows a bar on stderr;
+        None: for long work only. Raises `RequestError`
         for the first prompt that can't be served, before any is started.
         """
         generation = self.reader.read(prompts, params)

@@ -31,10 +31,10 @@ def as_prompts(given: Prompt | Iterable[Prompt], name: str) -> list[str | list[i
     return [list(map(int, items))]
 
 
-def as_params(given: SamplingParams | Iterable[SamplingParams] | None, count: int) -> list[SamplingParams]:
+def as_params(given: SamplingParams | Iterable[SamplingParams], count: int) -> list[SamplingParams]:
     """As many as there are prompts. Raises `RequestError` for another number, or what are no `SamplingParams`."""
-    if given is None or isinstance(given, SamplingParams):
-        return [given or SamplingParams()] * count
+    if isinstance(given, SamplingParams):
+        return [given] * count
     if isinstance(given, (str, Mapping)) or not isinstance(given, Iterable):
         raise RequestError(f"params is {reprlib.repr(given)}: give SamplingParams(...), or one for each prompt", "params")
     several = list(given)

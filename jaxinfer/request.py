@@ -14,6 +14,7 @@ MAX_STOP_CHARACTERS = 1000  # of each
 MAX_STOP_TOKENS = 32  # entries of `stop_token_ids`
 MAX_BAD_WORDS = 100  # entries of `bad_words`
 MAX_BAD_WORD = 200  # characters of one
+MIN_REPETITION_PENALTY = 1e-30  # scores divided by it stay within float32
 MAX_N = 128  # sequences of one request, OpenAI's limit
 
 
@@ -55,7 +56,7 @@ class SamplingParams:
     own distribution, before any of these, so that they equal a plain forward pass.
     """
 
-    temperature: float = 1.0  # 0: greedy, the exact argmax
+    temperature: float = 1.0  # 0: greedy, the exact argmax; numbers so small that nothing but it has weight give it too
     top_k: int = 0  # 0: off
     top_p: float = 1.0
     min_p: float = 0.0
@@ -94,7 +95,7 @@ class SamplingParams:
         _integer("top_k", self.top_k, 0, 2**31 - 1)
         _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _number("min_p", self.min_p, 0.0, 1.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _number("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, 100.0)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.seed is not None:

@@ -95,6 +95,7 @@ class EngineStats:
     prefill_layout: str = "tp=1"
     decode_layout: str = "tp=1"
     heads: dict[str, str] = field(default_factory=dict)  # what it costs that devices don't divide them, by role or "shared"
+    sampling_defaults: str = ""  # of requests that say nothing else, such as "temperature 0.2"
     latents: dict[str, str] = field(default_factory=dict)  # how several devices have them, by role or "shared"
     # Of each stage of a pipeline, by role or "shared"; both only grow
     stage_times: dict[str, list[StageTimes]] = field(default_factory=dict)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
-from typing import Protocol
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any, Protocol
 
 from jaxinfer.encode.texts import Embedded, TextReader, TokenIds
 from jaxinfer.request import ANYONE, OutputDelta, RequestContext, SamplingParams
@@ -30,6 +30,7 @@ class Backend(Protocol):
 
     max_model_len: int  # tokens, prompt plus output
     max_batch_size: int  # sequences decoded at once
+    sampling_defaults: Mapping[str, Any]  # fields of `SamplingParams` that hold where a request says nothing
     text_reader: TextReader | None  # of the embedding model; None without one
 
     def generate(

@@ -31,6 +31,7 @@ class LocalBackend:
         self._engine = engine
         self.max_model_len = engine.max_model_len
         self.max_batch_size = engine.config.schedule.max_batch_size
+        self.sampling_defaults = engine.sampling_defaults
         self.text_reader = None if engine.encode is None else engine.encode.reader
         self._engine_loop: EngineLoop | None = None  # from `start` on, as is the next
         self._requests: AsyncRequests | None = None

@@ -38,6 +38,8 @@ def summary_table(stats: EngineStats, measured: Measured | None = None) -> Table
     table.add_row("compile", f"{stats.compile_seconds:.2f} s, {stats.num_programs} programs: {compiled}")
     table.add_row("matrices", stats.weights)
     table.add_row("KV", f"pages for {stats.kv_tokens:,} tokens")
+    if stats.sampling_defaults:
+        table.add_row("sampling defaults", f"{stats.sampling_defaults} (--generation-config none: off)")
     for role, cost in stats.heads.items():
         table.add_row(f"{role} heads", cost)
     for role, how in stats.latents.items():

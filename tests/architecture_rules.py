@@ -36,6 +36,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "jaxinfer.assembly",
         "jaxinfer.first_runs",
         "jaxinfer.start_report",
+        "jaxinfer.sampling_defaults",
         "jaxinfer.servable",
         "jaxinfer.output",
         "jaxinfer.plain_forward",

@@ -62,7 +62,6 @@ def test_what_is_no_prompt_is_named(given, words):
 
 def test_parameters_for_all_or_for_each():
     one, other = SamplingParams(max_tokens=1), SamplingParams(max_tokens=2)
-    assert as_params(None, 2) == [SamplingParams()] * 2
     assert as_params(one, 2) == [one] * 2
     assert as_params((params for params in (one, other)), 2) == [one, other]
     assert as_params([], 0) == []

@@ -18,6 +18,9 @@ _BANNED = -1e30  # by a bad word: below all others, and above what is not allowe
 _NOWHERE = np.iinfo(np.int32).max  # a token id that no vocabulary holds: dropped on the device
 
 
+# Of temperature and top_p: with less only the best token has any weight too, and devices flush what float32 can't hold in full to 0.
+_LEAST = 1e-30
+
 _COLUMNS = (
     *("temperature", "top_k", "top_p", "min_p", "seed_high", "seed_low"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "wants_logprobs", "is_restricted"),
@@ -124,9 +127,9 @@ def set_row(rows: SamplingRows, row: int, params: SamplingParams, seed: int, end
     """Fill one row, whatever it held. `seed` is the sequence's own; `end_tokens` are those that end it, held back until
     min_tokens; `bans` are those of its bad words."""
     rows.packed[row] = neutral_rows(1).packed[0]
-    rows.temperature[row] = params.temperature
+    rows.temperature[row] = max(params.temperature, _LEAST) if params.temperature else 0.0
     rows.top_k[row] = params.top_k
-    rows.top_p[row] = params.top_p
+    rows.top_p[row] = max(params.top_p, _LEAST)
     rows.min_p[row] = params.min_p
     rows.seed[row] = (seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF)
     rows.repetition_penalty[row] = params.repetition_penalty

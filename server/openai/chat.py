@@ -50,7 +50,7 @@ class _Chat:
 async def _prepare(service: Service, body: ChatRequest, caller: Caller) -> _Chat:
     service.check_model(body.model)
     context = caller.context(body)
-    params = body.sampling_params()
+    params = body.sampling_params(service.backend.sampling_defaults)
     text = await work_on(size_for_template(body.messages), partial(_render, service.tokenizer, body))
     # Without special tokens: the template has written them.
     prompt = await work_on(len(text), partial(service.encode, "messages", text, params, add_special_tokens=False))

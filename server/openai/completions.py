@@ -35,7 +35,7 @@ class _Job:
 async def _prepare(service: Service, body: CompletionRequest, caller: Caller) -> _Job:
     service.check_model(body.model)
     context = caller.context(body)
-    params = body.sampling_params()
+    params = body.sampling_params(service.backend.sampling_defaults)
     if len(body.prompts) > service.config.max_prompts:
         raise RequestError(f"prompt has {len(body.prompts)} prompts: at most {service.config.max_prompts} in one request", "prompt")
     prompts = await work_on(sum(map(len, body.prompts)), partial(_encode, service, body.prompts, params))

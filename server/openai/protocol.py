@@ -4,11 +4,21 @@ Ranges are documented here and enforced by `SamplingParams`, whose messages name
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, Tag, ValidationInfo, model_validator
 
-from jaxinfer.request import MAX_LOGIT_BIAS, MAX_N, MAX_STOP, MAX_STOP_TOKENS, MAX_TOP_LOGPROBS, RequestError, SamplingParams
+from jaxinfer.request import (
+    MAX_LOGIT_BIAS,
+    MAX_N,
+    MAX_STOP,
+    MAX_STOP_TOKENS,
+    MAX_TOP_LOGPROBS,
+    MIN_REPETITION_PENALTY,
+    RequestError,
+    SamplingParams,
+)
 from server.openai.errors import quoted
 from server.openai.extensions import MAX_INT, SAMPLING_FIELDS, Extensions
 from server.openai.messages import AnyMessage, Tool
@@ -58,7 +68,9 @@ class SamplingBody(Extensions):
     # Beyond OpenAI's API, named as vLLM names them.
     top_k: int | None = documented(minimum=-1, maximum=MAX_INT, description="sample among the k likeliest tokens; 0 or -1: all")
     min_p: float | None = documented(minimum=0, maximum=1, description="leave out tokens less likely than min_p times the likeliest")
-    repetition_penalty: float | None = documented(exclusiveMinimum=0, maximum=100, description="over prompt and output tokens; 1: off")
+    repetition_penalty: float | None = documented(
+        minimum=MIN_REPETITION_PENALTY, maximum=100, description="over prompt and output tokens; 1: off"
+    )
     min_tokens: int | None = documented(minimum=0, maximum=MAX_INT, description="tokens before which nothing may end the output")
     ignore_eos: bool | None = documented(description="go on after the end-of-sequence token")
     stop_token_ids: list[int] | None = documented(maxItems=MAX_STOP_TOKENS, description="tokens that end the output")
@@ -100,14 +112,14 @@ class SamplingBody(Extensions):
     def includes_usage_so_far(self) -> bool:
         return self.includes_usage and self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
-    def _sampling(self, *, max_tokens: int | None, logprobs: int | None, **fields: Any) -> SamplingParams:
-        """`SamplingParams` of the common fields and the given ones; a null leaves a field at its default."""
+    def _sampling(self, defaults: Mapping[str, Any], *, max_tokens: int | None, logprobs: int | None, **fields: Any) -> SamplingParams:
+        """`SamplingParams` of the common fields and the given ones; a null leaves a field at its default, the model's where it has one."""
         fields |= {name: getattr(self, name) for name in _SAME_NAMES}
         fields["stop"] = (self.stop,) if isinstance(self.stop, str) else self.stop
         fields["top_k"] = 0 if self.top_k == -1 else self.top_k
         fields["logit_bias"] = self.logit_bias and {_token_id(token): bias for token, bias in self.logit_bias.items()}
         given = {name: value for name, value in fields.items() if value is not None}
-        return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **given)
+        return SamplingParams(**{**defaults, **given, "max_tokens": max_tokens, "logprobs": logprobs})
 
 
 def _token_id(text: str) -> int:
@@ -168,11 +180,12 @@ class ChatRequest(SamplingBody):
             )
         return self
 
-    def sampling_params(self) -> SamplingParams:
-        """How to sample. Raises `RequestError` for a value out of its range."""
+    def sampling_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        """How to sample, by the model's `defaults` where the request says nothing. Raises `RequestError` for a value out of its range."""
         max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        max_tokens = defaults.get("max_tokens") if max_tokens is None else max_tokens
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        return self._sampling(max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=self.prompt_logprobs)
+        return self._sampling(defaults, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=self.prompt_logprobs)
 
 
 def _one_each(prompt: Any) -> Any:
@@ -240,9 +253,9 @@ class CompletionRequest(SamplingBody):
         """One entry a prompt: its text, or its token ids."""
         return _one_each(self.prompt)
 
-    def sampling_params(self) -> SamplingParams:
-        """How to sample. Raises `RequestError` for a value out of its range."""
-        max_tokens = SamplingParams().max_tokens if self.max_tokens is None else self.max_tokens
+    def sampling_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        """How to sample, by the model's `defaults` where the request says nothing. Raises `RequestError` for a value out of its range."""
+        max_tokens = defaults.get("max_tokens", SamplingParams().max_tokens) if self.max_tokens is None else self.max_tokens
         asked = [number for number in (self.prompt_logprobs, self.logprobs if self.echo else None) if number is not None]
         prompt_logprobs = max(asked, default=None)
-        return self._sampling(max_tokens=max_tokens, logprobs=self.logprobs, echo=self.echo, prompt_logprobs=prompt_logprobs)
+        return self._sampling(defaults, max_tokens=max_tokens, logprobs=self.logprobs, echo=self.echo, prompt_logprobs=prompt_logprobs)

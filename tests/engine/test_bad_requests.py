@@ -17,7 +17,7 @@ WRONG = {
     "top_p": (0, -0.5, 1.01, math.nan, "x"),
     "min_p": (-0.1, 1.5, math.nan),
     "seed": (-(2**63) - 1, 2**63, 0.5, "s"),
-    "repetition_penalty": (0, -1, 101, math.nan),
+    "repetition_penalty": (0, 1e-40, -1, 101, math.nan),
     "presence_penalty": (-2.1, 2.1, None),
     "frequency_penalty": (-2.1, 2.1, math.inf),
     "logit_bias": ({-1: 0.0}, {1: 101.0}, {1: math.nan}, {"1": 1.0}, {1: None}, dict.fromkeys(range(301), 1.0), None, [1]),

@@ -384,3 +384,24 @@ def test_tokens_are_counted_where_they_are():
     after = counted(stale, reset_arguments(1, tokens, 25, 64), np.array([1, 2, 1]), np.array([tokens[0], 299, VOCAB - 1]))
     expected = counts_of([[5, 150, 299], tokens[:25], [5, 150, 299]], [[0, 150, 150], [*tokens[25:], tokens[0], 299], [0, 150, 150, 299]])
     jax.tree.map(np.testing.assert_array_equal, after, expected)
+
+
+def test_numbers_at_the_ends_of_their_ranges_leave_float32s_to_sample_from():
+    """Some are none of its normal numbers, or 0 in it."""
+    logits = random_logits(5)
+    best = int(logits.argmax())
+    params, expected = [], []
+    for value in (1e-6, 1e-30, 1e-37, 1e-39, 1e-46, 5e-324):
+        params += [
+            SamplingParams(temperature=value),
+            SamplingParams(top_p=value),
+            SamplingParams(temperature=value, top_p=value, min_p=value),
+        ]
+        expected += [best] * 3
+    for penalty in (1e-30, 1e-6, 100.0):
+        params.append(SamplingParams(repetition_penalty=penalty, temperature=1e-30))
+        scores = np.where(np.arange(VOCAB) == best, logits / np.float32(penalty), logits)
+        expected.append(int(scores.argmax()))
+    prompts = [[best] if p.repetition_penalty != 1.0 else [] for p in params]
+    found = sampled(np.tile(logits, (len(params), 1)), params, prompts=prompts)
+    assert np.asarray(found.tokens).tolist() == expected

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -44,6 +45,7 @@ class FakeBackend:
         self.seconds_in_iteration = 0.0
         self.max_model_len = MAX_MODEL_LEN
         self.max_batch_size = 8
+        self.sampling_defaults: dict[str, Any] = {}
         self.text_reader: TextReader | None = TextReader(tokenizer, tokenizer.vocab_size, MAX_TOKENS, EMBEDDING_SIZE)
         self.tokenizer = tokenizer
         self.seen: list[tuple[str, tuple[int, ...], SamplingParams]] = []

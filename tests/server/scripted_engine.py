@@ -19,6 +19,7 @@ class ScriptedEngine:
         self.stats = EngineStats()
         self.max_model_len = MAX_MODEL_LEN
         self.encode = None
+        self.sampling_defaults = {}
         self.batch_size = batch_size
         self.waiting, self.running = deque(), {}
         self.prompts, self.contexts, self.aborted, self.threads = [], [], [], set()

@@ -272,3 +272,14 @@ def test_a_stream_carries_the_logprobs_of_the_whole_answer(client):
     chunks = chunks_of(client.post("/v1/chat/completions", json=BODY | settings | {"stream": True}))
     pieces = [c["choices"][0]["logprobs"] for c in chunks]
     assert [entry for piece in pieces if piece for entry in piece["content"]] == whole
+
+
+@pytest.mark.parametrize("url", ["/v1/chat/completions", "/v1/completions"])
+def test_what_a_request_leaves_out_is_the_models_own_default(client, backend, url):
+    body = {"model": "tiny"} | ({"prompt": "Hi"} if url == "/v1/completions" else {"messages": [{"role": "user", "content": "Hi"}]})
+    backend.sampling_defaults = {"temperature": 0.2, "top_p": 0.9, "top_k": 20, "max_tokens": 7}
+    given = {"temperature": 1.0, "top_p": None, "top_k": -1, "max_tokens": 3}
+    for settings, expected in (({}, (0.2, 0.9, 20, 7)), (given, (1.0, 0.9, 0, 3)), ({"temperature": 0}, (0.0, 0.9, 20, 7))):
+        assert client.post(url, json=body | settings).status_code == 200
+        params = backend.seen[-1][2]
+        assert (params.temperature, params.top_p, params.top_k, params.max_tokens) == expected
