@@ -131,7 +131,6 @@ class Traffic:
             {"service_tier": "gold"},
             {"timeout": -1},
             {"tempreature": 1},
-            {"stream_options": {"include_usage": True}},
         ]
         made = [Sent("bad", Request.of(COMPLETIONS, good | wrong), (400,)) for wrong in bodies]
         chats: list[list[Any]] = [[], [{"role": 1, "content": "x"}], [{"role": "user"}], ["hello"]]

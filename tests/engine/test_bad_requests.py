@@ -28,6 +28,10 @@ WRONG = {
     "n": (0, -1, 129, 1.0, True, None),
     "logprobs": (-1, 21, True, "all"),
     "prompt_logprobs": (-1, 21, 0.5),
+    "allowed_token_ids": ((-1,), ("a",), tuple(range(301)), 7),
+    "logprob_token_ids": ((-1,), (1.0,), tuple(range(21)), None),
+    "bad_words": ("word", (3,), (" ",), ("x",) * 101, None),
+    "truncate_prompt_tokens": (0, -2, 1.5, "all"),
 }
 
 
@@ -35,13 +39,15 @@ WRONG = {
     ("name", "value"), [(name, value) for name, values in WRONG.items() for value in values], ids=lambda x: str(x)[:30]
 )
 def test_a_parameter_out_of_range_is_named(name, value):
-    with pytest.raises(RequestError, match=rf"^{name} (is|has) .+: (it must|each stop string must|at most)") as caught:
+    with pytest.raises(RequestError, match=rf"^{name} (is|has) .+: (it must|each (stop string )?must|at most)") as caught:
         SamplingParams(**{name: value})
     assert caught.value.param == name
 
 
 def test_every_parameter_with_a_range_is_among_those_tested():
-    assert {field.name for field in fields(SamplingParams)} - WRONG.keys() == {"ignore_eos", "echo"}
+    assert {field.name for field in fields(SamplingParams)} - WRONG.keys() == {
+        *("ignore_eos", "echo", "skip_special_tokens", "include_stop_str_in_output"),
+    }
 
 
 def test_the_edges_of_every_range_are_served(llm):
