@@ -99,7 +99,7 @@ def test_stop_strings_and_tokens(api, llm):
     [
         ({"prompt": [1] * 513}, "prompt", "513"),
         ({"prompt": [512]}, "prompt", "0 to 511"),
-        ({"prompt": "x", "max_tokens": 600}, "max_tokens", "600"),
+        ({"prompt": "x", "max_tokens": -1}, "max_tokens", "-1"),
         ({"prompt": "x", "temperature": -1}, "temperature", "-1"),
         ({"prompt": "x", "n": 1000}, "n", "1000"),
         ({"prompt": "x", "logit_bias": {"512": 1}}, "logit_bias", "512"),
