@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -119,6 +120,7 @@ def test_an_interrupted_call_leaves_nothing_behind(embedder, monkeypatch):
         num_steps += 1
         if num_steps == 3:
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            time.sleep(0.5)  # for the main thread to see it before the texts are done
         return step(**how)
 
     monkeypatch.setattr(worker, "step", interrupted)
