@@ -152,7 +152,7 @@ def test_what_is_no_upload_is_refused(client, request_body):
     ("fields", "param"),
     [
         ({"input_file_id": "file-none"}, "input_file_id"),
-        ({"endpoint": "/v1/embeddings"}, "endpoint"),
+        ({"endpoint": "/v1/moderations"}, "endpoint"),
         ({"completion_window": "1h"}, "completion_window"),
         ({"metadata": {str(n): "x" for n in range(17)}}, "metadata"),
         ({"metadata": {"k": "x" * 513}}, "metadata.k"),
