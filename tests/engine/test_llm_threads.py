@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import signal
 import threading
+import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -64,6 +65,7 @@ def test_an_interrupted_call_leaves_nothing_behind(llm, monkeypatch):
         taken += 1
         if taken == 5:
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # Ctrl+C while the step runs
+            time.sleep(0.5)  # for the main thread to see it, however busy the machine is
         return original()
 
     monkeypatch.setattr(llm.engine, "step", step)
