@@ -8,6 +8,7 @@ them compilers crash.
 from __future__ import annotations
 
 import gc
+import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +23,8 @@ from jaxinfer.prefill.worker import Prefilled, PrefillWorker
 from jaxinfer.runtime.compilation import use_persistent_cache
 from tests import tiny_model
 
+# A shell has what it starts in the background ignore Ctrl+C, which tests send to themselves and to what they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # Before anything makes an array. Eight devices stand in for two meshes of several each.
 jax.config.update("jax_num_cpu_devices", 8)
 # No sum of an int and a float whose type nobody chose. (Rank promotion stays allowed: a norm's scale is [D] by design.)
