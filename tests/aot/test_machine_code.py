@@ -10,7 +10,7 @@ pytestmark = pytest.mark.aot
 
 # Of the first more is summed up than a warpgroup has registers for; of the second nothing in the loops over tiles.
 MOST_SPILLED = {"decode latents": 160, "prefill latents": 32}
-# Producers of prefill have 16 and 24 copies a tile: 392 and 502 instructions (the ways back from waits, 325 and 300, were taken for them before).
+# Producers of prefill take 392 and 502 instructions a tile; the ways back from waits, 325 and 300, were taken for them before.
 MOST_ISSUED = {"decode bfloat16": 0.36, "decode float8": 0.75, "decode latents": 0.25, "prefill": 0.66, "prefill latents": 0.59}
 
 

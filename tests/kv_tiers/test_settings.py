@@ -18,7 +18,7 @@ def test_tiers_are_off_unless_given():
     ("settings", "words"),
     [
         ({"kv_host_memory": "much"}, "kv_host_memory is 'much': give a size such as 512MiB"),
-        ({"kv_host_memory": 5}, "kv_host_memory is 5: it must be text or None"),
+        ({"kv_host_memory": 5.5}, "kv_host_memory is 5.5: it must be a size such as '512MiB', or a number of bytes"),
         ({"kv_host_memory": ""}, "kv_host_memory is '': give a size"),
         ({"kv_disk": "/tmp/kv.bin", "kv_host_memory": "1GiB"}, "kv_disk is '/tmp/kv.bin': give PATH:SIZE, such as"),
         ({"kv_disk": ":20GiB", "kv_host_memory": "1GiB"}, "kv_disk is ':20GiB': give PATH:SIZE"),
