@@ -137,7 +137,7 @@ class PrefillScheduler:
                 self._fetching.remove(sequence)
             else:
                 self.queue.remove(sequence)
-                self._shared.leave(sequence)
+            self._shared.leave(sequence)  # one that waits for pages of the tiers may have been queued before
             if self.tiers is not None:
                 self.tiers.forget(sequence)
         elif sequence.state is SequenceState.PREFILLING:
