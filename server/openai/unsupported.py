@@ -30,14 +30,13 @@ SAMPLING: Harmless = {
     "repeat_penalty": (1,),
     "penalty_alpha": (),
     "sampling_seed": (),
-    **dict.fromkeys(("bad_words", "allowed_token_ids", "stop_regex"), ([],)),
+    "stop_regex": ([],),
     # Other names of what has one here.
     **dict.fromkeys(("max_new_tokens", "max_output_tokens", "max_length", "n_predict", "num_predict"), ()),
     **dict.fromkeys(("min_new_tokens", "min_length"), (0,)),
     **dict.fromkeys(("stop_sequences", "options", "parameters", "generation_config", "model_kwargs", "extra_body"), ([], {})),
 }
 PROMPT: Harmless = {
-    "truncate_prompt_tokens": (),
     "prompt_embeds": (),
     "input_embeds": (),
     "kv_transfer_params": (),
@@ -65,8 +64,6 @@ CHAT: Harmless = COMMON | {
     "plugins": ([],),
     "documents": ([],),
     "chat_template": (),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
     "echo": (False,),
     "best_of": (1,),
     # Of thinking; what a template reads goes into chat_template_kwargs.
@@ -86,7 +83,6 @@ EMBEDDING: Harmless = {
     "embedding_types": (["float"],),
     "output_dimension": (),
     "output_dimensionality": (),
-    "truncate_prompt_tokens": (),
     "truncate": (),
     "add_special_tokens": (True,),
     "messages": (),
