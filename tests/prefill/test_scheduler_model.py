@@ -43,7 +43,7 @@ class Manager(KVManager):
         super().__init__(PageSpec(1, 1, 1, PAGE_SIZE, 4), NUM_PAGES + 1, prefix_cache=prefix_cache, clock=clock)  # type: ignore[arg-type]
         self.machine = machine
         self.num_found = 0
-        self.known: set[bytes] = set()
+        self.known: dict[bytes, int] = {}  # pages, by what names them
         self.still_shared: list[object] = []  # what should be, when room has been looked for
         self.is_caching = prefix_cache
         self.save_evicted = self.forget_evicted
@@ -60,16 +60,24 @@ class Manager(KVManager):
             num_known += PAGE_SIZE
         found = super().take_cached(table, token_ids, most_tokens, context)
         assert found == num_known == len(table) * PAGE_SIZE
+        assert table == [self.known[key] for key in self.keys_of(token_ids, found, context)]
         self.num_found = found
         return found
 
     def keep(self, table: list[int], token_ids: list[int], num_tokens: int, context: RequestContext) -> None:
+        """What is known takes a table's own page's place, unless siblings read that, and with it what follows."""
+        expected = list(table)
+        for place, key in enumerate(self.keys_of(token_ids, num_tokens, context) if self.is_caching else []):
+            page = self.known.setdefault(key, table[place])
+            if page != table[place] and self._allocator.references(table[place]) > 1:
+                break
+            expected[place] = page
         super().keep(table, token_ids, num_tokens, context)
-        if self.is_caching:
-            self.known.update(self.keys_of(token_ids, num_tokens, context))
+        assert table == expected
 
     def forget_evicted(self, evicted: list[CachedRun]) -> None:
-        self.known.difference_update(node.digest for node in evicted)
+        for node in evicted:
+            assert self.known.pop(node.digest) == node.page
 
     def grow(self, table: list[int], num_tokens: int, keep_free: int = 0) -> bool:
         missing = -(-num_tokens // PAGE_SIZE) - len(table)
@@ -284,9 +292,10 @@ class PrefillSchedulerAgainstModel(RuleBasedStateMachine):
         bucket = self.scheduler.bucket(computed) if computed else 0
         places = [0]
         for chunk in chunks:
-            assert places[-1] % QUERY_TILE == 0
-            assert places[-1] + chunk.length <= bucket
-            places.append(places[-1] + -(-chunk.length // QUERY_TILE) * QUERY_TILE)
+            if not isinstance(chunk, Fork):  # which has no place among the step's tokens
+                assert places[-1] % QUERY_TILE == 0
+                assert places[-1] + chunk.length <= bucket
+                places.append(places[-1] + -(-chunk.length // QUERY_TILE) * QUERY_TILE)
             tokens, table = chunk.sequence.token_ids, chunk.sequence.prefill_pages
             assert len(table) == -(-len(tokens) // PAGE_SIZE)
             assert self.read(table, chunk.start) == tokens[: chunk.start], "the pages hold what comes before"
