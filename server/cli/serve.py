@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+SWITCH_SECONDS = 0.0005
 FLUSH_SECONDS = 1.0  # that the usage log gets where the process ends at once
 
 
@@ -46,6 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
     configure(config.log_level, config.log_format)
     for check in (KeyRing.of_api, KeyRing.of_metrics, Tls.of):  # what is wrong with their files is reported before the long start
         check(config)
+    # How long a thread that reads a large body may keep the event loop and the engine's thread waiting, each time they want to run.
+    sys.setswitchinterval(SWITCH_SECONDS)
     with ExitStack() as opened:
         listener = opened.enter_context(listening_socket(config))
         usage_log = opened.enter_context(UsageLog(config.usage_log)) if config.usage_log else None

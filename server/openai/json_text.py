@@ -6,6 +6,8 @@ Python reads JSON in one go, with the interpreter's lock held. Long strings are 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -14,9 +16,13 @@ from server.openai.errors import ApiError
 MAX_VALUES = 300_000  # numbers, strings, lists and objects of one text: 10 ms of reading, as much of checking
 MAX_OBJECTS = 10_000  # of them lists and objects, each of which takes as long as thirty numbers
 MAX_KEYS = 20_000  # of all objects together
+MAX_STRINGS = 80_000  # keys among them
 MAX_KEY = 256  # characters
 MAX_DEPTH = 64  # of lists and objects in each other
+_MOST = {"values": MAX_VALUES, "objects": MAX_OBJECTS, "keys": MAX_KEYS, "strings": MAX_STRINGS}
 _SMALL = 64 * 1024  # bytes that can't hold too many values
+_PIECE = 64 * 1024  # bytes that are looked at in one go
+_BACKSLASHES = re.compile(rb"\\*")
 
 
 def read_json(raw: bytes, what: str) -> object:
@@ -52,28 +58,43 @@ def check_structure(raw: bytes, what: str) -> None:
     """Raises `ApiError` for a text of too many values, or too deep. Of one that is no JSON at all it says nothing."""
     if len(raw) <= _SMALL and raw.count(b"[") + raw.count(b"{") <= MAX_DEPTH:
         return
-    if b"\\" in raw:  # escaped backslashes first: what is left of them escapes a quote
-        raw = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
-    if raw.count(b'"') > 2 * (MAX_VALUES + MAX_KEYS):
-        raise _too_much(what, f"over {MAX_VALUES} values", MAX_VALUES)
-    structure = b"".join(raw.split(b'"')[::2]).translate(None, _NO_STRUCTURE)  # outside strings
-    num_opened, num_keys = structure.count(b"[") + structure.count(b"{"), structure.count(b":")
-    num_values = len(structure) - num_opened - num_keys  # a comma or an end for each
-    for number, most, kind in ((num_values, MAX_VALUES, "values"), (num_opened, MAX_OBJECTS, "objects"), (num_keys, MAX_KEYS, "keys")):
-        if number > most:
-            raise _too_much(what, f"{number} {kind}", most)
-    if (depth := _depth(structure)) > MAX_DEPTH:
-        raise _too_much(what, f"{depth} lists and objects in each other", MAX_DEPTH)
+    is_outside, counts, depth, deepest = True, dict.fromkeys(_MOST, 0.0), 0, 0
+    for piece in _pieces(raw):
+        if b"\\" in piece:  # escaped backslashes first: what is left of them escapes a quote
+            piece = piece.replace(b"\\\\", b"").replace(b'\\"', b"")
+        runs = piece.split(b'"')
+        structure = b"".join(runs[0 if is_outside else 1 :: 2]).translate(None, _NO_STRUCTURE)  # outside strings
+        num_opened, num_keys = structure.count(b"[") + structure.count(b"{"), structure.count(b":")
+        counts["strings"] += (len(runs) - 1) / 2
+        counts["objects"] += num_opened
+        counts["keys"] += num_keys
+        counts["values"] += len(structure) - num_opened - num_keys  # a comma or an end for each
+        for kind, number in counts.items():
+            if number > _MOST[kind]:
+                raise _too_much(what, kind, _MOST[kind])
+        steps = np.cumsum(_STEPS[np.frombuffer(structure, np.uint8)], dtype=np.int32)
+        deepest = max(deepest, depth + int(steps.max(initial=0)))
+        depth += int(steps[-1]) if len(steps) else 0
+        if deepest > MAX_DEPTH:
+            raise _too_much(what, "lists and objects in each other", MAX_DEPTH)
+        is_outside ^= len(runs) % 2 == 0
 
 
-def _too_much(what: str, measure: str, most: int) -> ApiError:
-    return ApiError(400, f"{what} has {measure}: at most {most} in one request", code="body_too_complex")
+def _pieces(raw: bytes) -> Iterator[bytes]:
+    """Of at most `_PIECE` bytes and a run of backslashes, none of which is cut: other threads run between two of them."""
+    start = 0
+    while start < len(raw):
+        end = start + _PIECE
+        if raw[end - 1 : end] == b"\\":
+            end = _BACKSLASHES.match(raw, end).end() + 1  # type: ignore[union-attr]  # with what they escape
+        yield raw[start:end]
+        start = end
+
+
+def _too_much(what: str, kind: str, most: int) -> ApiError:
+    return ApiError(400, f"{what} has over {most} {kind}: at most {most} in one request", code="body_too_complex")
 
 
 _NO_STRUCTURE = bytes(set(range(256)) - set(b"[]{},:"))
 _STEPS = np.zeros(256, np.int8)
 _STEPS[list(b"[{")], _STEPS[list(b"]}")] = 1, -1
-
-
-def _depth(structure: bytes) -> int:
-    return int(np.cumsum(_STEPS[np.frombuffer(structure, np.uint8)], dtype=np.int32).max(initial=0))

@@ -34,8 +34,8 @@ def test_a_stream_goes_on_beside_each_attack(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(hostile, "WARM_UP", 0.1)
     monkeypatch.setattr(hostile, "STREAM_TOKENS", 16)
     with served(create_app(SteadyBackend(tokenizer), tokenizer, ServerConfig(served_model_name=("tiny",)))) as url:
-        quiet, *noticed = asyncio.run(hostile.run(url, "tiny", NAMES, 0.2, lambda: 0.0))
-    assert quiet.statuses == {}
+        quiet, noticed = asyncio.run(hostile.run(url, "tiny", NAMES, 0.2, lambda: 0.0))
+    assert [one.statuses for one in quiet] == [{}] * len(NAMES)
     assert [one.attack for one in noticed] == NAMES
     for one in noticed:
         assert set(one.statuses) == {"400"}, one
