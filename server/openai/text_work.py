@@ -28,6 +28,11 @@ async def work_on(num_characters: int, work: Callable[[], Result]) -> Result:
     return await asyncio.get_running_loop().run_in_executor(_threads(num_characters >= VERY_LONG_TEXT), work)
 
 
+def start_with(work: Callable[[], object]) -> None:
+    """Do a first piece of work in these threads: what threads it starts for itself (tokenizers do, once in a process) have their priority."""
+    _threads(False).submit(work).result()
+
+
 @cache
 def _threads(is_very_long: bool) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, "very-long-texts" if is_very_long else "long-texts", initializer=_step_back)
