@@ -11,6 +11,7 @@ import asyncio
 import json
 import math
 import multiprocessing
+import os
 import sys
 import time
 import urllib.error
@@ -144,7 +145,8 @@ async def run(
 ) -> tuple[list[Noticed], list[Noticed]]:
     """What was noticed without attacks, before each, and beside them, in as much time."""
     loop = asyncio.get_running_loop()
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as attacker:
+    # The attacker has the server's processor only because one machine plays both.
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=os.nice, initargs=(19,)) as attacker:
 
         def idle(seconds: float) -> asyncio.Future[dict[str, int]]:
             return asyncio.ensure_future(asyncio.sleep(seconds, {}))
@@ -164,7 +166,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.hostile", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--url", help="a running server's, instead of starting one")
     parser.add_argument("--pid", type=int, help="its process, for its memory")
-    parser.add_argument("--seconds", type=float, default=5.0, help="of each attack (default: 5)")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each attack (default: 2)")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="of all attacks: of each round's longest gaps the median ratio counts (default: 3)"
+    )
     parser.add_argument("--only", default="", help="attacks whose names hold this")
     parser.add_argument("--serve", default="", help="flags of the server that is started")
     options = parser.parse_args(arguments)
@@ -180,13 +185,15 @@ def _judge(options: argparse.Namespace, url: str, pid: int | None) -> int:
     names = [name for name in attacks(model) if options.only in name]
     print(f"{'attack':34}{'gap ms':>8}{'longest':>9}{'/health':>9}{'MiB':>9}  answers")
     memory = (lambda: process.memory_info().rss / MIB) if process else lambda: math.nan
-    quiet, beside = asyncio.run(run(url, model, names, options.seconds, memory))
+    quiet, beside = asyncio.run(run(url, model, names * options.rounds, options.seconds, memory))
     typical_gap, longest_gap = float(np.median([one.typical_gap for one in quiet])), max(one.longest_gap for one in quiet)
     longest_health, most_memory = max(one.longest_health for one in quiet), max(one.memory for one in quiet)
     print(f"{'none, in as much time':34}{typical_gap:8.1f}{longest_gap:9.1f}{longest_health:9.1f}{most_memory:9.0f}")
-    worst = max(one.longest_gap for one in beside) / longest_gap
-    slowest = max(one.longest_health for one in beside)
-    print(f"longest gap {worst:.2f} of that without an attack (at most 2), /health at most {slowest:.0f} ms (at most 100)")
+    longest = np.array([[one.longest_gap for one in noticed] for noticed in (beside, quiet)]).reshape(2, options.rounds, -1).max(2)
+    ratios = longest[0] / longest[1]
+    worst, slowest = float(np.median(ratios)), max(one.longest_health for one in beside)
+    print(f"longest gap {worst:.2f} of that without an attack (at most 2; by round {', '.join(f'{ratio:.2f}' for ratio in ratios)})")
+    print(f"/health at most {slowest:.0f} ms (at most 100)")
     growth = beside[-1].memory / quiet[0].memory - 1
     print(f"memory {growth:+.1%} in the end (at most +10%)")
     return int(worst > 2 or slowest > 100 or growth > 0.1)

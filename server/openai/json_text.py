@@ -17,9 +17,10 @@ MAX_VALUES = 300_000  # numbers, strings, lists and objects of one text: 10 ms o
 MAX_OBJECTS = 10_000  # of them lists and objects, each of which takes as long as thirty numbers
 MAX_KEYS = 20_000  # of all objects together
 MAX_STRINGS = 80_000  # keys among them
+MAX_BACKSLASHES = 400_000  # each piece of a string between two escapes is a string of its own at first
 MAX_KEY = 256  # characters
 MAX_DEPTH = 64  # of lists and objects in each other
-_MOST = {"values": MAX_VALUES, "objects": MAX_OBJECTS, "keys": MAX_KEYS, "strings": MAX_STRINGS}
+_MOST = {"values": MAX_VALUES, "objects": MAX_OBJECTS, "keys": MAX_KEYS, "strings": MAX_STRINGS, "backslashes": MAX_BACKSLASHES}
 _SMALL = 64 * 1024  # bytes that can't hold too many values
 _PIECE = 64 * 1024  # bytes that are looked at in one go
 _BACKSLASHES = re.compile(rb"\\*")
@@ -60,11 +61,12 @@ def check_structure(raw: bytes, what: str) -> None:
         return
     is_outside, counts, depth, deepest = True, dict.fromkeys(_MOST, 0.0), 0, 0
     for piece in _pieces(raw):
-        if b"\\" in piece:  # escaped backslashes first: what is left of them escapes a quote
+        if num_backslashes := piece.count(b"\\"):  # escaped backslashes first: what is left of them escapes a quote
             piece = piece.replace(b"\\\\", b"").replace(b'\\"', b"")
         runs = piece.split(b'"')
         structure = b"".join(runs[0 if is_outside else 1 :: 2]).translate(None, _NO_STRUCTURE)  # outside strings
         num_opened, num_keys = structure.count(b"[") + structure.count(b"{"), structure.count(b":")
+        counts["backslashes"] += num_backslashes
         counts["strings"] += (len(runs) - 1) / 2
         counts["objects"] += num_opened
         counts["keys"] += num_keys

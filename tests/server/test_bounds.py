@@ -13,7 +13,7 @@ from jaxinfer.request import MAX_STOP, MAX_STOP_CHARACTERS, RequestError, Sampli
 from server.config import ServerConfig
 from server.openai.app import create_app
 from server.openai.errors import ApiError
-from server.openai.json_text import MAX_DEPTH, MAX_KEY, MAX_KEYS, MAX_OBJECTS, MAX_STRINGS, MAX_VALUES, read_json
+from server.openai.json_text import MAX_BACKSLASHES, MAX_DEPTH, MAX_KEY, MAX_KEYS, MAX_OBJECTS, MAX_STRINGS, MAX_VALUES, read_json
 from server.openai.protocol import MAX_MESSAGES, MAX_TEMPLATE_KWARGS, MAX_TOOLS
 from server.openai.text_work import LONG_TEXT, VERY_LONG_TEXT, work_on
 from tests.server.fakes import FakeBackend, byte_tokenizer
@@ -34,6 +34,7 @@ def calling(arguments):
         ("[" + "1," * MAX_VALUES + "1]", "values"),
         ("[" + '"a",' * MAX_STRINGS + '"a"]', "strings"),
         ('["' + '","' * 2 * MAX_VALUES + '"]', "strings"),
+        ('["' + "\\n" * (MAX_BACKSLASHES + 1) + '"]', "backslashes"),
         ("[" + "{}," * MAX_OBJECTS + "1]", "objects"),
         ("[" + "[]," * MAX_OBJECTS + "1]", "objects"),
         ("{" + '"a":1,' * MAX_KEYS + '"a":1}', "keys"),
@@ -59,7 +60,7 @@ def test_json_that_takes_long_to_read_is_refused_in_few_words(raw, says):
         [[]] * (MAX_OBJECTS - 1),
         {str(n): "," for n in range(MAX_KEYS)},
         ["[{" * 400_000 + ",:" * 400_000],
-        ['"' * 500_000, "\\" * 99_999, '\\"' * 200_000, "é" * 99_999],
+        ['"' * 99_999, "\\" * 49_999, '\\"' * 20_000, "é" * 99_999],
         [[["a"] * 60_000], "\\", '[[[["'],
         {"k" * MAX_KEY: 1},
         1.5,
