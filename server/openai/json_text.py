@@ -1,6 +1,6 @@
 """JSON texts of strangers: what would take long to read is refused before it is read, for nobody else runs meanwhile.
 
-Python reads JSON in one go, with the interpreter's lock held. Long strings are quick, many values are not.
+Python reads a string in one go, with the interpreter's lock held. Long ones are quick, unless they are full of escapes.
 """
 
 from __future__ import annotations
@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
 from server.openai.errors import ApiError
+from server.openai.json_decoder import PiecewiseDecoder
 
 MAX_VALUES = 300_000  # numbers, strings, lists and objects of one text: 10 ms of reading, as much of checking
 MAX_OBJECTS = 10_000  # of them lists and objects, each of which takes as long as thirty numbers
@@ -30,7 +32,7 @@ def read_json(raw: bytes, what: str) -> object:
     """The value of a JSON text. Raises `ApiError` 400 for anything else, and for what is beyond the bounds above."""
     try:
         check_structure(raw, what)
-        return json.loads(raw.decode("utf-8-sig"), parse_float=_number, object_pairs_hook=_object)
+        return (_SMALL_BODIES if len(raw) <= _SMALL else _LARGE_BODIES).decode(raw.decode("utf-8-sig"))
     except _LongKey as error:
         raise ApiError(400, f"{what} has a key of {error.length} characters: at most {MAX_KEY}", code="invalid_json") from None
     except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, a number too long
@@ -53,6 +55,10 @@ def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
         if len(key) > MAX_KEY:
             raise _LongKey(len(key))
     return dict(pairs)
+
+
+_HOOKS: dict[str, Any] = {"parse_float": _number, "object_pairs_hook": _object}
+_SMALL_BODIES, _LARGE_BODIES = json.JSONDecoder(**_HOOKS), PiecewiseDecoder(**_HOOKS)
 
 
 def check_structure(raw: bytes, what: str) -> None:
