@@ -29,6 +29,11 @@ def local_path(model: str) -> Path | None:
     return None
 
 
+def is_remote(model: str) -> bool:
+    """Whether it is a Hugging Face id. Raises as `local_path`."""
+    return model not in (DEFAULT_MODEL, EMBEDDING_MODEL) and local_path(model) is None
+
+
 def check_model(model: str) -> None:
     """Raise the `CheckpointError` that opening a local model would, as far as its path and its config.json show."""
     path = local_path(model)

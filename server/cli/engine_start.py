@@ -9,9 +9,9 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from checkpoints.model_path import check_model
 from jaxinfer.config import ConfigError, EngineConfig, flat_fields
 from jaxinfer.start_progress import StartProgress
+from server.cli.model_name import check_name
 from server.flags import given
 from sharding.layout import missing_device
 
@@ -30,7 +30,7 @@ def engine_config(arguments: argparse.Namespace) -> EngineConfig:
     _check_devices(config)
     for model in (config.model.model, config.model.embedding_model):
         if model is not None:
-            check_model(model)
+            check_name(model)
     return config
 
 

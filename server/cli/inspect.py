@@ -6,8 +6,8 @@ import argparse
 import json
 import os
 
-from checkpoints.model_path import check_model
 from server.cli.convert import add_source
+from server.cli.model_name import check_name
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the report."""
-    check_model(arguments.source)  # before the long imports, which a wrong name would waste
+    check_name(arguments.source)  # before the long imports, which a wrong name would waste
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # models are built abstractly: no GPU is needed
     from checkpoints.hub import resolve
     from server.inspection import inspect

@@ -59,16 +59,19 @@ def run(arguments: argparse.Namespace) -> int:
         from server.starting import StartingApp
 
         def build() -> FastAPI:
+            from server.batches.batch_store import BatchStore
+
+            # A folder that can't be had is told before the imports that take long.
+            store = opened.enter_context(closing(BatchStore(expanded(config.batch_dir)))) if config.batch_dir else None
+
             from rich.console import Console
 
-            from server.batches.batch_store import BatchStore
             from server.local_backend import LocalBackend
             from server.openai.app import create_app
             from server.openai.text_work import start_with
             from server.summary import summary_table
 
             console = Console(stderr=True, quiet=config.log_format == "json")
-            store = opened.enter_context(closing(BatchStore(expanded(config.batch_dir)))) if config.batch_dir else None
             engine = start_engine(engine_settings, console, progress)
             start_with(lambda: engine.tokenizer.encode("a"))
             console.print(summary_table(engine.stats))

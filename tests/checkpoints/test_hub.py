@@ -9,10 +9,11 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
-from checkpoints import embedded, hub
+from checkpoints import embedded, hub, hugging_face
 from checkpoints.gguf_source import GGUFSource
 from checkpoints.safetensors_source import SafetensorsSource
 from checkpoints.source import CheckpointError
+from server.cli.model_name import check_name
 from tests.checkpoints import tiny
 
 
@@ -45,6 +46,31 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.bin").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"neither a folder nor a \.gguf file"):
         hub.resolve(str(tmp_path / "model.bin"))
+
+
+@pytest.mark.parametrize(
+    "error", [OfflineModeIsEnabled("HF_HUB_OFFLINE=1"), httpx.ConnectError("no name"), httpx.ReadTimeout("slow"), None]
+)
+def test_an_id_that_nobody_has_is_told_before_the_long_imports(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception | None
+) -> None:
+    def info(model: str, timeout: float) -> None:
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(huggingface_hub, "model_info", info)
+    monkeypatch.setattr(hugging_face, "_folder", lambda: tmp_path)
+    if error is None or isinstance(error, httpx.ReadTimeout):
+        check_name("org/model")
+    else:
+        with pytest.raises(CheckpointError, match=str(error)):
+            check_name("org/model")
+    kept = tmp_path / "models--org--model"  # as the hub's library keeps it
+    (kept / "refs").mkdir(parents=True)
+    (kept / "refs" / "main").write_text("1" * 40)
+    (kept / "snapshots" / ("1" * 40)).mkdir(parents=True)
+    (kept / "snapshots" / ("1" * 40) / "config.json").write_text("{}")
+    check_name("org/model")
 
 
 @pytest.mark.parametrize(

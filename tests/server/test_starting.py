@@ -31,16 +31,17 @@ def start(config, progress):
 
 sys.modules["jaxinfer.engine"] = types.SimpleNamespace(Engine=start)
 from server.cli import main
-main(["serve", "--port", sys.argv[2], "--served-model-name", "tiny"])
+main(["serve", "--port", sys.argv[2], "--served-model-name", "tiny", "--metrics-key-file", sys.argv[3]])
 """
 DOING = "loading weights 40%, compiling 3 of 12"
 
 
 @pytest.fixture
 def starting(tmp_path, unused_port):
-    process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(tmp_path / "go"), str(unused_port)], cwd=ROOT, stderr=subprocess.PIPE, text=True
-    )
+    keys = tmp_path / "metrics-keys"
+    keys.write_text("first\n")
+    arguments = [sys.executable, "-c", SCRIPT, str(tmp_path / "go"), str(unused_port), str(keys)]
+    process = subprocess.Popen(arguments, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     with httpx.Client(base_url=f"http://127.0.0.1:{unused_port}", timeout=60) as client:
         yield process, client, tmp_path / "go"
     process.kill()
@@ -64,8 +65,12 @@ def until(seconds, answer):
     raise AssertionError("nothing listens")
 
 
-def test_a_server_answers_while_it_starts_and_serves_once_it_is_ready(starting):
+def test_a_server_answers_while_it_starts_and_serves_once_it_is_ready(starting, tmp_path):
     process, client, go = starting
+
+    def metrics(key):
+        return client.get("/metrics", headers={"Authorization": f"Bearer {key}"} if key else {}).status_code
+
     alive = until(30, lambda: client.get("/health"))
     assert (alive.status_code, alive.json()["status"]) == (200, "starting")
     while (ready := client.get("/ready")).json().get("doing") != DOING:
@@ -91,8 +96,12 @@ def test_a_server_answers_while_it_starts_and_serves_once_it_is_ready(starting):
         time.sleep(0.02)
     assert client.get("/health").json() == {"status": "ok"}
     assert [model["id"] for model in client.get("/v1/models").json()["data"]] == ["tiny"]
+    assert [metrics(key) for key in (None, "second", "first")] == [401, 401, 200]
+    (tmp_path / "metrics-keys").write_text("second\n")
     os.kill(process.pid, signal.SIGHUP)
-    assert client.get("/health").status_code == 200
+    while metrics("second") != 200:
+        time.sleep(0.02)
+    assert metrics("first") == 401
     os.kill(process.pid, signal.SIGTERM)
     assert process.wait(10) == 0
 

@@ -78,6 +78,17 @@ def test_lines_are_asked_at_the_lowest_priority_for_the_batchs_tenant(scene, bac
     run(main())
 
 
+def test_what_a_line_leaves_out_is_the_models_own_default(scene, backend):
+    backend.sampling_defaults = {"temperature": 0.2, "top_k": 20}
+
+    async def main():
+        async with scene.running():
+            await scene.ended(scene.create(line("a"), line("b", body=TEXT | {"temperature": 0})))
+        assert sorted((params.temperature, params.top_k) for _, _, params in backend.seen) == [(0.0, 20), (0.2, 20)]
+
+    run(main())
+
+
 def test_answers_are_those_of_http_in_the_inputs_order(scene):
     lines = [line(f"c{n}", body=TEXT | {"max_tokens": 1 + n % 7}) for n in range(40)]
     lines[5] = line("c5", body=TEXT | {"max_tokens": -1})
