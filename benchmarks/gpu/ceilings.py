@@ -37,7 +37,7 @@ def _case(x: jax.Array) -> str:
 def _pass_over(sizes: Sizes) -> Iterator[Found]:
     """Something new of each number, so that no round can be left out or made one with the next: as many bytes as a copy."""
     x, work = _random_words(sizes)
-    times = per_call(lambda x, factor, _: x * factor + 1, x, jnp.uint32(1664525), [None], _EXPECTED.floor(work), sizes.repeats)
+    times, _ = per_call(lambda x, factor, _: x * factor + 1, x, jnp.uint32(1664525), [None], _EXPECTED.floor(work), sizes.repeats)
     yield Found(_case(x), times, work)
 
 
@@ -52,5 +52,5 @@ def _multiply(sizes: Sizes) -> Iterator[Found]:
     x, *matrices = (jax.random.normal(key, (size, size), sizes.dtype) for key in keys)
     matrices = [(matrix / size**0.5).astype(sizes.dtype) for matrix in matrices]  # products stay of x's size
     work = floors.product(size, size, size, sizes.itemsize)
-    times = per_call(lambda x, _, matrix: x @ matrix, x, None, matrices, _EXPECTED.floor(work), sizes.repeats)
+    times, _ = per_call(lambda x, _, matrix: x @ matrix, x, None, matrices, _EXPECTED.floor(work), sizes.repeats)
     yield Found(f"{size} x {size} x {size}", times, work)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.gpu import compiled
 from benchmarks.gpu.absent import stand_in
 from benchmarks.gpu.floors import DATASHEET, Work
 from benchmarks.gpu.measure import Found
@@ -160,7 +161,8 @@ def prefill_steps(sizes: Sizes, way: Any, seed: int) -> Iterator[Found]:
 def _start(runner: DecodeRunner | PrefillRunner, loaded: Loaded) -> dict[str, Any]:
     programs, seconds = _timed(lambda: compile_programs(_needed(runner.programs())))
     runner.start(programs, (loaded.weights,))
-    return {"compile_s": round(seconds, 1)}
+    about = {name: compiled.about(program.as_text() or "") for name, program in programs.items() if hasattr(program, "as_text")}
+    return {"compile_s": round(seconds, 1), "programs": about}
 
 
 def _needed(sources: list[ProgramSource]) -> list[ProgramSource]:

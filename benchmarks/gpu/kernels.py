@@ -124,8 +124,8 @@ def measured(function: Callable[..., Any], problem: Problem, sizes: Sizes, case:
         return Found(case, work=problem.work, notes=notes, failure=failure)
     expected_s = _EXPECTED.floor(problem.work)
     step = partial(problem.step, function)
-    times = per_call(step, problem.carry, problem.shared, problem.inputs, max(expected_s, 4e-6), sizes.repeats)
-    return Found(case, times, problem.work, notes)
+    times, program = per_call(step, problem.carry, problem.shared, problem.inputs, max(expected_s, 4e-6), sizes.repeats)
+    return Found(case, times, problem.work, notes | {"program": program})
 
 
 def checked(function: Callable[..., Any], problem: Problem) -> tuple[dict[str, Any], str | None]:

@@ -60,6 +60,7 @@ def cases(sizes: Sizes) -> dict[str, Case]:
     latents = _SMALL_LATENTS if sizes.is_small else _LATENTS
     latent = PageShape(1, sizes.page_size, latents["head_size"], sizes.dtype, num_sides=1)
     found = {name: Case(*size, model.num_heads, plain) for name, size in plain_cases(sizes).items()}
+    found |= {f"batch 1, context {context}": Case(1, context, model.num_heads, plain) for context in sizes.short}
     for name, (batch, context) in list(plain_cases(sizes).items())[-2:]:
         found[f"float8, {name}"] = Case(batch, context, model.num_heads, float8)
         found[f"latents, {name}"] = Case(batch, context, latents["num_heads"], latent, latents["value_size"])
@@ -103,6 +104,7 @@ def shape_of(case: Case) -> dict[str, Any]:
     """By which `mosaic_tiling.tiling_for` finds a tiling; of latents, for which it looks for none, more."""
     about = asdict(case)
     about |= about.pop("shape")
+    about["context"] = -(-case.context // case.shape.page_size) * case.shape.page_size  # that a page table has room for
     about["num_heads"] *= about.pop("tokens")  # to the kernel they are one token's heads
     of_latents = {"num_sides": about.pop("num_sides"), "value_size": about.pop("value_size")}
     return about if case.value_size is None else about | of_latents

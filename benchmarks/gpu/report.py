@@ -15,7 +15,7 @@ from benchmarks.gpu.floors import Rates, Work
 from benchmarks.gpu.worker import About, Row
 
 _LONGEST_FAILURE = 140  # characters that the table has of one
-_UNSHOWN = ("shape", "tokens")
+_UNSHOWN = ("shape", "tokens", "program", "programs")
 
 
 @dataclass

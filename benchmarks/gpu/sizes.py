@@ -60,6 +60,9 @@ class Sizes:
     dtype: str
     page_size: int
     decode: tuple[tuple[int, int], ...]  # batch and context
+    short: tuple[
+        int, ...
+    ]  # contexts of one request alone: less than a tile, a tile and a bit; attention is measured in them, steps are not
     prefill: tuple[int, ...]  # tokens of a prompt
     grouped: tuple[int, ...]  # tokens of a step of a mixture of experts
     copied_bytes: int
@@ -99,6 +102,7 @@ FULL = Sizes(
     dtype="bfloat16",
     page_size=16,
     decode=tuple((batch, context) for context in (512, 4096) for batch in (1, 8, 32, 128)),
+    short=(1, 17, 100),
     prefill=(512, 2048, 8192),
     grouped=(64, 4096),
     copied_bytes=2**31,
@@ -115,6 +119,7 @@ SMALL = Sizes(
     dtype="float32",
     page_size=8,
     decode=((1, 16), (4, 24)),
+    short=(3,),
     prefill=(64,),
     grouped=(8,),
     copied_bytes=2**16,

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from benchmarks.gpu import compiled
 from benchmarks.gpu.measure import Times
 
 Step = Callable[[Any, Any, Any], Any]  # what the call before gave, what all calls share, inputs of its own -> what this one gives
@@ -18,14 +19,15 @@ _LOOP_S = 0.01  # that a loop should take
 _MEASURED_S = 2.0  # that all loops may: what is far slower than expected is measured less often
 
 
-def per_call(step: Step, carry: Any, shared: Any, inputs: Sequence[Any], expected_s: float, repeats: int) -> Times:
+def per_call(step: Step, carry: Any, shared: Any, inputs: Sequence[Any], expected_s: float, repeats: int) -> tuple[Times, dict[str, Any]]:
     """Seconds of one call of `step`, in steady state: a loop of several rounds through all inputs, launched several times in a row less launched
-    once, so that what the host does before and after isn't in it.
+    once, so that what the host does before and after isn't in it. And what the loop's program is, with how many `calls` a round of it has.
 
     Raises `ValueError` where that is not above zero. XLA runs a loop of a known length without asking the device each round, so it is static.
     """
     rounds = max(2, min(200, int(_LOOP_S / (expected_s * len(inputs)))))
-    loop = jax.jit(chain(step, rounds), donate_argnums=0)  # so that what calls update in place isn't copied
+    traced = jax.jit(chain(step, rounds), donate_argnums=0)  # so that what calls update in place isn't copied
+    loop = traced.lower(carry, shared, inputs).compile()
 
     def launch(times: int) -> None:
         out = jax.tree.map(jnp.copy, carry)
@@ -38,7 +40,8 @@ def per_call(step: Step, carry: Any, shared: Any, inputs: Sequence[Any], expecte
     more = max(2, math.ceil(_LOOP_S / took))
     repeats = max(2, min(repeats, int(_MEASURED_S / ((2 + more) * took))))
     differences = (_seconds(partial(launch, 1 + more)) - _seconds(partial(launch, 1)) for _ in range(repeats))
-    return Times.of([difference / (more * rounds * len(inputs)) for difference in differences])
+    times = Times.of([difference / (more * rounds * len(inputs)) for difference in differences])
+    return times, {"calls": len(inputs)} | compiled.about(loop.as_text() or "")
 
 
 def chain(step: Step, rounds: int) -> Callable[[Any, Any, Sequence[Any]], Any]:

@@ -16,6 +16,7 @@ import pytest
 from jax.experimental.mosaic.gpu.core import artificial_shared_memory_limit
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from benchmarks.gpu.compiled import num_launches
 from pallas_kernels.mosaic.card import Card, card_of
 from sharding.targets import target_devices
 from tests.ptx.kernel import run_interpreted_kernels_as_compiled
@@ -93,8 +94,7 @@ def num_kernels(compiled: jax.stages.Compiled) -> int:
 
 def launches(compiled: jax.stages.Compiled) -> int:
     """Launches of a program, but for those of what it calls."""
-    text = compiled.as_text()
-    return len(re.findall(r" (?:fusion|custom-call)\(", text[text.index("\nENTRY ") :]))
+    return num_launches(compiled.as_text())
 
 
 def makers(compiled: jax.stages.Compiled, shape: tuple[int, ...]) -> set[str]:

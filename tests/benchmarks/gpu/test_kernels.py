@@ -40,7 +40,7 @@ ATTENTION = {
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(kernels, "per_call", lambda *_: Times(1.0, 1.0, 1.0))
+    monkeypatch.setattr(kernels, "per_call", lambda *_: (Times(1.0, 1.0, 1.0), {}))
 
 
 def found(name, change, make=None):
@@ -243,10 +243,11 @@ def test_seconds_of_a_call_are_of_all_calls_of_a_loop(monkeypatch):
         traced.append(own)
         return carry + own * shared
 
-    times = timing.per_call(step, jnp.zeros(2), jnp.float32(3.0), [jnp.float32(i) for i in range(5)], expected_s=1e-4, repeats=4)
+    times, program = timing.per_call(step, jnp.zeros(2), jnp.float32(3.0), [jnp.float32(i) for i in range(5)], expected_s=1e-4, repeats=4)
     rounds = 20  # 10 ms of 5 calls of 0.1 ms
     assert times.median == pytest.approx(0.02 / (rounds * 5))
     assert len(traced) == 1, "a kernel is compiled once for all inputs"
+    assert program["calls"] == 5 and program["hlo"]
 
 
 def test_no_time_is_made_of_noise(monkeypatch):

@@ -1,5 +1,7 @@
 """The whole of it on a CPU, in tiny sizes."""
 
+import base64
+import gzip
 import json
 import subprocess
 import sys
@@ -27,11 +29,18 @@ def test_a_small_run_writes_rows_with_shares_and_prints_a_table(tmp_path, capsys
     written = json.loads(path.read_text())
     assert written["about"]["card"] == "cpu" and written["settings"]["seed"] == 3
     ours = [row for row in written["rows"] if row["way"] == "xla" and row["name"] != "matmul"]
-    assert len(ours) == 6, "two sizes of attention, with a write and without, and two of a step"
+    assert len(ours) == 7, "two sizes of attention, with a write and without, one short context, and two of a step"
     # A busy machine may leave too little of the shortest to measure.
     assert all(row["failure"] is None or "too short" in row["failure"] for row in ours)
     steps = [row for row in ours if row["name"] == "decode step"]
     assert all(row["notes"]["tokens"] and row["times"]["median"] > 0 for row in steps)
+    # What each of them is to XLA, compressed: the text begins with its module's name.
+    programs = [row["notes"]["program"] for row in ours if "program" in row["notes"]]
+    programs += [steps[0]["notes"]["programs"][f"decode/{batch}"] for batch in (1, 4)]
+    assert len(programs) >= 3
+    for program in programs:
+        assert gzip.decompress(base64.b64decode(program["hlo"])).startswith(b"HloModule")
+        assert sum(sum(kinds.values()) for kinds in program["launches"].values()) > 0
     theirs = [row for row in written["rows"] if row["way"] == "torch sdpa"]
     assert len(theirs) == 2
     shown = capsys.readouterr().out
