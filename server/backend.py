@@ -37,7 +37,7 @@ class Backend(Protocol):
         self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, context: RequestContext = ANYONE
     ) -> AsyncGenerator[OutputDelta]: ...
 
-    async def embed(self, request_id: str, token_lists: Sequence[TokenIds]) -> Embedded:
+    async def embed(self, request_id: str, token_lists: Sequence[TokenIds], context: RequestContext = ANYONE) -> Embedded:
         """Embeddings of texts that `text_reader` has read. Raises `Overloaded` and `Unavailable` as `generate` does; cancelling the task
         that waits drops the request."""
         ...

@@ -17,7 +17,7 @@ from jaxinfer.request import ANYONE, OutputDelta, RequestContext, RequestError, 
 from jaxinfer.stats import EngineStats
 from server.admission import Admissions
 from server.backend import Overloaded, Unavailable
-from server.queue_room import Waiting, has_room
+from server.queue_room import Waiting, has_room, has_room_for_texts
 
 SHORTEST_RETRY, LONGEST_RETRY = 1.0, 120.0  # seconds
 MOST_TEXTS = 16_384  # to embed at once: the engine's thread goes through all that wait for each of their batches, 2 ms of that many
@@ -37,8 +37,7 @@ class LocalBackend:
         self._requests: AsyncRequests | None = None
         self._unserved: dict[str, Waiting] = {}  # by request id
         self._admissions = Admissions()
-        self._num_embeddings = 0  # requests under way, and their texts
-        self._num_texts = 0
+        self._unembedded: dict[str, tuple[Waiting, int]] = {}  # by request id, with how many texts it has
         self._embedding_pace = Admissions()
         self._num_under_way = 0  # requests of both kinds
         self._is_stopping = False
@@ -108,14 +107,12 @@ class LocalBackend:
                 self._admissions.leave(time.monotonic())
             self._rest()
 
-    async def embed(self, request_id: str, token_lists: Sequence[TokenIds]) -> Embedded:
+    async def embed(self, request_id: str, token_lists: Sequence[TokenIds], context: RequestContext = ANYONE) -> Embedded:
         """See `Backend`."""
         requests = self._open()
-        is_full = self._num_embeddings >= self._engine.config.schedule.max_queue_size
-        if is_full or self._num_texts + len(token_lists) > MOST_TEXTS:
-            raise self._overloaded(self._embedding_pace)
-        self._num_embeddings += 1
-        self._num_texts += len(token_lists)
+        waiting = Waiting(context.tenant, context.priority)
+        self._check_room_for_texts(waiting, len(token_lists))
+        self._unembedded[request_id] = waiting, len(token_lists)
         self._begin()
         self._embedding_pace.wait(time.monotonic())
         is_done = False
@@ -127,8 +124,7 @@ class LocalBackend:
             raise _as_told(error) from error
         finally:
             (self._embedding_pace.admit if is_done else self._embedding_pace.leave)(time.monotonic())
-            self._num_embeddings -= 1
-            self._num_texts -= len(token_lists)
+            del self._unembedded[request_id]
             self._rest()
 
     def _open(self) -> AsyncRequests:
@@ -156,6 +152,13 @@ class LocalBackend:
         num_waiting = max(0, stats.num_waiting + num_unseen - num_free)
         if not has_room(request, self._unserved.values(), num_waiting, schedule.max_queue_size):
             raise self._overloaded(self._admissions)
+
+    def _check_room_for_texts(self, request: Waiting, num_texts: int) -> None:
+        others = [other for other, _ in self._unembedded.values()]
+        texts = [(other.tenant, number) for other, number in self._unembedded.values()]
+        has_place = has_room(request, others, len(others), self._engine.config.schedule.max_queue_size)
+        if not has_place or not has_room_for_texts(request.tenant, num_texts, texts, MOST_TEXTS):
+            raise self._overloaded(self._embedding_pace)
 
 
 def _as_told(error: Exception) -> Exception:

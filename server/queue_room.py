@@ -15,6 +15,17 @@ class Waiting(NamedTuple):
     priority: int
 
 
+def has_room_for_texts(tenant: str, num_texts: int, waiting: Collection[tuple[str, int]], most: int) -> bool:
+    """Whether a tenant may have so many more texts embedded. `waiting`: of each request that waits, whose it is and of how many texts.
+
+    A tenant may have one request of any size; with several it keeps to its share of `most`, divided as the queue is. All together have
+    twice as many."""
+    own = sum(number for other, number in waiting if other == tenant)
+    num_tenants = len({other for other, _ in waiting} | {tenant})
+    share = max(most // FLOOR_SHARE, most // num_tenants)
+    return (own == 0 or own + num_texts <= share) and num_texts + sum(number for _, number in waiting) <= 2 * most
+
+
 def has_room(request: Waiting, unserved: Collection[Waiting], num_waiting: int, max_queue_size: int) -> bool:
     """Whether another request may wait. `num_waiting` are those of `unserved` for which no slot is free.
 

@@ -7,7 +7,7 @@ import base64
 from functools import partial
 
 from jaxinfer.encode.texts import Embedded, TextReader, Truncation, cut
-from jaxinfer.request import FinishReason, OutputDelta, RequestError
+from jaxinfer.request import FinishReason, OutputDelta, RequestContext, RequestError
 from server.openai.caller import UNKNOWN, Caller
 from server.openai.protocol import EmbeddingRequest
 from server.openai.responses import Embedding, EmbeddingList, EmbeddingUsage
@@ -30,7 +30,7 @@ async def respond(service: Service, body: EmbeddingRequest, caller: Caller = UNK
     with service.usage.measure(asked, [range(sum(map(len, token_lists)))], 1) as usage:
         try:
             async with asyncio.timeout(caller.timeout):
-                embedded = await service.backend.embed(id, token_lists)
+                embedded = await service.backend.embed(id, token_lists, RequestContext(tenant=caller.tenant, priority=caller.priority or 0))
         except TimeoutError:
             usage.add(OutputDelta(id, 0, finish_reason=FinishReason.TIMEOUT))
             finished_by(FinishReason.TIMEOUT)  # raises the answer

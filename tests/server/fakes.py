@@ -113,7 +113,7 @@ class FakeBackend:
             if not is_complete:
                 self.aborted.append(request_id)
 
-    async def embed(self, request_id: str, token_lists: Sequence[TokenIds]) -> Embedded:
+    async def embed(self, request_id: str, token_lists: Sequence[TokenIds], context: RequestContext = ANYONE) -> Embedded:
         if self.is_full:
             raise Overloaded(6.2)
         if self.failed:

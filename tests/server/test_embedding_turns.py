@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.encode.texts import Embedded, TextReader
-from jaxinfer.request import DeviceUsage, SamplingParams
+from jaxinfer.request import DeviceUsage, RequestContext, SamplingParams
 from server.backend import Overloaded, Unavailable
 from tests.server.fakes import byte_tokenizer
 from tests.server.scripted_engine import ScriptedEngine
@@ -59,8 +59,9 @@ def engine():
     return engine
 
 
-async def numbers(backend, request_id, count, first=0):
-    embedded = await backend.embed(request_id, [np.array([number], np.int32) for number in range(first, first + count)])
+async def numbers(backend, request_id, count, first=0, tenant="a"):
+    texts = [np.array([number], np.int32) for number in range(first, first + count)]
+    embedded = await backend.embed(request_id, texts, RequestContext(tenant=tenant))
     return embedded.embeddings[:, 0].tolist()
 
 
@@ -143,6 +144,26 @@ def test_above_the_bound_on_texts_requests_are_refused_however_few_they_are(engi
             engine.encode.may_step.set()
             assert (await asked, await fits) == (list(range(7)), list(range(3)))
             assert await numbers(backend, "d", 10) == list(range(10))
+
+    asyncio.run(run())
+
+
+def test_a_tenant_that_fills_the_queue_keeps_out_nobody_else(engine, monkeypatch):
+    async def run():
+        monkeypatch.setattr("server.local_backend.MOST_TEXTS", 10)
+        engine.encode.may_step.clear()
+        async with running(engine) as backend:
+            asked = [asyncio.create_task(numbers(backend, str(i), 2)) for i in range(4)]
+            await asyncio.sleep(0.01)
+            for count in (1, 3):  # one request too many, and too many texts
+                with pytest.raises(Overloaded):
+                    await numbers(backend, "one too many", count)
+            asked += [asyncio.create_task(numbers(backend, f"b{i}", 2, tenant="b")) for i in range(2)]
+            await asyncio.sleep(0.01)
+            with pytest.raises(Overloaded):
+                await numbers(backend, "b too", 2, tenant="b")
+            engine.encode.may_step.set()
+            assert await asyncio.gather(*asked) == [[0, 1]] * 6
 
     asyncio.run(run())
 
