@@ -7,8 +7,8 @@ import logging
 import os
 from pathlib import Path
 
+from checkpoints.model_path import check_model
 from jaxinfer.config import parse_bytes
-from server.cli.model_name import check_name
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +31,7 @@ def add_source(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Write the folder, with a bar on a terminal."""
     shard_size = parse_bytes("shard_size", arguments.shard_size)
-    check_name(arguments.source)  # before the long imports, which a wrong name would waste
+    check_model(arguments.source)  # before the long imports, which a wrong name would waste; one of Hugging Face's after the destination
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
