@@ -1,4 +1,4 @@
-"""What XLA made of a program, as a result keeps it: its launches, the algorithms that were chosen for products, its text. Imports no JAX."""
+"""What XLA made of a program, as a result keeps it: its launches, the algorithms chosen for products, its text. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def algorithms(hlo: str) -> dict[str, int]:
 
 
 def about(hlo: str) -> dict[str, Any]:
-    """For a result's notes. The text is compressed: `python -c "import base64, gzip, sys; print(gzip.decompress(base64.b64decode(sys.stdin.read())).decode())"`."""
+    """For a result's notes. `hlo` is the text by gzip, as base64: `gzip.decompress(base64.b64decode(hlo))` gives it again."""
     text = base64.b64encode(gzip.compress(hlo.encode(), mtime=0)).decode()
     return {"launches": launches(hlo), "algorithms": algorithms(hlo), "hlo": text}
 

@@ -60,9 +60,7 @@ class Sizes:
     dtype: str
     page_size: int
     decode: tuple[tuple[int, int], ...]  # batch and context
-    short: tuple[
-        int, ...
-    ]  # contexts of one request alone: less than a tile, a tile and a bit; attention is measured in them, steps are not
+    short: tuple[int, ...]  # contexts of one request alone, around a page and a tile: of attention, not of steps
     prefill: tuple[int, ...]  # tokens of a prompt
     grouped: tuple[int, ...]  # tokens of a step of a mixture of experts
     copied_bytes: int

@@ -38,7 +38,7 @@ export async function* streamChat(body, key, signal) {
 async function errorOf(response) {
   const body = await response.json().catch(() => null);
   const message = body?.error?.message ?? `${response.status} ${response.statusText}`;
-  const wait = message.includes("try again") ? null : response.headers.get("Retry-After");
+  const wait = body?.error?.code === "starting" ? null : response.headers.get("Retry-After"); // it says so itself
   const text = response.status === 401 ? `${message} (see Settings)` : wait ? `${message} (try again in ${wait} s)` : message;
   return Object.assign(new ApiError(text), { code: body?.error?.code });
 }
