@@ -1,0 +1,67 @@
+"""Of a matrix of cases, those that a run takes in which time counts: so many that each value of each axis is in one of them. The rule chooses, nobody
+by hand, and always the same ones. All others are marked `exhaustive`, which `make test` and CI leave out: `-m exhaustive` runs them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Hashable, Sequence
+from typing import Any
+
+import pytest
+
+
+def covering(*axes: Sequence[Any], strength: int = 1) -> list[Any]:
+    """All combinations of the axes' values, in the order of `itertools.product`, for `pytest.mark.parametrize("a, b", covering(a, b))`.
+
+    Unmarked are those of `cover`, the others `exhaustive`. Two axes of 3 and 5 values: 5 of 15.
+
+    Args:
+      axes: values, of any type; of each at least one.
+      strength: how many axes' values are to meet: 1, each value once; 2, each pair of values once.
+    """
+    if not 1 <= strength <= len(axes):
+        raise ValueError(f"strength {strength} of {len(axes)} axes")
+    places = list(itertools.product(*(range(len(axis)) for axis in axes)))
+    needed = set(cover([list(itertools.combinations(enumerate(place), strength)) for place in places]))
+    return [
+        pytest.param(
+            *(axis[index] for axis, index in zip(axes, place, strict=True)), marks=() if index in needed else pytest.mark.exhaustive
+        )
+        for index, place in enumerate(places)
+    ]
+
+
+def mark_exhaustive(items: Sequence[pytest.Item]) -> None:
+    """The same for collected tests, wherever their parameters come from, decorators or fixtures: of each test function every value of every
+    parameter. A test that has the mark already covers nothing. For a hook `pytest_collection_modifyitems` that is tried first: before `-m` is."""
+    by_test: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("exhaustive") is None:
+            by_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in by_test.values():
+        needed = set(cover([_values(item) for item in cases]))
+        for index, item in enumerate(cases):
+            if index not in needed:
+                item.add_marker(pytest.mark.exhaustive)
+
+
+def cover(rows: Sequence[Collection[Hashable]]) -> list[int]:
+    """Indices, ascending, of rows that have between them all that any row has, and at least one row. Each time the first of the rows with the most
+    that is still missing is taken: no fewest, but few."""
+    missing, taken = {each for row in rows for each in row}, []
+    while missing or (rows and not taken):
+        best = max(range(len(rows)), key=lambda index: len(missing.intersection(rows[index])))
+        taken.append(best)
+        missing.difference_update(rows[best])
+    return sorted(taken)
+
+
+def _values(item: pytest.Item) -> set[Hashable]:
+    """Of each parameter its name and its value; of one that is a dictionary, as options are, each key's. Equal values are one, whichever lists they
+    stand in: of rows (32, 8, 128) and (32, 8, 96) the second has only one value more."""
+    callspec = getattr(item, "callspec", None)
+    found: set[Hashable] = set()
+    for name, value in callspec.params.items() if callspec else ():
+        parts = {f"{name}[{key!r}]": each for key, each in value.items()} if isinstance(value, dict) and value else {name: value}
+        found.update((key, repr(each)) for key, each in parts.items())  # as text, for a dictionary or a list can't be hashed
+    return found
