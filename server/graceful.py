@@ -4,6 +4,7 @@ it at once."""
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import signal
@@ -20,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 from server.config import ServerConfig
 from server.http_limits import MAX_HEAD_BYTES, protocol_factory
 from server.tls import Tls
+from server.tls_listener import TlsListener
 
 logger = logging.getLogger(__name__)
 
@@ -43,30 +45,34 @@ class GracefulServer(uvicorn.Server):
         self, app: App, config: ServerConfig, on_started: Callable[[], None] = lambda: None, before_cut: Callable[[], None] = lambda: None
     ) -> None:
         """`before_cut` is called when a second signal ends the process, and must be quick."""
+        self._tls = Tls.of(config)
+        self._make_protocol = protocol_factory(config)
         settings = uvicorn.Config(
             app,  # type: ignore[arg-type]  # uvicorn's own types of scopes are narrower
             host=config.host,
             port=config.port,
             log_config=None,  # logs.configure's holds
             access_log=False,  # request_log's has more
-            http=protocol_factory(config),  # type: ignore[arg-type]  # called as a class is
+            http=self._make_protocol,  # type: ignore[arg-type]  # called as a class is
             h11_max_incomplete_event_size=MAX_HEAD_BYTES,
             timeout_keep_alive=config.idle_timeout,  # type: ignore[arg-type]  # handed on to the loop, which takes fractions
             timeout_graceful_shutdown=CLOSE_TIMEOUT,
             server_header=False,
         )
-        self._tls = Tls.of(config)
-        if self._tls is not None:
-            settings.load()  # which would otherwise come later and put its own context here
-            settings.ssl = self._tls.context
         super().__init__(settings)
         self._app, self._patience = app, config.shutdown_timeout
         self._on_started, self._before_cut = on_started, before_cut
         self._ending: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """uvicorn's, then tell that requests are taken."""
-        await super().startup(sockets)
+        """uvicorn's, with TLS begun here, then tell that requests are taken."""
+        if self._tls is None:
+            await super().startup(sockets)
+        else:
+            await super().startup(sockets=[])  # no server of its own
+            make = functools.partial(self._make_protocol, config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
+            listeners = [TlsListener(one, self._tls.context, make, self.config.backlog) for one in sockets or ()]
+            self.servers = listeners  # type: ignore[assignment]  # uvicorn only closes them and waits for it
         self._on_started()
 
     @contextmanager

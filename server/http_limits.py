@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import functools
 import json
 import logging
 import resource
 import socket
+import ssl
 import termios
 import time
 from array import array
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,24 +45,22 @@ class Connections:
     num_open: int = 0
 
     def admit(self, protocol: LimitedProtocol) -> bool:
-        """Count a new one. False if it is one too many and no other could make room: then it may ask for no work."""
+        """Count a new one, idle for now. False if it is one too many and no other could make room: then it may ask for no work."""
         self.num_open += 1
-        if self.num_open <= self.max_connections:
-            return True
-        if self.idle:
+        has_room = self.num_open <= self.max_connections or bool(self.idle)
+        if self.num_open > self.max_connections and self.idle:
             next(iter(self.idle)).abort()
-            return True
-        return False
+        self.idle[protocol] = None
+        return has_room
+
+    def leave(self, protocol: LimitedProtocol) -> None:
+        self.num_open -= 1
+        self.idle.pop(protocol, None)
 
 
 def protocol_factory(config: ServerConfig) -> Callable[..., LimitedProtocol]:
     """For uvicorn's setting `http`."""
-    connections = Connections(config.max_connections)
-
-    def make(**arguments: Any) -> LimitedProtocol:
-        return LimitedProtocol(config, connections, **arguments)
-
-    return make
+    return functools.partial(LimitedProtocol, config, Connections(config.max_connections))
 
 
 class LimitedProtocol(H11Protocol):
@@ -69,16 +70,41 @@ class LimitedProtocol(H11Protocol):
     def __init__(self, limits: ServerConfig, connections: Connections, **arguments: Any) -> None:
         super().__init__(**arguments)
         self._limits, self._all = limits, connections
+        self._handshake: asyncio.Task[None] | None = None
+        self._is_aborted = False
+        self._is_counted = True  # from when it is accepted, before TLS's handshake
+        if not self._all.admit(self):
+            self.app_state = {**self.app_state, "is_over_capacity": True}
         self._deadline: asyncio.TimerHandle | None = None
         self._write_deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         _probe_silent_peers(transport)
-        if not self._all.admit(self):
-            self.app_state = {**self.app_state, "is_over_capacity": True}
-        self._all.idle[self] = None
-        self._expect_head()
+        if self._is_aborted:  # of many accepted at once the first make room for the last before they are made
+            transport.abort()
+        else:
+            self._expect_head()
+
+    def begin_tls(self, connection: socket.socket, context: ssl.SSLContext) -> asyncio.Task[None]:
+        """Serve an accepted connection over TLS; gives the task of its handshake. This has `head_timeout`, too, and counts as idle: it may be
+        ended for another connection."""
+        self._handshake = self.loop.create_task(self._shake_hands(connection, context))
+        self._handshake.add_done_callback(lambda _: self._end_handshake(connection))  # also if it is ended before it begins
+        return self._handshake
+
+    async def _shake_hands(self, connection: socket.socket, context: ssl.SSLContext) -> None:
+        try:
+            await self.loop.connect_accepted_socket(lambda: self, connection, ssl=context, ssl_handshake_timeout=self._limits.head_timeout)
+        except OSError as error:  # ssl.SSLError is one, too
+            logger.debug("a TLS handshake failed: %s", error)
+
+    def _end_handshake(self, connection: socket.socket) -> None:
+        self._handshake = None
+        if self.transport is None:  # it was never made, and so is never lost
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)  # asyncio closes it in its own time
+            self._leave()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -89,8 +115,7 @@ class LimitedProtocol(H11Protocol):
         self._look()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._all.num_open -= 1
-        self._all.idle.pop(self, None)
+        self._leave()
         self._cancel_deadline()
         self.resume_writing()
         super().connection_lost(exc)
@@ -107,8 +132,17 @@ class LimitedProtocol(H11Protocol):
 
     def abort(self) -> None:
         """Close at once, whatever is still to be sent."""
+        self._is_aborted = True
         self._all.idle.pop(self, None)
-        self.transport.abort()
+        if self.transport is not None:
+            self.transport.abort()
+        elif self._handshake is not None:
+            self._handshake.cancel()
+
+    def _leave(self) -> None:
+        if self._is_counted:
+            self._is_counted = False
+            self._all.leave(self)
 
     @property
     def _is_under_way(self) -> bool:

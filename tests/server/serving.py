@@ -13,6 +13,8 @@ from fastapi import FastAPI
 from server.config import ServerConfig
 from server.graceful import GracefulServer
 
+NEW_LOOP: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
+
 
 @contextmanager
 def served(
@@ -33,7 +35,11 @@ def served(
             loops.append(asyncio.get_running_loop())
             await server.serve(sockets=[listener])
 
-        thread = threading.Thread(target=asyncio.run, args=(serve(),))
+        def run() -> None:
+            with asyncio.Runner(loop_factory=NEW_LOOP) as runner:
+                runner.run(serve())
+
+        thread = threading.Thread(target=run)
         thread.start()
         assert started.wait(10)
         try:

@@ -1,6 +1,9 @@
 """TLS: HTTPS with a pair of files, errors that name the file, and a new certificate without a restart."""
 
+import socket
 import ssl
+import time
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import httpx
@@ -100,3 +103,74 @@ def test_clients_must_show_a_certificate_where_authorities_are_given(backend, to
             serial(url, context)
         authority.issue_cert("a-client").configure_cert(context)
         serial(url, context)
+
+
+@pytest.fixture(params=["asyncio", "uvloop"])
+def loop_kind(request, monkeypatch):
+    """A connection that becomes TLS's is each loop's own code, and users have either."""
+    if request.param == "uvloop":
+        uvloop = pytest.importorskip("uvloop")
+        monkeypatch.setattr("tests.server.serving.NEW_LOOP", uvloop.new_event_loop)
+
+
+def opened(url, *sent):
+    connection = socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1])), timeout=5)
+    for data in sent:
+        connection.sendall(data)
+    return connection
+
+
+def seconds_until_closed(connection):
+    start = time.monotonic()
+    with connection:
+        try:
+            while connection.recv(4096):
+                pass
+        except ConnectionResetError:
+            pass
+    return time.monotonic() - start
+
+
+HELLO_BEGUN = bytes.fromhex("160301020001")  # of a client's first message: its kind, its version, a length
+
+
+def test_a_handshake_that_does_not_come_counts_and_has_its_time(backend, tokenizer, authority, files, loop_kind):
+    context = ssl.create_default_context()
+    authority.configure_trust(context)
+    paths = {"ssl_certfile": files["certificate"], "ssl_keyfile": files["key"]}
+    config = ServerConfig(log_level="warning", max_connections=4, head_timeout=0.5, **paths)
+    with served(create_app(backend, tokenizer, config), config) as url, ExitStack() as stack:
+        for sent in ((), (HELLO_BEGUN,)):
+            assert 0.4 < seconds_until_closed(opened(url, *sent)) < 1.5
+        assert seconds_until_closed(opened(url, b"GET / HTTP/1.1\r\n\r\n")) < 0.4, "no TLS at all is told at once"
+        silent = [stack.enter_context(opened(url)) for _ in range(5)]
+        assert serial(url, context)
+        assert seconds_until_closed(silent[0]) < 0.2, "the longest silent one makes room"
+        for _ in range(5):  # each is counted once, and no more once it is gone
+            opened(url).close()
+        assert all(serial(url, context) for _ in range(6))
+
+
+def test_a_request_sent_along_with_the_handshake_is_read(backend, tokenizer, authority, files, loop_kind):
+    """The last message of TLS 1.3's handshake is the client's: its request may come in the same packet."""
+    context = ssl.create_default_context()
+    authority.configure_trust(context)
+    config = ServerConfig(log_level="warning", ssl_certfile=files["certificate"], ssl_keyfile=files["key"])
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = context.wrap_bio(incoming, outgoing, server_hostname="127.0.0.1")
+    with served(create_app(backend, tokenizer, config), config) as url, opened(url) as connection:
+        while True:
+            try:
+                client.do_handshake()
+                break
+            except ssl.SSLWantReadError:
+                connection.sendall(outgoing.read())
+                incoming.write(connection.recv(65536))
+        client.write(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
+        connection.sendall(outgoing.read())
+        answer = b""
+        while not answer:
+            incoming.write(connection.recv(65536))
+            with suppress(ssl.SSLWantReadError):  # tickets come first
+                answer = client.read(65536)
+    assert answer.startswith(b"HTTP/1.1 200")
