@@ -42,7 +42,7 @@ def _is_of_small_cards(item: pytest.Item) -> bool:
 
 
 def _asks_for_a_card(item: pytest.Item) -> bool:
-    asked = {"target", "run_as_compiled"} & set(item.fixturenames)  # type: ignore[attr-defined]
+    asked = {"target", "run_as_compiled", "larger"} & set(item.fixturenames)  # type: ignore[attr-defined]
     return bool(asked) and _HERE in item.path.parents and not _is_of_small_cards(item)
 
 
@@ -64,6 +64,14 @@ def target(request) -> str:
 def run_as_compiled(monkeypatch) -> None:
     """What asks for JAX's interpreter is compiled for such a GPU, and the compiler's PTX run."""
     run_interpreted_kernels_as_compiled(_CARDS[_KIND][-1], monkeypatch)
+
+
+@pytest.fixture
+def larger(monkeypatch) -> dict[tuple[int, ...], tuple[int, int]]:
+    """The same, of operands of the shapes that are put in here as the last part of larger arrays, along an axis of such a length."""
+    shapes: dict[tuple[int, ...], tuple[int, int]] = {}
+    run_interpreted_kernels_as_compiled(_CARDS[_KIND][-1], monkeypatch, shapes)
+    return shapes
 
 
 @pytest.fixture(scope="session")

@@ -239,8 +239,7 @@ def _copy(parts: list[str], operands: list[str], active: Any) -> Step:
         def copy_row(warp: Warp) -> None:
             for lane in np.flatnonzero(active(warp)):
                 count, start = int(size(warp)[lane]), int(source(warp)[lane])
-                place = int(target(warp)[lane]) - GLOBAL
-                warp.block.memory.check(np.array([place]), count)
+                place = int(warp.block.memory.at(target(warp)[lane : lane + 1] - GLOBAL, count)[0])
                 warp.block.check_fenced(np.arange(start, start + count))
                 warp.block.memory.data[place : place + count] = warp.block.shared[start : start + count]
 
@@ -280,13 +279,14 @@ def _move(block: Block, tensor: TensorMap, origin: Sequence[int], start: int, *,
         assert tensor.box[-1] * size == tensor.swizzle, "a row of a tile is what its parts are interleaved over"
         place = place ^ (place >> 3 & tensor.swizzle - 16)
     place = place.reshape(-1, size)
-    block.memory.check(source[is_inside], 1)
+    kept = block.memory.at(source[is_inside])
     if loads:
         block.unfenced[place] = -1
-        block.shared[place] = np.where(is_inside[:, None], block.memory.data[np.where(is_inside[:, None], source, 0)], 0)
+        block.shared[place] = 0
+        block.shared[place[is_inside]] = block.memory.data[kept]
     else:
         block.check_fenced(place[is_inside])
-        block.memory.data[source[is_inside]] = block.shared[place[is_inside]]
+        block.memory.data[kept] = block.shared[place[is_inside]]
     return place.size
 
 

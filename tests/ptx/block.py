@@ -9,41 +9,11 @@ from typing import Any
 import numpy as np
 
 from tests.ptx.launch import Launch, TensorMap
+from tests.ptx.memory import Memory
 from tests.ptx.registers import GLOBAL, LANES, MAPS, kind_of
 
 # An instruction: gives nothing, the place of the next one, -1 at the end, or what tells whether it need not wait.
 Step = Callable[["Warp"], Any]
-
-
-@dataclass
-class Memory:
-    """Global memory: arrays one after the other, with gaps that no one may touch."""
-
-    data: np.ndarray
-    starts: list[int]
-    sizes: list[int]
-    item_sizes: list[int]
-
-    @classmethod
-    def of(cls, arrays: Sequence[np.ndarray]) -> Memory:
-        starts, place = [], 256
-        for i, array in enumerate(arrays):
-            before = next((j for j in range(i) if arrays[j] is array), None)
-            starts.append(place if before is None else starts[before])
-            place += 0 if before is not None else -(-array.nbytes // 256) * 256 + 256
-        data = np.zeros(place, np.uint8)
-        for start, array in zip(starts, arrays, strict=True):
-            data[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        return cls(data, starts, [array.nbytes for array in arrays], [array.itemsize for array in arrays])
-
-    def write_back(self, arrays: Sequence[np.ndarray]) -> None:
-        for start, array in zip(self.starts, arrays, strict=True):
-            array[...] = self.data[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
-
-    def check(self, addresses: np.ndarray, size: int) -> None:
-        low, high = int(addresses.min()), int(addresses.max()) + size
-        if not any(start <= low and high <= start + length for start, length in zip(self.starts, self.sizes, strict=True)):
-            raise IndexError(f"global memory from {low} to {high} is no array's")
 
 
 @dataclass
@@ -164,11 +134,7 @@ class Block:
     def bytes_at(self, addresses: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
         """The memory that addresses lie in, and the places of their bytes, [..., size]."""
         addresses = addresses.astype(np.int64)
-        if addresses.size and addresses.min() >= GLOBAL:
-            addresses = addresses - GLOBAL
-            self.memory.check(addresses, size)
-            data = self.memory.data
-        else:
-            data = self.shared
         assert not (addresses % size).any(), "aligned"
-        return data, addresses[..., None] + np.arange(size)
+        if addresses.size and addresses.max() >= GLOBAL // 2:  # what lies before all arrays is meant for them too
+            return self.memory.data, self.memory.at(addresses - GLOBAL, size)[..., None] + np.arange(size)
+        return self.shared, addresses[..., None] + np.arange(size)

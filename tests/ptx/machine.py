@@ -16,15 +16,16 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from tests.ptx.block import Block, Memory
+from tests.ptx.block import Block
 from tests.ptx.launch import Launch
+from tests.ptx.memory import AnyArray, Memory
 from tests.ptx.program import steps_of
 
 _OVERTAKEN = (0.3, 0.05, 0.005)  # how likely a block becomes the last, in each of its rounds: seeds have one or another
 _MOST_ROUNDS = 1_000_000  # of all blocks together: a warp that asks memory again and again never stands still
 
 
-def run(launch: Launch, arrays: Sequence[np.ndarray], *, num_resident: int = 1, seed: int = 0, max_steps: int = 200) -> None:
+def run(launch: Launch, arrays: Sequence[AnyArray], *, num_resident: int = 1, seed: int = 0, max_steps: int = 200) -> None:
     """Results are written into their arrays, which follow the operands; one of them may be an operand. `num_resident`: blocks at a time;
     `max_steps`: of a warp before others go on."""
     memory, steps = Memory.of(arrays), steps_of(launch.ptx)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from tests.ptx.block import Warp
 
 LANES = 32
-GLOBAL, MAPS = 1 << 32, 1 << 44  # where global memory begins, and tensor maps
+GLOBAL, MAPS = 1 << 40, 1 << 44  # where global memory begins, and tensor maps
 _FLOATS = {
     "f32": np.dtype(np.float32),
     "f16": np.dtype(np.float16),

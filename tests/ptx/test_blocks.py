@@ -7,6 +7,7 @@ import pytest
 
 from tests.ptx.launch import Launch, TensorMap
 from tests.ptx.machine import run
+from tests.ptx.memory import LastOf
 
 SEEDS = range(50)
 
@@ -141,3 +142,35 @@ def test_the_copy_engine_reads_what_was_fenced():
 def test_a_missing_fence_for_the_copy_engine_is_an_error():
     with pytest.raises(RuntimeError, match=r"that warps \[0\] wrote is read by another proxy without a fence"):
         copied_out("")
+
+
+_OF_A_LARGE_ARRAY = """
+ld.param.b64 %rd1, [kernel_param_0];
+ld.param.b64 %rd2, [kernel_param_1];
+mov.u32 %r1, %tid.x;
+add.u32 %r1, %r1, 1000000;
+{place}
+add.u64 %rd4, %rd1, %rd3;
+ld.global.u32 %r3, [%rd4];
+ld.global.u32 %r4, [%rd2];
+add.u32 %r3, %r3, %r4;
+st.global.u32 [%rd4], %r3;
+"""
+
+
+def end_of_a_large_array(place: str) -> list[int]:
+    """What a row of each thread is, of 1,000,032 rows of 8 KB that only the last are there of, when 5 was added to its first number."""
+    rows, five = np.zeros((32, 2048), np.uint32), np.full(1, 5, np.uint32)
+    rows[:, 0] = np.arange(32)
+    run(launch(_OF_A_LARGE_ARRAY.replace("{place}", place), 1, 2), [LastOf(rows, 0, 1_000_032), five])
+    return rows.sum(1).tolist()
+
+
+def test_the_end_of_an_array_that_is_larger_than_this_machines_memory():
+    assert end_of_a_large_array("mul.wide.u32 %rd3, %r1, 8192;") == list(range(5, 37))
+
+
+@pytest.mark.parametrize("kind", ["u", "s"])
+def test_a_place_that_is_worked_out_in_32_bits_is_an_error(kind):
+    with pytest.raises(IndexError, match="is no array's"):
+        end_of_a_large_array(f"mul.lo.{kind}32 %r2, %r1, 8192;\ncvt.{kind}64.{kind}32 %rd3, %r2;")
