@@ -59,3 +59,8 @@ class Measure:
     @property
     def key(self) -> str:
         return "/".join(part for part in (self.name, self.way, self.case) if part)
+
+
+def seconds(value: float) -> str:
+    """With a unit that leaves few digits."""
+    return f"{value * 1e6:.1f} us" if value < 1e-3 else f"{value * 1e3:.2f} ms" if value < 1 else f"{value:.2f} s"

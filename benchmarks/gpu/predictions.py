@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from benchmarks.gpu import floors, grouped, latents, paged, prefill, written
 from benchmarks.gpu.floors import DATASHEET, Work
-from benchmarks.gpu.report import seconds
+from benchmarks.gpu.measure import seconds
 from benchmarks.gpu.sizes import DECODE, PREFILL, Sizes
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from benchmarks.gpu import ceilings
 from benchmarks.gpu.floors import Rates, Work
+from benchmarks.gpu.measure import seconds
 from benchmarks.gpu.worker import About, Row
 
 _LONGEST_FAILURE = 140  # characters that the table has of one
@@ -111,12 +112,10 @@ def _cells(row: Row, rates: Rates | None) -> tuple[str, ...]:
 
 def _rate(work: Work, time: float, rates: Rates | None) -> str:
     is_copy = work.num_flops == 0 or (rates is not None and rates.bound(work) == "copy")
-    return f"{work.num_bytes / time / 1e9:,.0f} GB/s" if is_copy else f"{work.num_flops / time / 1e12:,.1f} TFLOP/s"
-
-
-def seconds(value: float) -> str:
-    """With a unit that leaves few digits."""
-    return f"{value * 1e6:.1f} us" if value < 1e-3 else f"{value * 1e3:.2f} ms" if value < 1 else f"{value:.2f} s"
+    if is_copy:
+        return f"{work.num_bytes / time / 1e9:,.0f} GB/s"
+    rate = work.num_flops / time
+    return f"{rate / 1e12:,.1f} TFLOP/s" if rate >= 1e11 else f"{rate / 1e9:,.1f} GFLOP/s"
 
 
 def _short(value: Any) -> str:
@@ -129,10 +128,13 @@ def _failures(rows: Sequence[Row]) -> list[str]:
     for row in rows:
         if row.found.failure is not None:
             reasons.setdefault((row.measure.name, row.measure.way, row.found.failure), []).append(row.found.case)
-    return [
-        f"  {name} / {way} ({', '.join(filter(None, sizes)) if len(sizes) < 3 else f'{len(sizes)} sizes'}): {why[:_LONGEST_FAILURE]}"
-        for (name, way, why), sizes in reasons.items()
-    ]
+    return [f"  {name} / {way}{_sizes(sizes)}: {why[:_LONGEST_FAILURE]}" for (name, way, why), sizes in reasons.items()]
+
+
+def _sizes(cases: Sequence[str]) -> str:
+    """In brackets; nothing of a measure that names none."""
+    named = [case for case in cases if case]
+    return f" ({'; '.join(named) if len(named) < 3 else f'{len(named)} sizes'})" if named else ""
 
 
 def _aligned(lines: Sequence[tuple[str, ...]]) -> str:

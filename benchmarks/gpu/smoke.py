@@ -1,7 +1,7 @@
 """`python -m benchmarks.gpu.smoke`: each variant of each kernel once, in a tiny size and a process of its own, the simplest first.
 
 For the first minutes on a card: which kernels run, which are wrong, crash or hang. A variant that hangs costs `--seconds`. Nothing is timed. On a CPU
-JAX's interpreter runs the kernels (`--interpret`), which shows that this script works.
+JAX's interpreter runs the kernels (`--interpret`), which shows that this script works: it takes thousands of times as long, so there are few repeats.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.gpu import grouped, latents, paged, prefill, written
+from benchmarks.gpu import grouped, interpreted, latents, paged, prefill, written
 from benchmarks.gpu.kernels import GPU_WAY, checked, implementation
 from benchmarks.gpu.pools import PageShape
 from benchmarks.gpu.problem import Problem
@@ -35,6 +35,15 @@ _PAGES = PageShape(1, 16, 64, "bfloat16")
 _LATENT_PAGES = PageShape(1, 64, 192, "bfloat16", num_sides=1)
 _ROOT = Path(__file__).resolve().parents[2]
 _SEED = 7
+
+
+@dataclass(frozen=True)
+class _Patience:
+    seconds: float
+    repeats: int
+
+
+_ON_A_CARD, _INTERPRETED = _Patience(20, 1000), _Patience(300, 3)
 
 
 @dataclass(frozen=True)
@@ -70,9 +79,9 @@ def _prefill_of_latents(num_new: int, num_cached: int = 0) -> Variant:
     return Variant("latent_prefill_attention", partial(latents.problem, SIZES, case, _SEED), {})
 
 
-def _experts(kind: str, num_tokens: int = 8) -> Variant:
+def _experts(kind: str, num_tokens: int = 8, **tiling: int) -> Variant:
     case = next(case for case in TINY if case.format == kind)
-    return Variant("grouped_matmul", partial(grouped.problem, SIZES, (case, num_tokens), _SEED), {})
+    return Variant("grouped_matmul", partial(grouped.problem, SIZES, (case, num_tokens), _SEED), tiling)
 
 
 _PLAIN, _TURNS = {"tokens": 64, "stages": 2, "splits": 1, "warpgroups": 1}, {"tokens": 64, "stages": 2, "splits": 1, "warpgroups": 2}
@@ -96,19 +105,23 @@ VARIANTS: dict[str, Callable[[], Variant]] = {
     "prefill, after a prefix": partial(_prefill, 32, 600),
     "prefill, latents": partial(_prefill_of_latents, 128),
     "prefill, latents after a prefix": partial(_prefill_of_latents, 64, 300),
-    "experts, bfloat16": partial(_experts, "bfloat16"),
-    "experts, fp8": partial(_experts, "fp8"),
-    "experts, int4": partial(_experts, "int4"),
+    # Of blocks that take turns.
+    "experts, bfloat16": partial(_experts, "bfloat16", rows=8, stages=2, blocks=3),
+    "experts, fp8": partial(_experts, "fp8", rows=8, stages=2, blocks=3),
+    "experts, int4": partial(_experts, "int4", rows=8, stages=2, blocks=3),
     "experts, many rows": partial(_experts, "bfloat16", 600),
 }
 
 
-def run(name: str, num_repeats: int, *, interpreted: bool) -> dict[str, Any]:
+def run(name: str, num_repeats: int, *, is_interpreted: bool) -> dict[str, Any]:
     """Check one variant in this process. What it gives has 'errors', of which None is right, and how many repeats differed by a bit."""
-    if not interpreted and jax.devices()[0].platform != "gpu":
+    if not is_interpreted and jax.devices()[0].platform != "gpu":
         raise SystemExit(f"JAX finds no GPU, only {jax.devices()[0].device_kind}: give --interpret")
     variant = VARIANTS[name]()
-    function = partial(variant.function, interpreted=True) if interpreted else variant.function
+    function = variant.function
+    if is_interpreted:
+        interpreted.compile_once()
+        function = partial(function, interpreted=True)
     problem = variant.problem()
     notes, failure = checked(function, problem)
     return notes | {"failure": failure, "num_different": _num_different(function, problem, num_repeats), "num_repeats": num_repeats}
@@ -144,26 +157,34 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Exit status 1 where a variant is not right."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.smoke", description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "--seconds", type=float, default=20.0, help="that a variant may take, starting and compiling included (default: %(default)s)"
+        "--seconds",
+        type=float,
+        help=f"that a variant may take, starting and compiling included (default: {_ON_A_CARD.seconds:g}; "
+        f"interpreted {_INTERPRETED.seconds:g})",
     )
     parser.add_argument(
-        "--repeats", type=int, default=1000, help="runs that must be equal to the first, bit for bit (default: %(default)s)"
+        "--repeats",
+        type=int,
+        help=f"runs that must be equal to the first, bit for bit (default: {_ON_A_CARD.repeats}; interpreted {_INTERPRETED.repeats})",
     )
     parser.add_argument("--only", nargs="+", default=["*"], metavar="PATTERN", help="variants, such as 'decode*'")
     parser.add_argument("--interpret", action="store_true", help="by JAX's interpreter, on a CPU")
     parser.add_argument("--output", type=Path, help="file to write the results to, as JSON")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    usual = _INTERPRETED if options.interpret else _ON_A_CARD
+    seconds = usual.seconds if options.seconds is None else options.seconds
+    repeats = usual.repeats if options.repeats is None else options.repeats
     if options.one is not None:
-        print(json.dumps(run(options.one, options.repeats, interpreted=options.interpret)))
+        print(json.dumps(run(options.one, repeats, is_interpreted=options.interpret)))
         return
     chosen = [name for name in VARIANTS if any(fnmatch(name, pattern) for pattern in options.only)]
     if not chosen:
         parser.error(f"--only {' '.join(options.only)} names no variant: there are {', '.join(VARIANTS)}")
-    forwarded = ["--repeats", str(options.repeats), *(["--interpret"] if options.interpret else [])]
+    forwarded = ["--repeats", str(repeats), *(["--interpret"] if options.interpret else [])]
     found = {}
     for name in chosen:
-        found[name] = run_in_process(name, forwarded, options.seconds)
+        found[name] = run_in_process(name, forwarded, seconds)
         print(f"{name:34} {_line(found[name])}", flush=True)
         if options.output is not None:
             options.output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
-from benchmarks.gpu.measure import Found, Library, Measure
+from benchmarks.gpu.measure import Found, Library, Measure, seconds
 
 About = dict[str, Any]
 Catalog = Callable[[], list[Measure]]  # made anew in the child: what measures is no data
@@ -45,8 +45,8 @@ class Row:
     found: Found
 
     def __str__(self) -> str:
-        what = self.found.failure or (f"{self.found.times.median:.3e} s" if self.found.times else "")
-        return f"{self.measure.key} {self.found.case if not self.measure.case else ''}: {what}"
+        what = self.found.failure or (seconds(self.found.times.median) if self.found.times else "")
+        return f"{'/'.join(filter(None, (self.measure.key, '' if self.measure.case else self.found.case)))}: {what}"
 
 
 def run_all(

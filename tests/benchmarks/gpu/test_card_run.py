@@ -57,6 +57,12 @@ def test_variants_are_of_every_kernel_and_tilings_are_theirs():
         assert not variant.tiling or tiling.__dict__.items() >= variant.tiling.items()
 
 
+@pytest.mark.parametrize("name", ["decode, one tile", "experts, fp8"])
+def test_on_a_cpu_variants_are_right_where_they_are_interpreted(name):
+    found = smoke.run(name, 1, is_interpreted=True)
+    assert found["failure"] is None and found["num_different"] == 0 and found["row_error"] > 0
+
+
 def test_a_variant_that_is_right_wrong_slow_or_dead_is_a_line(monkeypatch, capsys, tmp_path):
     said = {
         "right": 'print(\'{"failure": null, "num_different": 0, "num_repeats": 5, "relative_error": 1e-3, "row_error": 2e-3}\')',

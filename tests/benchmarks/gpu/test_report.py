@@ -49,14 +49,24 @@ def test_without_ceilings_there_are_times_and_no_shares():
     made = report(CARD[0], row("decode", "ours", "a", 2e-3, Work(4e9, 1e9)))
     assert made.rates() is None and "share" not in made.as_json()["rows"][-1]
     assert "2.00 ms" in made.table() and "%" not in made.table()
+    assert str(made.rows[-1]) == "decode/ours/a: 2.00 ms"
+
+
+def test_a_cpu_has_gflops():
+    assert (
+        "3.0 GFLOP/s" in report(row("decode", "ours", "a", 1e-3, Work(1.0, 3e6)), row("matmul", "xla", "b", 1e-3, Work(1.0, 3e6))).table()
+    )
 
 
 def test_what_has_no_result_is_told_once_for_each_reason():
     missing = [row("decode", "ours", f"size {i}", failure="no such kernel") for i in range(4)]
-    table = report(*CARD, *missing, row("decode", "theirs", "a", failure="absent: torch")).table()
+    table = report(
+        *CARD, *missing, row("decode", "theirs", "a", failure="absent: torch"), row("step", "theirs", "", failure="absent: torch")
+    ).table()
     after = table.partition("without a result:")[2]
     assert "decode / ours (4 sizes): no such kernel" in after and "decode / theirs (a): absent: torch" in after
-    assert len(after.strip().splitlines()) == 2
+    assert "step / theirs: absent: torch" in after
+    assert len(after.strip().splitlines()) == 3
     assert "without a result" not in report(*CARD).table()
 
 
