@@ -13,7 +13,7 @@ from jaxtyping import Float, Float32
 from jaxinfer.async_requests import AsyncRequests
 from jaxinfer.config import EngineConfig
 from jaxinfer.embedder import read_texts
-from jaxinfer.encode.texts import Text, cut
+from jaxinfer.encode.text_batching import Text, cut
 from jaxinfer.engine_thread import NewRequest
 from jaxinfer.generation import Generation
 from jaxinfer.listeners import Failed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 
-from jaxinfer.encode.texts import Embedded, TokenIds
+from jaxinfer.encode.text_batching import Embedded, TokenIds
 from jaxinfer.engine_loop import EngineLoop
 from jaxinfer.engine_thread import NewRequest
 from jaxinfer.listeners import Event, Failed

@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float32
 
-from jaxinfer.assembly import split_cpu
+from jaxinfer.builder import split_cpu
 from jaxinfer.config import EngineConfig
-from jaxinfer.distributed.lost import ProcessLostError
 from jaxinfer.encode.loading import load_encoder
-from jaxinfer.encode.texts import Embedded, Text, TextReader, TokenIds, cut
+from jaxinfer.encode.text_batching import Embedded, Text, TextReader, TokenIds, cut
 from jaxinfer.encode.worker import EncodeWorker
 from jaxinfer.engine_access import EngineAccess
 from jaxinfer.engine_loop import EngineLoop
 from jaxinfer.listeners import Answers, Failed
+from jaxinfer.multi_process.lost import ProcessLostError
 from jaxinfer.prompts import as_prompts
 from jaxinfer.request import ANYONE, OutputDelta, RequestContext, SamplingParams
 from jaxinfer.runtime.compilation import use_persistent_cache

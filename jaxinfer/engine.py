@@ -10,13 +10,13 @@ from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 from functools import lru_cache, partial
 
-from jaxinfer.assembly import Parts, assemble
+from jaxinfer.builder import Parts, assemble
 from jaxinfer.config import ConfigError, EngineConfig
 from jaxinfer.detokenizer import IncrementalDetokenizer
-from jaxinfer.distributed.lost import ProcessLostError
 from jaxinfer.engine_access import EngineAccess
+from jaxinfer.multi_process.lost import ProcessLostError
 from jaxinfer.output import OutputBuilder
-from jaxinfer.plain_forward import PlainForward
+from jaxinfer.reference_forward import ReferenceForward
 from jaxinfer.request import ANYONE, FinishReason, OutputDelta, Request, RequestContext, RequestError, SamplingParams, TokenLogprob
 from jaxinfer.runtime.compilation import COUNTER, TOTAL
 from jaxinfer.runtime.profile import Profile
@@ -98,13 +98,13 @@ class Engine:
         """Whether prefill and decode run on the same devices."""
         return self._parts.plan.shares_mesh
 
-    def plain_forward(self) -> PlainForward:
+    def reference_forward(self) -> ReferenceForward:
         """The model without cache or batch, on the decode mesh's weights: what the engine's numbers are checked against. Raises
         `ConfigError` for an engine that spans processes: the others would have to launch it too."""
         parts = self._parts
         if self.config.devices.num_processes > 1:
-            raise ConfigError("the plain forward pass (logits, logprobs) can't span processes: ask for logprobs while generating")
-        return PlainForward([(stage.template, stage.mesh) for stage in parts.plan.decode.stages], parts.weights)
+            raise ConfigError("the reference forward pass (logits, logprobs) can't span processes: ask for logprobs while generating")
+        return ReferenceForward([(stage.template, stage.mesh) for stage in parts.plan.decode.stages], parts.weights)
 
     def validate(self, prompt_token_ids: Tokens[int], params: SamplingParams) -> None:
         """Raise `RequestError` for a request that could never be served. `max_tokens` over the room is none: it is clamped to it."""

@@ -14,8 +14,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
-from jaxinfer.distributed.lost import ProcessLostError
-from jaxinfer.encode.texts import TokenIds
+from jaxinfer.encode.text_batching import TokenIds
 from jaxinfer.engine_access import EngineClosedError
 from jaxinfer.engine_thread import (
     Abort,
@@ -32,6 +31,7 @@ from jaxinfer.engine_thread import (
     run,
 )
 from jaxinfer.listeners import Answers, Failed, Listener
+from jaxinfer.multi_process.lost import ProcessLostError
 from jaxinfer.request import OutputDelta
 
 logger = logging.getLogger(__name__)

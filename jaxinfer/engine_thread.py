@@ -12,11 +12,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from jaxinfer.distributed.lost import ProcessLostError
-from jaxinfer.encode.texts import Embedded, TokenIds
+from jaxinfer.encode.text_batching import Embedded, TokenIds
 from jaxinfer.encode.worker import EncodeWorker
 from jaxinfer.engine_access import EngineAccess, EngineClosedError
 from jaxinfer.listeners import Event, Failed, Listener, deliver
+from jaxinfer.multi_process.lost import ProcessLostError
 from jaxinfer.request import ANYONE, OutputDelta, RequestContext, RequestError, SamplingParams
 
 logger = logging.getLogger(__name__)

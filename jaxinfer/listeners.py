@@ -7,7 +7,7 @@ import queue
 from contextlib import suppress
 from typing import NamedTuple, Protocol
 
-from jaxinfer.encode.texts import Embedded
+from jaxinfer.encode.text_batching import Embedded
 from jaxinfer.request import OutputDelta
 
 logger = logging.getLogger(__name__)

@@ -15,13 +15,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from jaxinfer.config import ConfigError, EngineConfig
 from jaxinfer.embedder import embed
-from jaxinfer.encode.texts import Text, TextReader
+from jaxinfer.encode.text_batching import Text, TextReader
 from jaxinfer.engine import Engine
 from jaxinfer.engine_loop import EngineLoop
 from jaxinfer.generation import Generation, RequestReader
 from jaxinfer.listeners import Failed
-from jaxinfer.plain_forward import PlainForward
 from jaxinfer.prompts import Message, Prompt
+from jaxinfer.reference_forward import ReferenceForward
 from jaxinfer.request import OutputDelta, RequestOutput, SamplingParams
 
 _LONG_WORK = 16  # prompts from which a progress bar is shown unless asked otherwise
@@ -43,8 +43,8 @@ class LLM:
         self.tokenizer = self.engine.tokenizer
         self.engine_loop = EngineLoop(self.engine)
         self.reader = RequestReader(self.engine, self.engine_loop)
-        self._plain_forward: PlainForward | None = None
-        self._making_plain_forward = threading.Lock()
+        self._reference_forward: ReferenceForward | None = None
+        self._making_reference_forward = threading.Lock()
 
     def __enter__(self) -> LLM:
         return self
@@ -122,21 +122,21 @@ class LLM:
         return self.engine.encode.reader
 
     def logits(self, token_ids: Sequence[int]) -> Float[np.ndarray, "T V"]:
-        """float32 scores over the vocabulary of what follows each token, from the plain forward pass: no cache, no batch.
+        """float32 scores over the vocabulary of what follows each token, from the reference forward pass: no cache, no batch.
 
         Compiles on the first use of a length (rounded up to a power of two).
         """
         self.engine_loop.check()
         self.engine.validate(token_ids, SamplingParams(max_tokens=0))
-        with self._making_plain_forward:
-            if self._plain_forward is None:
-                self._plain_forward = self.engine.plain_forward()
-        run = self._plain_forward.prepare(list(token_ids))
+        with self._making_reference_forward:
+            if self._reference_forward is None:
+                self._reference_forward = self.engine.reference_forward()
+        run = self._reference_forward.prepare(list(token_ids))
         # Programs that exchange data over a mesh must all be launched by one thread; compiling and waiting is for the caller's.
         return np.asarray(self.engine_loop.call(run))[: len(token_ids)]
 
     def logprobs(self, token_ids: Sequence[int]) -> Float[np.ndarray, " T"]:
-        """Natural-log probability of each token given those before it, from the plain forward pass; NaN for the first."""
+        """Natural-log probability of each token given those before it, from the reference forward pass; NaN for the first."""
         logits = self.logits(token_ids)[:-1].astype(np.float64)
         shifted = logits - logits.max(axis=-1, keepdims=True)
         chosen = shifted[np.arange(len(logits)), list(token_ids)[1:]] - np.log(np.exp(shifted).sum(axis=-1))

@@ -20,8 +20,8 @@ from jaxinfer.layers import moe
 from jaxinfer.layers.matrices import ExpertFormat, MatrixFormat
 from jaxinfer.models.config import ArchitectureConfig, LatentSizes
 from jaxinfer.runtime.buckets import query_tile
-from jaxinfer.runtime.cut import cut, stage_layers
 from jaxinfer.runtime.expert_packing import choose_packing, dequantised
+from jaxinfer.runtime.stage_partition import cut, stage_layers
 from jaxinfer.runtime.template import ModelTemplate, Template, make_template
 from jaxinfer.runtime.work import model_work
 from pallas_kernels.dispatch import Backend

@@ -53,7 +53,7 @@ class SamplingParams:
     """How one request's tokens are chosen. Checked on construction: `RequestError` names the field, the value and the range.
 
     Order on the device: penalties, logit_bias, temperature, min_p, top_k, top_p. Log-probabilities are those of the model's
-    own distribution, before any of these, so that they equal a plain forward pass.
+    own distribution, before any of these, so that they equal a reference forward pass.
     """
 
     temperature: float = 1.0  # 0: greedy, the exact argmax; numbers so small that nothing but it has weight give it too

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Protocol
 
-from jaxinfer.encode.texts import Embedded, TextReader, TokenIds
+from jaxinfer.encode.text_batching import Embedded, TextReader, TokenIds
 from jaxinfer.request import ANYONE, OutputDelta, RequestContext, SamplingParams
 from jaxinfer.stats import EngineStats
 

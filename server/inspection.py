@@ -10,8 +10,8 @@ from typing import Any
 
 from checkpoints.inventory import PARTS, Inventory, Tensor, groups, take_inventory
 from checkpoints.source import CheckpointError
+from jaxinfer.checkpoint_check import served_as
 from jaxinfer.models.config import UnsupportedModelError
-from jaxinfer.servable import served_as
 
 _WIDTH = 100
 _GAP = "  "

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from jaxinfer.async_requests import AsyncRequests
-from jaxinfer.encode.texts import Embedded, TokenIds
+from jaxinfer.encode.text_batching import Embedded, TokenIds
 from jaxinfer.engine import Engine
 from jaxinfer.engine_access import EngineClosedError
 from jaxinfer.engine_loop import EngineLoop

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from jaxinfer.assembly import split_cpu
+from jaxinfer.builder import split_cpu
 from jaxinfer.config import ConfigError, ScheduleConfig
 from jaxinfer.dry_run.calibration import MOST_DEVICES, calibrate
 from jaxinfer.dry_run.report import as_json, describe, ranking

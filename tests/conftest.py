@@ -50,7 +50,7 @@ _MOST_MAPPINGS = 20_000  # of this process's memory, when a file begins
 # take more there than they give. What real models, layers, kernels and the sampler compute is tested as it is compiled for users.
 _COMPILED_QUICKLY = {
     "decode",
-    "distributed",
+    "multi_process",
     "dry_run",
     "engine",
     "families",

@@ -17,7 +17,7 @@ from jaxinfer.kv_cache.pages import PagePool
 from jaxinfer.kv_cache.spec import PageSpec
 from jaxinfer.layers.matrices import MatrixFormat
 from jaxinfer.models.registry import config_of
-from jaxinfer.plain_forward import PlainForward
+from jaxinfer.reference_forward import ReferenceForward
 from jaxinfer.runtime.load import load_weights
 from jaxinfer.runtime.template import ModelTemplate, Weights, make_template
 from sharding.mesh import make_mesh
@@ -32,7 +32,7 @@ class OnMesh:
     pool: PagePool
 
     def plain_logits(self, token_ids: list[int]) -> np.ndarray:
-        return PlainForward([(self.template, self.mesh)], [self.weights]).logits(token_ids)
+        return ReferenceForward([(self.template, self.mesh)], [self.weights]).logits(token_ids)
 
     def jit(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function(model, pages, *arguments)` as a compiled function of the pages, which it may change where they lie, and the arguments, on the mesh."""

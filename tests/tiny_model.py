@@ -1,6 +1,6 @@
 """A made-up Llama of 200 KB with a real tokenizer, written as a checkpoint folder: the engine's tests need no download.
 
-Its weights are scaled so that the best token's logit is well clear of the next (see `test_plain_forward.py`): what differs only
+Its weights are scaled so that the best token's logit is well clear of the next (see `test_reference_forward.py`): what differs only
 by rounding chooses the same tokens.
 """
 

@@ -20,10 +20,10 @@ from jaxinfer.layers.latent_attention import absorbed, over_parts
 from jaxinfer.models.base import CausalLM, Part, run_part
 from jaxinfer.runtime.expert_loads import with_loads
 from jaxinfer.runtime.template import ModelTemplate, Weights
-from jaxinfer.sampling.counting import TokenCounts
 from jaxinfer.sampling.params import SamplingRows
 from jaxinfer.sampling.penalties import add_sampled
 from jaxinfer.sampling.sampler import Sampled, best, sample, sample_from_logits
+from jaxinfer.sampling.token_counts import TokenCounts
 from pallas_kernels.dispatch import Backend
 from pallas_kernels.paged_attention.op import paged_attention, paged_attention_and_lse, write_and_attend
 

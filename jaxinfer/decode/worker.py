@@ -15,8 +15,8 @@ from jaxinfer.request import TokenLogprob
 from jaxinfer.runtime.buckets import bucket_for
 from jaxinfer.runtime.device_clock import DeviceClock
 from jaxinfer.sampling.bad_words import Ban, bans_before_newest
+from jaxinfer.sampling.logprob_readback import read_logprob
 from jaxinfer.sampling.params import SamplingRows, neutral_rows, set_row, uses_penalties
-from jaxinfer.sampling.reading import read_logprob
 from jaxinfer.sampling.sampler import Sampled
 from jaxinfer.sequence import Sequence, SequenceState
 

@@ -18,8 +18,8 @@ from jaxinfer.kv_cache.spec import PageSpec
 from jaxinfer.plan import choose_attention
 from jaxinfer.prefill.runner import PrefillRunner
 from jaxinfer.runtime.compilation import ProgramSource, compile_program
-from jaxinfer.runtime.cut import cut
 from jaxinfer.runtime.stage import Stage, program_name
+from jaxinfer.runtime.stage_partition import cut
 from jaxinfer.runtime.template import ModelTemplate
 from sharding.collectives import Collective, collectives
 from sharding.mesh import make_mesh

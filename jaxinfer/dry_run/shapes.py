@@ -19,7 +19,7 @@ from jaxinfer.layers.matrices import ExpertFormat, MatrixFormat
 from jaxinfer.models.config import ArchitectureConfig
 from jaxinfer.models.registry import read_config
 from jaxinfer.plan import choose_formats
-from jaxinfer.runtime.cut import stage_layers
+from jaxinfer.runtime.stage_partition import stage_layers
 from jaxinfer.runtime.template import ModelTemplate, make_template
 from jaxinfer.runtime.work import ModelWork, model_work
 from sharding.hardware import hardware_of

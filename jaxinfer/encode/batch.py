@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float32, Int32
 
-from jaxinfer.encode.texts import TokenIds
+from jaxinfer.encode.text_batching import TokenIds
 
 SHORTEST = 4  # tokens of a text, for how many there may be in a row
 

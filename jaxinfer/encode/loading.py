@@ -12,7 +12,7 @@ from checkpoints.sentence_files import read_sentence_files
 from jaxinfer.config import ConfigError, EngineConfig
 from jaxinfer.encode.queue import EncodeQueue
 from jaxinfer.encode.runner import EncodeRunner
-from jaxinfer.encode.texts import TextReader
+from jaxinfer.encode.text_batching import TextReader
 from jaxinfer.encode.worker import EncodeWorker
 from jaxinfer.models.bert import Bert
 from jaxinfer.models.encoder_config import EncoderConfig

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Float32
 
 from jaxinfer.encode.batch import SHORTEST
-from jaxinfer.encode.texts import TokenIds
+from jaxinfer.encode.text_batching import TokenIds
 
 Shape = tuple[int, int]  # of a batch: rows, and places for tokens in each
 

@@ -12,7 +12,7 @@ import numpy as np
 from jaxinfer.encode.batch import build_batch
 from jaxinfer.encode.queue import EncodeJob, EncodeQueue, Place
 from jaxinfer.encode.runner import EncodeRunner
-from jaxinfer.encode.texts import Embedded, TextReader, TokenIds
+from jaxinfer.encode.text_batching import Embedded, TextReader, TokenIds
 from jaxinfer.request import DeviceUsage
 from jaxinfer.runtime.compilation import COUNTER
 from jaxinfer.runtime.device_clock import DeviceClock

@@ -11,11 +11,11 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxinfer.kv_cache.pages import Pages
+from jaxinfer.layers.deferred_collectives import axis_of_tokens, gathered
 from jaxinfer.layers.heads import HeadLayout
 from jaxinfer.layers.linear import Linear
 from jaxinfer.layers.matrices import MatrixFormat
 from jaxinfer.layers.norm import HeadsRMSNorm, RMSNorm
-from jaxinfer.layers.parts import axis_of_tokens, gathered
 from jaxinfer.layers.rope import CosSin, rotate
 from pallas_kernels.span import EVERYTHING, Span
 
@@ -31,7 +31,7 @@ class How:
 
 class Attend(Protocol):
     """Attention proper in one layer, as the program that runs the model does it: prefill over packed chunks, decode over one token a row,
-    the plain forward pass over nothing but its own tokens. Takes the pages and returns them with what the layer keeps of the tokens."""
+    the reference forward pass over nothing but its own tokens. Takes the pages and returns them with what the layer keeps of the tokens."""
 
     def __call__(
         self, q: Float[Array, "T N H"], k: Float[Array, "T K H"], v: Float[Array, "T K H"], pages: Pages, how: How

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Int8
 
+from jaxinfer.layers.deferred_collectives import as_part
 from jaxinfer.layers.matrices import INT8
-from jaxinfer.layers.parts import as_part
 
 _MOST = 127  # of either sign, so that zero is exact
 _FINER = 2 * _MOST  # of the second integer's steps in one of the first's: it holds up to half of one

@@ -11,10 +11,10 @@ from jaxtyping import Array, Float
 
 from jaxinfer.kv_cache.pages import Pages
 from jaxinfer.layers.attention import Attend
+from jaxinfer.layers.deferred_collectives import axis_of_tokens, gathered
 from jaxinfer.layers.linear import Linear
 from jaxinfer.layers.matrices import MatrixFormat, weight
 from jaxinfer.layers.norm import RMSNorm
-from jaxinfer.layers.parts import axis_of_tokens, gathered
 from jaxinfer.layers.rope import CosSin, rotate, score_factor
 from jaxinfer.models.config import AnyRopeScaling, LatentSizes
 

@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxinfer.layers import int8, packed
+from jaxinfer.layers.deferred_collectives import Parts, as_part, summed
 from jaxinfer.layers.matrices import InStack, MatrixFormat, matrix, weight
-from jaxinfer.layers.parts import Parts, as_part, summed
 
 
 def product(

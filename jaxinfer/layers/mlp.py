@@ -9,9 +9,9 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
+from jaxinfer.layers.deferred_collectives import Parts, axis_of_tokens, gathered
 from jaxinfer.layers.linear import Linear, silu
 from jaxinfer.layers.matrices import MatrixFormat
-from jaxinfer.layers.parts import Parts, axis_of_tokens, gathered
 
 Activation: TypeAlias = Callable[[Float[Array, "..."]], Float[Array, "..."]]
 

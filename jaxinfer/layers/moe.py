@@ -13,10 +13,10 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from jaxinfer.layers.deferred_collectives import Parts, as_part, axis_of_tokens, gathered, split, summed
 from jaxinfer.layers.expert_rows import sent_home, through_experts
 from jaxinfer.layers.matrices import MatrixFormat, weight
 from jaxinfer.layers.mlp import GatedMLP
-from jaxinfer.layers.parts import Parts, as_part, axis_of_tokens, gathered, split, summed
 from jaxinfer.layers.router import Router
 from jaxinfer.models.config import Routing
 from pallas_kernels.grouped_matmul import op

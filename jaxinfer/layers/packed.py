@@ -10,8 +10,8 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.layers import int8
+from jaxinfer.layers.deferred_collectives import as_part
 from jaxinfer.layers.matrices import InStack
-from jaxinfer.layers.parts import as_part
 from pallas_kernels.packed_matmul.layout import LANES, ZERO
 from pallas_kernels.packed_matmul.op import packed_matmul
 

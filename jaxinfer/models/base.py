@@ -15,8 +15,8 @@ from jaxtyping import Array, Float, Int
 from checkpoints.weight_map import WeightMap
 from jaxinfer.kv_cache.pages import Pages
 from jaxinfer.layers.attention import Attend, AttendInLayers
+from jaxinfer.layers.deferred_collectives import gathered, split
 from jaxinfer.layers.matrices import MatrixFormat
-from jaxinfer.layers.parts import gathered, split
 from jaxinfer.models.config import ArchitectureConfig
 from sharding.mesh import TENSOR
 

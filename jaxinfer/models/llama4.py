@@ -13,11 +13,11 @@ from jaxtyping import Array, Float, Int
 from checkpoints.weight_map import Weight, WeightMap
 from jaxinfer.kv_cache.pages import Pages
 from jaxinfer.layers.attention import Attend, AttendInLayers, Attention, How
+from jaxinfer.layers.deferred_collectives import axis_of_tokens
 from jaxinfer.layers.matrices import MatrixFormat
 from jaxinfer.layers.mlp import GatedMLP
 from jaxinfer.layers.moe import MixtureOfExperts
 from jaxinfer.layers.norm import RMSNorm, inverse_rms
-from jaxinfer.layers.parts import axis_of_tokens
 from jaxinfer.layers.rope import CosSin, angles, inverse_frequencies, rotate, rotated_amplitude
 from jaxinfer.models.base import run_blocks
 from jaxinfer.models.config import (

@@ -21,9 +21,9 @@ from jaxinfer.prefill.batch import PackedTokens
 from jaxinfer.runtime.buckets import query_tile
 from jaxinfer.runtime.expert_loads import with_loads
 from jaxinfer.runtime.template import ModelTemplate, Weights
-from jaxinfer.sampling.counting import TokenCounts
 from jaxinfer.sampling.params import SamplingRows
 from jaxinfer.sampling.sampler import Sampled, best, sample_from_logits, token_logprobs
+from jaxinfer.sampling.token_counts import TokenCounts
 from pallas_kernels.dispatch import Backend
 from pallas_kernels.latent_prefill_attention.op import latent_prefill_attention
 from pallas_kernels.page_write import write

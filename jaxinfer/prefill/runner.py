@@ -19,9 +19,9 @@ from jaxinfer.runtime.expert_loads import ExpertLoads
 from jaxinfer.runtime.stage import Stage, StagedWeights, abstract_hidden, pass_on, program_name, splits_tokens_of
 from jaxinfer.runtime.stage_clock import Ended, StageClock
 from jaxinfer.runtime.template import Weights
-from jaxinfer.sampling.counting import TokenCounts, abstract_counts, reset_arguments, reset_program
 from jaxinfer.sampling.params import SamplingRows, are_greedy, neutral_rows
 from jaxinfer.sampling.sampler import Sampled
+from jaxinfer.sampling.token_counts import TokenCounts, abstract_counts, reset_arguments, reset_program
 from sharding.partition import place, replicated
 
 logger = logging.getLogger(__name__)

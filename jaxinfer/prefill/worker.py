@@ -13,13 +13,13 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxinfer.prefill.batch import build_batch, sampling_of_forks
-from jaxinfer.prefill.pace import Pace
+from jaxinfer.prefill.chunk_size import Pace
 from jaxinfer.prefill.runner import PrefillResult, PrefillRunner
 from jaxinfer.prefill.scheduler import Chunk, Fork, MakeRoom, Preempt, PrefillScheduler
 from jaxinfer.request import TokenLogprob
 from jaxinfer.runtime.device_clock import DeviceClock
+from jaxinfer.sampling.logprob_readback import read_logprob
 from jaxinfer.sampling.params import uses_penalties
-from jaxinfer.sampling.reading import read_logprob
 from jaxinfer.sequence import Sequence
 
 _WAITING = 1  # steps under way beside one for each stage: no device idles, and an abort finds little under way

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.layers.vocabulary import Part, over_parts, specs
-from jaxinfer.sampling.counting import TokenCounts
 from jaxinfer.sampling.params import SamplingRows
+from jaxinfer.sampling.token_counts import TokenCounts
 
 
 def penalize(logits: Float[Array, "B V"], counts: TokenCounts, slots: Int[Array, " B"], rows: SamplingRows) -> Float[Array, "B V"]:

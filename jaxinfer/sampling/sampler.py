@@ -20,9 +20,9 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 from jaxinfer.layers.argmax import argmax_over_parts, first_place
 from jaxinfer.layers.vocabulary import WHOLE, Part, over_parts
 from jaxinfer.request import MAX_TOP_LOGPROBS
-from jaxinfer.sampling.counting import TokenCounts
 from jaxinfer.sampling.params import SamplingRows, are_greedy, has_bias, has_penalty
 from jaxinfer.sampling.penalties import penalize
+from jaxinfer.sampling.token_counts import TokenCounts
 from pallas_kernels.mosaic.card import compiled_for
 
 _LANES = 128  # the vocabulary is summed in runs of this many

@@ -13,7 +13,7 @@ from checkpoints.json_file import read_json
 from checkpoints.source import CheckpointError
 from jaxinfer.chat_template import ChatTemplate
 from jaxinfer.tokenizer.byte_level import WORDS
-from jaxinfer.tokenizer.parts import Parts
+from jaxinfer.tokenizer.components import Parts
 from jaxinfer.tokenizer.ranks import read_ranks
 
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")

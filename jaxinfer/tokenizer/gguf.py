@@ -13,7 +13,7 @@ from tokenizers import AddedToken
 from checkpoints.source import CheckpointError
 from jaxinfer.chat_template import ChatTemplate
 from jaxinfer.tokenizer.byte_level import WORDS, byte_level
-from jaxinfer.tokenizer.parts import Parts, with_ends
+from jaxinfer.tokenizer.components import Parts, with_ends
 from jaxinfer.tokenizer.sentencepiece import SPACE, merges_of, sentencepiece
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # `tokenizer.ggml.token_type`

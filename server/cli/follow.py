@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Until process 0 closes its engine."""
-    from jaxinfer.distributed.follow import follow
+    from jaxinfer.multi_process.follow import follow
 
     follow(given(arguments, flat_fields()), lambda: print("ready", file=sys.stderr, flush=True))
     return 0

@@ -6,7 +6,7 @@ import asyncio
 import base64
 from functools import partial
 
-from jaxinfer.encode.texts import Embedded, TextReader, Truncation, cut
+from jaxinfer.encode.text_batching import Embedded, TextReader, Truncation, cut
 from jaxinfer.request import FinishReason, OutputDelta, RequestContext, RequestError
 from server.openai.caller import UNKNOWN, Caller
 from server.openai.protocol import EmbeddingRequest

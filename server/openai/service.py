@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from jaxinfer.encode.texts import TextReader
+from jaxinfer.encode.text_batching import TextReader
 from jaxinfer.request import FinishReason, RequestError, SamplingParams
 from jaxinfer.tokenizer import TextTooLong, Tokenizer
 from server.backend import Backend, Unavailable

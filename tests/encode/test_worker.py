@@ -7,7 +7,7 @@ import pytest
 
 from jaxinfer.encode.batch import most_texts
 from jaxinfer.encode.queue import EncodeQueue
-from jaxinfer.encode.texts import TextReader
+from jaxinfer.encode.text_batching import TextReader
 from jaxinfer.encode.worker import EncodeWorker
 from jaxinfer.runtime.device_clock import DeviceClock
 from jaxinfer.stats import EngineStats

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxinfer.assembly import Parts, of_lanes
+from jaxinfer.builder import Parts, of_lanes
 from jaxinfer.config import EngineConfig, parse_bytes, parse_disk
 from jaxinfer.decode.batch import ON_DEVICE, DecodeBatch
 from jaxinfer.decode.scheduler import DecodeScheduler
@@ -31,7 +31,7 @@ from jaxinfer.kv_transfer.same_mesh import SameMeshTransfer
 from jaxinfer.kv_transfer.tiers import TierTransfer
 from jaxinfer.plan import most_tokens
 from jaxinfer.prefill.batch import PrefillBatch
-from jaxinfer.prefill.pace import Pace
+from jaxinfer.prefill.chunk_size import Pace
 from jaxinfer.prefill.queue import WaitingQueue
 from jaxinfer.prefill.runner import PrefillResult
 from jaxinfer.prefill.scheduler import PrefillScheduler

@@ -8,7 +8,7 @@ import pytest
 
 from jaxinfer.llm import LLM
 from jaxinfer.request import SamplingParams
-from tests.engine.test_assembly import NUM_PROGRAMS
+from tests.engine.test_builder import NUM_PROGRAMS
 from tests.engine.test_token_equality import LAYOUTS
 from tests.engine.workload import workload
 

@@ -14,8 +14,8 @@ from checkpoints.safetensors_source import SafetensorsSource
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.config import CacheConfig, ConfigError, DeviceConfig, EngineConfig, ModelConfig
 from jaxinfer.models.registry import config_of
-from jaxinfer.plain_forward import PlainForward
 from jaxinfer.plan import Plan, make_plan
+from jaxinfer.reference_forward import ReferenceForward
 from jaxinfer.runtime.load import load_weights, weight_bytes
 from tests.families import checkpoint, deepseek
 from tests.families.serving import SETTINGS
@@ -69,7 +69,7 @@ def plain_logits(folder: Path, dtype: str = "float32") -> np.ndarray:
     source = SafetensorsSource(folder)
     plan = plan_for(source, dtype=dtype)
     weights = load_weights(plan.template, source, plan.decode.stages[0].mesh, plan.decode.rules)
-    return PlainForward([(plan.template, plan.decode.stages[0].mesh)], [weights]).logits(PROMPT)
+    return ReferenceForward([(plan.template, plan.decode.stages[0].mesh)], [weights]).logits(PROMPT)
 
 
 def test_shapes_are_those_of_the_references_class() -> None:

@@ -24,7 +24,7 @@ from jaxinfer.runtime.compilation import ProgramSource
 from jaxinfer.runtime.private_folder import UnsafeFileError, read_key
 from jaxinfer.runtime.program_cache import JaxCache, ProgramCache
 from jaxinfer.runtime.program_format import Origin, decode_origin, encode_origin, load_executable
-from jaxinfer.sampling.counting import TokenCounts
+from jaxinfer.sampling.token_counts import TokenCounts
 from tests.runtime.test_program_cache import IDS, MESH, PAGES
 
 SOURCE = ProgramSource("gather", gather, (PAGES, IDS), MESH)
@@ -144,9 +144,9 @@ def test_results_in_containers_have_a_plain_form():
     out_tree = jax.tree.structure(((0, [0], None), {"a": TokenCounts(0, 0)}))  # type: ignore[arg-type]
     data = encode_origin(Origin("key", out_tree, {"call": b"object file"}))
     assert decode_origin(data) == Origin("key", out_tree, {"call": b"object file"})
-    for elsewhere in (b"jaxinfer.sampling.counting:np", b"collections:OrderedDict00000000000"):
+    for elsewhere in (b"jaxinfer.sampling.token_counts:np", b"collections:OrderedDict00000000000"):
         with pytest.raises(ValueError, match="is no named tuple of this program's"):
-            decode_origin(data.replace(b"jaxinfer.sampling.counting:TokenCounts", elsewhere.ljust(38)))
+            decode_origin(data.replace(b"jaxinfer.sampling.token_counts:TokenCounts", elsewhere.ljust(38)))
 
 
 def test_what_another_user_owns_is_refused(cache, monkeypatch):

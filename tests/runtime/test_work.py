@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType
 from jaxinfer.layers.matrices import ExpertFormat, MatrixFormat
 from jaxinfer.models.registry import read_config
 from jaxinfer.models.shapes import known_shapes, model_shape
-from jaxinfer.runtime.cut import cut, stage_layers
+from jaxinfer.runtime.stage_partition import cut, stage_layers
 from jaxinfer.runtime.template import ModelTemplate, make_template
 from jaxinfer.runtime.work import ModelWork, model_work
 from sharding.cost_model import Part

@@ -12,11 +12,11 @@ from jaxinfer.layers.argmax import argmax_of_columns, argmax_of_rows
 from jaxinfer.layers.vocabulary import Part, over_parts
 from jaxinfer.request import RequestError, SamplingParams
 from jaxinfer.sampling import sampler
-from jaxinfer.sampling.counting import TokenCounts, reset, reset_arguments
+from jaxinfer.sampling.logprob_readback import read_logprob
 from jaxinfer.sampling.params import neutral_rows, set_row
 from jaxinfer.sampling.penalties import add_sampled
-from jaxinfer.sampling.reading import read_logprob
 from jaxinfer.sampling.sampler import Sampled, pick, sample_from_logits
+from jaxinfer.sampling.token_counts import TokenCounts, reset, reset_arguments
 from sharding.mesh import TENSOR, make_mesh
 from tests.sampling.plain_sampler import adjusted, probabilities
 

@@ -11,7 +11,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from jaxinfer.chat_template import ChatTemplate
-from jaxinfer.encode.texts import Embedded, TextReader, TokenIds
+from jaxinfer.encode.text_batching import Embedded, TextReader, TokenIds
 from jaxinfer.request import ANYONE, DeviceUsage, FinishReason, OutputDelta, RequestContext, SamplingParams, TokenLogprob
 from jaxinfer.stats import EngineStats
 from jaxinfer.tokenizer import Tokenizer

@@ -6,7 +6,7 @@ import threading
 import numpy as np
 import pytest
 
-from jaxinfer.encode.texts import Embedded, TextReader
+from jaxinfer.encode.text_batching import Embedded, TextReader
 from jaxinfer.request import DeviceUsage, RequestContext, SamplingParams
 from server.backend import Overloaded, Unavailable
 from tests.server.fakes import byte_tokenizer

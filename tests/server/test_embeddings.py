@@ -16,10 +16,10 @@ from tokenizers import models, pre_tokenizers
 
 from jaxinfer.chat_template import ChatTemplate
 from jaxinfer.config import ConfigError
-from jaxinfer.encode.texts import TextReader
+from jaxinfer.encode.text_batching import TextReader
 from jaxinfer.request import RequestError
 from jaxinfer.tokenizer import Tokenizer
-from jaxinfer.tokenizer.parts import with_ends
+from jaxinfer.tokenizer.components import with_ends
 from server.api_keys import tenant_name
 from server.config import ServerConfig
 from server.openai.app import create_app

@@ -10,7 +10,7 @@ import pytest
 
 from jaxinfer.kv_cache.manager import KVManager
 from jaxinfer.kv_cache.spec import PageSpec
-from jaxinfer.prefill.pace import Pace
+from jaxinfer.prefill.chunk_size import Pace
 from jaxinfer.prefill.queue import WaitingQueue
 from jaxinfer.prefill.scheduler import PrefillScheduler
 from tests import sequences

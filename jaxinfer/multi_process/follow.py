@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxinfer.assembly import assemble
-from jaxinfer.distributed.lost import ProcessLostError
-from jaxinfer.distributed.processes import Follower, meet_leader
+from jaxinfer.builder import assemble
+from jaxinfer.multi_process.lost import ProcessLostError
+from jaxinfer.multi_process.processes import Follower, meet_leader
 from jaxinfer.stats import EngineStats
 
 

@@ -1,4 +1,4 @@
-"""One of two processes that meet, start JAX over both, and wait: `python -m tests.distributed.pair PROCESS_ID ADDRESS HEARTBEAT`."""
+"""One of two processes that meet, start JAX over both, and wait: `python -m tests.multi_process.pair PROCESS_ID ADDRESS HEARTBEAT`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import sys
 import time
 
 from jaxinfer.config import EngineConfig
-from jaxinfer.distributed.lost import ProcessLostError
-from jaxinfer.distributed.processes import lead, meet_leader
+from jaxinfer.multi_process.lost import ProcessLostError
+from jaxinfer.multi_process.processes import lead, meet_leader
 
 
 def main() -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxinfer.distributed.lost import PROCESS_LOST
-from tests.distributed.test_two_processes import ROOT, free_port
+from jaxinfer.multi_process.lost import PROCESS_LOST
+from tests.multi_process.test_two_processes import ROOT, free_port
 
 SECONDS = 60  # that anything here may take where the machine is busy
 HEARTBEAT = 2.0
@@ -24,7 +24,7 @@ class Pair:
         self.logs = [folder / f"log-{number}" for number in (0, 1)]
         self.processes = []
         for number, log in enumerate(self.logs):
-            command = [sys.executable, "-m", "tests.distributed.pair", str(number), address, str(HEARTBEAT)]
+            command = [sys.executable, "-m", "tests.multi_process.pair", str(number), address, str(HEARTBEAT)]
             with log.open("wb") as written:
                 self.processes.append(subprocess.Popen(command, cwd=ROOT, stdout=written, stderr=written))
         deadline = time.monotonic() + SECONDS

@@ -13,14 +13,13 @@ import jax
 from checkpoints.digest import weights_digest
 from checkpoints.hub import open_source, resolve
 from checkpoints.source import TensorSource
+from jaxinfer.checkpoint_check import check_tensors
 from jaxinfer.config import ConfigError, EngineConfig, ScheduleConfig, parse_bytes, parse_disk
 from jaxinfer.decode.runner import DecodeRunner
 from jaxinfer.decode.scheduler import DecodeScheduler
 from jaxinfer.decode.worker import DecodeWorker
-from jaxinfer.distributed.processes import Alone, Processes, lead
 from jaxinfer.encode.loading import load_encoder
 from jaxinfer.encode.worker import EncodeWorker
-from jaxinfer.first_runs import measure, warm_up
 from jaxinfer.kv_cache.manager import KVManager
 from jaxinfer.kv_cache.pages import PagePool
 from jaxinfer.kv_cache.spec import LayerGroups
@@ -32,8 +31,9 @@ from jaxinfer.kv_transfer.same_mesh import SameMeshTransfer
 from jaxinfer.kv_transfer.stage_moves import StageMoves, routes
 from jaxinfer.kv_transfer.tiers import TierTransfer
 from jaxinfer.models.registry import config_of
+from jaxinfer.multi_process.processes import Alone, Processes, lead
 from jaxinfer.plan import Plan, RolePlan, make_plan
-from jaxinfer.prefill.pace import Pace
+from jaxinfer.prefill.chunk_size import Pace
 from jaxinfer.prefill.queue import WaitingQueue
 from jaxinfer.prefill.runner import PrefillRunner
 from jaxinfer.prefill.scheduler import PrefillScheduler
@@ -46,10 +46,10 @@ from jaxinfer.runtime.profile import named
 from jaxinfer.runtime.stage import Stage, StagedWeights
 from jaxinfer.runtime.stage_clock import StageClock
 from jaxinfer.sampling_defaults import describe, read_sampling_defaults
-from jaxinfer.servable import check_tensors
 from jaxinfer.start_report import mesh_names, report_start
 from jaxinfer.stats import EngineStats, ExpertLoad
 from jaxinfer.tokenizer import Tokenizer
+from jaxinfer.warmup import measure, warm_up
 from pallas_kernels.span import EVERYTHING
 
 _FETCHED_SHARE = 4  # of host memory for pages one part is for those on their way up

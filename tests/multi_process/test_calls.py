@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer.distributed.calls import Recorder, Replayer
+from jaxinfer.multi_process.calls import Recorder, Replayer
 
 
 class Adder:

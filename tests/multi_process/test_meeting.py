@@ -11,10 +11,10 @@ import jax
 import pytest
 
 from jaxinfer.config import ConfigError, EngineConfig
-from jaxinfer.distributed.channel import FollowerChannel, LeaderChannel
-from jaxinfer.distributed.lost import PROCESS_LOST, Doom, ProcessLostError
-from jaxinfer.distributed.processes import lead, meet_leader, watched
-from tests.distributed.test_two_processes import free_port
+from jaxinfer.multi_process.channel import FollowerChannel, LeaderChannel
+from jaxinfer.multi_process.lost import PROCESS_LOST, Doom, ProcessLostError
+from jaxinfer.multi_process.processes import lead, meet_leader, watched
+from tests.multi_process.test_two_processes import free_port
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def ends(monkeypatch):
     """Reasons for which this process would have ended itself."""
     reasons: list[str] = []
     monkeypatch.setattr(Doom, "end", lambda self: reasons.append(self.reason))
-    monkeypatch.setattr("jaxinfer.distributed.lost._GRACE", 0.2)
+    monkeypatch.setattr("jaxinfer.multi_process.lost._GRACE", 0.2)
     return reasons
 
 
@@ -136,7 +136,7 @@ def test_a_collective_that_fails_of_anothers_end_says_so_though_that_is_noticed_
 
 
 def test_an_error_of_the_device_is_itself_where_nobody_is_gone(monkeypatch):
-    monkeypatch.setattr("jaxinfer.distributed.processes._NOTICED", 0.1)
+    monkeypatch.setattr("jaxinfer.multi_process.processes._NOTICED", 0.1)
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"), watched(Doom()):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
 
@@ -144,7 +144,7 @@ def test_an_error_of_the_device_is_itself_where_nobody_is_gone(monkeypatch):
 def test_a_process_that_waits_for_ever_is_ended_once_another_is_gone():
     program = """
 import threading
-from jaxinfer.distributed import lost
+from jaxinfer.multi_process import lost
 lost._GRACE = 0.2
 lost.Doom().lost("process 1 of 2 is gone")
 threading.Event().wait()

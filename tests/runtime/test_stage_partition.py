@@ -10,7 +10,7 @@ import pytest
 from jaxinfer.layers.matrices import MatrixFormat
 from jaxinfer.models.registry import read_config
 from jaxinfer.models.shapes import model_shape
-from jaxinfer.runtime.cut import STEPS, cut, stage_layers
+from jaxinfer.runtime.stage_partition import STEPS, cut, stage_layers
 from jaxinfer.runtime.template import ModelTemplate, make_template
 from jaxinfer.runtime.work import model_work
 from sharding.cost_model import part_cost

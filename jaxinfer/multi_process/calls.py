@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 
 import jax
 
-from jaxinfer.distributed.messages import Call, Held, decode, encode
+from jaxinfer.multi_process.messages import Call, Held, decode, encode
 
 Target = TypeVar("Target")
 

@@ -43,7 +43,7 @@ def test_two_processes_give_the_tokens_of_one_and_end_when_one_is_killed(tiny_mo
     with log.open("wb") as written:
         processes = [
             subprocess.Popen([sys.executable, "-m", *command], cwd=ROOT, env=os.environ | QUICK_COMPILATION, stdout=written, stderr=written)
-            for command in (["tests.distributed.leader", json.dumps(settings)], ["server.cli", *follow])
+            for command in (["tests.multi_process.leader", json.dumps(settings)], ["server.cli", *follow])
         ]
         leader, follower = processes
         try:

@@ -52,7 +52,7 @@ def encode(call: Call, held: Callable[[Any], Held | None]) -> bytes:
         if isinstance(value, tuple):
             kind = type(value).__name__
             if kind != "tuple" and _NAMED.get(kind) is not type(value):
-                raise TypeError(f"a {kind} can't be told to other processes: jaxinfer/distributed/messages.py lists what can")
+                raise TypeError(f"a {kind} can't be told to other processes: jaxinfer/multi_process/messages.py lists what can")
             return {"tuple": kind, "of": [said(v) for v in value]}
         if isinstance(value, dict):
             return {"dict": [[said(k), said(v)] for k, v in value.items()]}
@@ -63,7 +63,7 @@ def encode(call: Call, held: Callable[[Any], Held | None]) -> bytes:
             return {"array": str(value.dtype), "shape": value.shape, "at": start}
         if (known := held(value)) is not None:
             return {"held": known}
-        raise TypeError(f"a {type(value).__name__} can't be told to other processes: jaxinfer/distributed/messages.py lists what can")
+        raise TypeError(f"a {type(value).__name__} can't be told to other processes: jaxinfer/multi_process/messages.py lists what can")
 
     header = json.dumps([call.number, call.target, call.method, said(list(call.arguments)), said(call.keywords), call.released]).encode()
     return b"".join([len(header).to_bytes(_HEADER, "little"), header, *arrays])

@@ -19,10 +19,10 @@ import jax
 from jax.sharding import Mesh
 
 from jaxinfer.config import ConfigError, EngineConfig, parse_address
-from jaxinfer.distributed.calls import Recorder, Replayer
-from jaxinfer.distributed.channel import FollowerChannel, Greeting, LeaderChannel
-from jaxinfer.distributed.lost import Doom, ProcessLostError
-from jaxinfer.distributed.relay import Relay
+from jaxinfer.multi_process.calls import Recorder, Replayer
+from jaxinfer.multi_process.channel import FollowerChannel, Greeting, LeaderChannel
+from jaxinfer.multi_process.lost import Doom, ProcessLostError
+from jaxinfer.multi_process.relay import Relay
 from jaxinfer.runtime.program_key import sources
 
 OWN_SETTINGS = (

@@ -1,4 +1,4 @@
-"""The plain forward pass: whole sequence, dense causal attention, no pages, no batch. What the engine is checked against."""
+"""The reference forward pass: whole sequence, dense causal attention, no pages, no batch. What the engine is checked against."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from sharding.partition import replicated
 _SHORTEST = 32  # tokens; lengths are rounded up to powers of two, so that few programs serve all
 
 
-class PlainForward:
+class ReferenceForward:
     """Compiles on first use of a length, and says nothing of it to the engine's count of compilations after ready. Any thread's."""
 
     def __init__(self, stages: Sequence[tuple[ModelTemplate, Mesh]], weights: Sequence[Weights]) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import grpc
 
 from jaxinfer.config import ConfigError
-from jaxinfer.distributed.lost import Doom, ProcessLostError
+from jaxinfer.multi_process.lost import Doom, ProcessLostError
 
 _LOG = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Process 0 of two, run by the tests: `python -m tests.distributed.leader SETTINGS`, which are JSON. Writes the workload's tokens to the file
+"""Process 0 of two, run by the tests: `python -m tests.multi_process.leader SETTINGS`, which are JSON. Writes the workload's tokens to the file
 that `out` names, then goes on generating until the other process is gone."""
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from jaxinfer.config import ConfigError
-from jaxinfer.distributed.lost import ProcessLostError
 from jaxinfer.llm import LLM
+from jaxinfer.multi_process.lost import ProcessLostError
 from tests.engine.workload import tokens_of, workload
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.decode.batch import empty_batch
-from jaxinfer.distributed.messages import Call, Held, decode, encode
+from jaxinfer.multi_process.messages import Call, Held, decode, encode
 from jaxinfer.prefill.batch import empty_batch as empty_prefill_batch
 from jaxinfer.sampling.params import neutral_rows
 

@@ -10,7 +10,7 @@ from jaxinfer.decode.batch import empty_batch as empty_decode_batch
 from jaxinfer.decode.runner import DecodeRunner
 from jaxinfer.kv_cache.spec import NULL_PAGE
 from jaxinfer.prefill.batch import empty_batch as empty_prefill_batch
-from jaxinfer.prefill.pace import Pace
+from jaxinfer.prefill.chunk_size import Pace
 from jaxinfer.prefill.runner import PrefillResult, PrefillRunner
 from jaxinfer.runtime.buckets import prefill_rows
 from jaxinfer.sampling.params import neutral_rows
