@@ -35,6 +35,7 @@ _PAGES = PageShape(1, 16, 64, "bfloat16")
 _LATENT_PAGES = PageShape(1, 64, 192, "bfloat16", num_sides=1)
 _ROOT = Path(__file__).resolve().parents[2]
 _SEED = 7
+_NO_GPU = "JAX finds no GPU"
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ VARIANTS: dict[str, Callable[[], Variant]] = {
 def run(name: str, num_repeats: int, *, is_interpreted: bool) -> dict[str, Any]:
     """Check one variant in this process. What it gives has 'errors', of which None is right, and how many repeats differed by a bit."""
     if not is_interpreted and jax.devices()[0].platform != "gpu":
-        raise SystemExit(f"JAX finds no GPU, only {jax.devices()[0].device_kind}: give --interpret")
+        raise SystemExit(f"{_NO_GPU}, only {jax.devices()[0].device_kind}: give --interpret")
     variant = VARIANTS[name]()
     function = variant.function
     if is_interpreted:
@@ -185,6 +186,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found = {}
     for name in chosen:
         found[name] = run_in_process(name, forwarded, seconds)
+        if _NO_GPU in (found[name]["failure"] or ""):  # this process hasn't asked: it would have taken the card's memory
+            parser.exit(2, f"{found[name]['failure'].partition(': ')[2]}\n")
         print(f"{name:34} {_line(found[name])}", flush=True)
         if options.output is not None:
             options.output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

@@ -5,6 +5,8 @@ which is an error, or past the array, where the copy engine reads zeros."""
 from __future__ import annotations
 
 import math
+import re
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,7 +17,11 @@ import pytest
 from pallas_kernels.grouped_matmul import mosaic_gpu
 from pallas_kernels.grouped_matmul.cases import TINY
 from pallas_kernels.grouped_matmul.work import Work, work_for
+from pallas_kernels.latent_prefill_attention.page_list import PageList
+from pallas_kernels.page_write import write
+from pallas_kernels.paged_attention import xla as paged_xla
 from pallas_kernels.paged_attention.mosaic_tiling import Tiling
+from pallas_kernels.ragged_prefill_attention import xla as ragged_xla
 from tests.kernels import test_paged_attention_gpu as paged_attention
 from tests.kernels import test_ragged_prefill_attention_gpu as ragged_prefill_attention
 from tests.kernels import test_write_and_attend_gpu as write_and_attend
@@ -74,3 +80,36 @@ def test_the_last_experts_of_many(larger, monkeypatch, case):
     monkeypatch.setattr(mosaic_gpu, "work_for", work_of_all)
     x = rows(case, random)
     assert_close(interpreted(x, weights, jnp.array(sizes)), plain(x, matrices, sizes))
+
+
+@pytest.mark.parametrize("name", ["decode", "prefill", "write", "latents"])
+def test_xla_has_no_dimension_that_an_index_can_not_count(compile_for, name):
+    """XLA's indices are int32, one for each dimension, and so is what they are worked out from: so is every row of a pool that fills a card,
+    but not every element of it. How XLA goes on from there is its own: it takes 64 bits where they are needed."""
+    int32, bfloat16, rows = jnp.int32, jnp.bfloat16, ((2,), jnp.int32)
+    pool, table = ((4, 2, 350_000, 8, 16, 128), bfloat16), ((2, 64), int32)
+    latents = ((4, 1, 700_000, 1, 64, 576), bfloat16)
+    options = {"scale": 0.1, "pool_is_finite": True}
+    one = ((), int32)
+    given: dict[str, tuple[Any, ...]] = {
+        "decode": (partial(paged_xla.paged_attention, **options), ((2, 32, 128), bfloat16), pool, one, table, rows),
+        "prefill": (
+            partial(ragged_xla.ragged_prefill_attention, query_tile=64, **options),
+            ((128, 32, 128), bfloat16),
+            *(pool, one, table, rows, rows, rows),
+        ),
+        "write": (
+            lambda k, v, pool, *place: write(pool, place[0], (k, v), *place[1:]),
+            *[((2, 8, 128), bfloat16)] * 2,
+            pool,
+            one,
+            rows,
+            rows,
+        ),
+        "latents": (lambda pool, *of: PageList.of_rows(pool, *of, axis=None).read_whole(jnp.arange(64)), latents, one, table, rows),
+    }
+    function, *arguments = given[name]
+    assert math.prod(pool[0]) > FAR and math.prod(latents[0]) > FAR
+    text = compile_for(function, *arguments, donate=(2,) if name == "write" else ()).as_text()
+    dimensions = {int(size) for sizes in re.findall(r"\b(?:bf16|f32|s32|u32|s64|pred)\[([\d,]+)\]", text) for size in sizes.split(",")}
+    assert max(dimensions) < 2**31 and "s64[" not in text

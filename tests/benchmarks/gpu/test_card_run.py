@@ -84,6 +84,14 @@ def test_a_variant_that_is_right_wrong_slow_or_dead_is_a_line(monkeypatch, capsy
     assert list(json.loads((tmp_path / "smoke.json").read_text())) == list(said)
 
 
+def test_without_a_gpu_smoke_says_so_once(monkeypatch, capsys):
+    monkeypatch.setattr(smoke, "run_in_process", lambda *_: {"failure": "exit status 1: JAX finds no GPU, only cpu: give --interpret"})
+    with pytest.raises(SystemExit) as ended:
+        smoke.main([])
+    said = capsys.readouterr()
+    assert (ended.value.code, said.out, said.err) == (2, "", "JAX finds no GPU, only cpu: give --interpret\n")
+
+
 def test_repeats_that_differ_are_counted():
     calls = []
 
