@@ -23,7 +23,7 @@ AOT_STAMP := .venv-aot/.installed
 GUIDELLM_STAMP := .venv-guidellm/.installed
 CHECKED := jaxinfer pallas_kernels sharding checkpoints server tests benchmarks examples
 
-.PHONY: help demo serve test check fix golden test-parity test-aot test-measured bench replay soak clean
+.PHONY: help demo serve test check fix golden test-parity test-aot test-fences test-measured bench replay soak clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,6 +54,9 @@ test-aot: $(AOT_STAMP) ## compile kernels and whole programs for GPUs that are n
 	@for cards in hopper blackwell small; do \
 		AOT_CARDS=$$cards JAX_PLATFORMS=cpu $(AOT)/python -m pytest -q -m aot $(ARGS) || [ $$? -eq 5 ] || exit 1; \
 	done # 5: there is no such test for these cards
+
+test-fences: $(AOT_STAMP) ## take fences and barriers out of the compiled kernels, and count which of these faults the PTX emulator finds: an hour
+	@for cards in hopper blackwell; do AOT_CARDS=$$cards JAX_PLATFORMS=cpu $(AOT)/python -m tests.ptx.mutations $(ARGS) || exit 1; done
 
 test-measured: $(TEST_STAMP) ## calibrate and hold predicted step times against measured ones: minutes, alone on the machine
 	@$(BIN)/python -m pytest -q -s -m measured $(ARGS)

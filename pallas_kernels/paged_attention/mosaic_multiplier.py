@@ -194,9 +194,9 @@ class Multiplier:
             stage = lax.rem(i, self.tiling.stages)
             plgpu.barrier_wait(arrivals[0].at[stage])
             value_tile = keys.at[stage, :, columns]
+            plgpu.barrier_wait(weighed[1].at[stage])  # the scores are done: their product reads these columns too
             if not self.options.pool_is_finite:
                 self._clear(value_tile, (self.part.start + i) * self.tiling.tokens)
-            plgpu.barrier_wait(weighed[1].at[stage])
             total = total * lax.broadcast_in_dim(self.warpgroup.load(weighed[0].at[stage]), total.shape, [0])
             total = self.warpgroup.add_product(total, self._weights(keys, stage, weighed), value_tile)
             plgpu.barrier_arrive(consumed[-1].at[stage])

@@ -10,6 +10,7 @@ import numpy as np
 
 from tests.ptx.launch import Launch, TensorMap
 from tests.ptx.memory import Memory
+from tests.ptx.ordering import Order, RaceError
 from tests.ptx.registers import GLOBAL, LANES, MAPS, kind_of
 
 # An instruction: gives nothing, the place of the next one, -1 at the end, or what tells whether it need not wait.
@@ -18,12 +19,19 @@ Step = Callable[["Warp"], Any]
 
 @dataclass
 class Barrier:
-    """An mbarrier."""
+    """An mbarrier. Clocks are `Order`'s: what arrivals of this phase release, and what those who wait for the last one see."""
 
     expected: int
+    address: int
+    made: tuple[int, int]
+    collected: np.ndarray
+    released: np.ndarray
     pending: int = 0
     bytes: int = 0
     phase: int = 0
+    num_copies: int = 0  # that it was to count
+    num_brought: int = 0  # of them, the first ones
+    num_waited_for: int = 0  # that were there when its last phase ended
 
     def __post_init__(self) -> None:
         self.pending = self.expected
@@ -31,16 +39,38 @@ class Barrier:
     def arrive(self, count: int = 1, expected_bytes: int = 0) -> None:
         self.bytes += expected_bytes
         self.pending -= count
-        assert self.pending >= 0, "more arrive than a phase has"
+        if self.pending < 0:
+            raise RaceError("more arrive at a barrier than a phase has")
         self._turn()
 
     def complete(self, size: int) -> None:
         self.bytes -= size
+        self.num_brought += 1
         self._turn()
 
     def _turn(self) -> None:
         if self.pending == 0 and self.bytes == 0:
-            self.pending, self.phase = self.expected, self.phase + 1
+            self.pending, self.phase, self.num_waited_for = self.expected, self.phase + 1, self.num_brought
+            np.maximum(self.released, self.collected, out=self.released)
+
+
+@dataclass
+class NamedBarrier:
+    """One use of a barrier of the block's."""
+
+    clock: np.ndarray
+    num_threads: int = 0
+    is_over: bool = False
+
+
+@dataclass
+class Products:
+    """A group of products that run by themselves: those still to be done, the last one's number, and the registers that they use."""
+
+    waiting: list[Callable[[], None]] = field(default_factory=list)
+    last: int = 0
+    sums: set[str] = field(default_factory=set)
+    factors: set[str] = field(default_factory=set)
 
 
 @dataclass
@@ -48,7 +78,21 @@ class Warp:
     block: Block
     index: int
     registers: dict[str, np.ndarray] = field(default_factory=dict)
-    products: list[list[Callable[[], None]]] = field(default_factory=lambda: [[]])  # that are still to be done; the last group is open
+    products: list[Products] = field(default_factory=lambda: [Products()])  # until they are waited for; the last group is open
+    touched: set[str] = field(default_factory=set)  # registers that were read or written since the last wgmma.fence
+    sums: set[str] = field(default_factory=set)  # registers of all groups
+    factors: set[str] = field(default_factory=set)
+
+    def check_registers(self, read: frozenset[str], written: frozenset[str]) -> None:
+        """Before an instruction other than a product that reads and writes these."""
+        if self.sums and not (self.sums.isdisjoint(read) and self.sums.isdisjoint(written)):
+            raise RaceError(
+                f"warp {self.index} uses registers {sorted(self.sums & (read | written))[:4]} while a product may still add to them"
+            )
+        if self.factors and not self.factors.isdisjoint(written):
+            raise RaceError(f"warp {self.index} writes registers {sorted(self.factors & written)[:4]} while a product may still read them")
+        self.touched |= read
+        self.touched |= written
 
     def get(self, name: str) -> np.ndarray:
         """What was never written is anything: as a number, NaN."""
@@ -63,9 +107,8 @@ class Block:
         self.launch, self.steps, self.memory, self.place, self.max_steps = launch, steps, memory, place, max_steps
         self.shared = np.full(launch.shared_memory, 0xFF, np.uint8)  # NaN in every type
         self.barriers: dict[int, Barrier] = {}
-        self.named: dict[int, int] = {}  # threads that have come to a barrier of the block's
-        self.passed: dict[int, int] = {}  # how often it let them through
-        self.unfenced = np.full(launch.shared_memory, -1, np.int16)  # by which warp, since its last fence for the copy engine and products
+        self.named: dict[int, NamedBarrier] = {}  # that threads have come to
+        self.order = Order(launch.num_threads // LANES, launch.shared_memory)
         self.random = np.random.default_rng((*place, seed) if seed else place)
         self.copies: list[Callable[[], None]] = []
         self.alive: set[int] = set()
@@ -95,22 +138,16 @@ class Block:
                 self.copies.pop(0)()
                 has_moved = True
             yield has_moved
-        for copy in self.copies:
-            copy()
+        self._check_end(warps)
 
-    def written(self, warp: Warp, places: np.ndarray) -> None:
-        """Bytes of shared memory were written by a warp's own instructions."""
-        self.unfenced[places] = warp.index
-
-    def fence(self, warp: Warp) -> None:
-        """What a warp wrote may be read by the copy engine and by products."""
-        self.unfenced[self.unfenced == warp.index] = -1
-
-    def check_fenced(self, places: np.ndarray) -> None:
-        """Before the copy engine or a product reads these bytes."""
-        writers = np.unique(self.unfenced[places])
-        if writers[-1] >= 0:
-            raise RuntimeError(f"shared memory that warps {writers[writers >= 0].tolist()} wrote is read by another proxy without a fence")
+    def _check_end(self, warps: Sequence[Warp]) -> None:
+        """Shared memory and registers are another block's after it."""
+        if self.copies:
+            raise RaceError("the block ends while copies to its shared memory are on their way")
+        for warp in warps:
+            if warp.sums:
+                raise RaceError(f"warp {warp.index} ends while its products may still run")
+        self.order.check_end()
 
     def _steps(self, warp: Warp) -> Iterator[Callable[[], bool]]:
         steps, place, left = self.steps, 0, 0

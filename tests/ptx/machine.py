@@ -1,10 +1,10 @@
 """Runs a kernel's PTX: blocks one after the other, or several at once as on a card.
 
 An instruction that isn't known, a branch that a warp's threads don't agree on, an address outside of what there is, and warps that all wait are
-errors. Warps and blocks are interleaved in the middle of anything, in a random order that is the same each time (`seed` gives another). What the copy
-engine brings arrives as late as may be, when every warp waits; what it takes away is read at once. Half of the products by wgmma are done when they
-are started, the others when they are waited for. Shared memory that a warp wrote is not the copy engine's or a product's to read before that warp's
-`fence.proxy.async`.
+errors, and so are two accesses to shared memory that nothing orders (`ordering`). Warps and blocks are interleaved in the middle of anything, in a
+random order that is the same each time (`seed` gives another). What the copy engine brings arrives as late as may be, when every warp waits; what it
+takes away is read at once, though it may be until it is waited for. Half of the products by wgmma are done when they are started, the others
+when they are waited for.
 
 Not in it: what one block writes to global memory is seen by all others at once and in order, whatever fences there are.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import numpy as np
 
@@ -34,7 +35,36 @@ def steps_of(ptx: str) -> list[Step]:
             labels[line[:-1]] = len(lines)
         elif line:
             lines.append(line)
-    return [_step(line, labels) for line in lines]
+    has_products = "wgmma.mma_async" in body
+    return [_checked(line, _step(line, labels)) if has_products else _step(line, labels) for line in lines]
+
+
+def _checked(line: str, step: Step) -> Step:
+    """That it uses no register of a product that runs by itself. Products know of each other."""
+    read, written = registers_of(line)
+    if line.startswith("wgmma") or not read | written:
+        return step
+
+    def checked(warp: Warp) -> Any:
+        warp.check_registers(read, written)
+        return step(warp)
+
+    return checked
+
+
+# Instructions that write no register.
+_ONLY_READ = ("st", "stmatrix", "red", "bar", "cp", "bra", "prefetch", "fence", "membar", "setmaxnreg", "ret")
+
+
+def registers_of(line: str) -> tuple[frozenset[str], frozenset[str]]:
+    """Which an instruction reads, and which it writes."""
+    guard = re.match(r"@!?(%\w+)\s+(.*)", line)
+    name, _, rest = (guard[2] if guard else line).partition(" ")
+    operands = operands_of(rest)
+    writes = name.split(".")[0] not in _ONLY_READ and not name.startswith("mbarrier.init")
+    written = frozenset(re.findall(r"%\w+", operands[0])) if writes and operands else frozenset()
+    read = frozenset(re.findall(r"%\w+", " ".join(operands[1:] if writes else operands)))
+    return (read | {guard[1]} if guard else read), written
 
 
 def _step(line: str, labels: dict[str, int]) -> Step:

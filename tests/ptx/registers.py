@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,8 @@ ALL = np.ones(LANES, bool)
 
 def operands_of(text: str) -> list[str]:
     """Split at commas outside of brackets."""
+    if "[" not in text and "{" not in text:
+        return [part.strip() for part in text.split(",")] if text.strip() else []
     found, depth, start = [], 0, 0
     for i, letter in enumerate(text):
         depth += (letter in "[{") - (letter in "]}")
@@ -41,6 +44,7 @@ def operands_of(text: str) -> list[str]:
     return [*found, text[start:].strip()] if text.strip() else []
 
 
+@functools.cache
 def kind_of(register: str) -> Any:
     return next(kind for prefix, kind in _REGISTER.items() if register.startswith(prefix))
 

@@ -125,6 +125,8 @@ st.shared.u32 [%rd1], %r1;
 bar.sync 0;
 setp.ne.u32 %p1, %r1, 0;
 @!%p1 cp.async.bulk.tensor.1d.global.shared::cta.tile.bulk_group [kernel_param_1, {0}], [0];
+cp.async.bulk.commit_group;
+cp.async.bulk.wait_group 0;
 """
 
 
