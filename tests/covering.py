@@ -4,7 +4,7 @@ by hand, and always the same ones. All others are marked `exhaustive`, which `ma
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
 
 import pytest
@@ -31,18 +31,25 @@ def covering(*axes: Sequence[Any], strength: int = 1) -> list[Any]:
     ]
 
 
-def mark_exhaustive(items: Sequence[pytest.Item]) -> None:
-    """The same for collected tests, wherever their parameters come from, decorators or fixtures: of each test function every value of every
-    parameter. A test that has the mark already covers nothing. For a hook `pytest_collection_modifyitems` that is tried first: before `-m` is."""
-    by_test: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        if item.get_closest_marker("exhaustive") is None:
-            by_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for cases in by_test.values():
-        needed = set(cover([_values(item) for item in cases]))
-        for index, item in enumerate(cases):
-            if index not in needed:
-                item.add_marker(pytest.mark.exhaustive)
+def mark_exhaustive(items: Sequence[pytest.Item], values_of: Callable[[pytest.Item], Collection[Hashable]]) -> None:
+    """The same for collected tests: unmarked stay so many that each value of each test is in one of them. What has the mark already covers nothing.
+    For a hook `pytest_collection_modifyitems` that is tried first: before `-m` is."""
+    unmarked = [item for item in items if item.get_closest_marker("exhaustive") is None]
+    needed = set(cover([values_of(item) for item in unmarked]))
+    for index, item in enumerate(unmarked):
+        if index not in needed:
+            item.add_marker(pytest.mark.exhaustive)
+
+
+def name_of(item: pytest.Item) -> str:
+    """Of a test in its file, the same with all parameters."""
+    return item.nodeid.partition("[")[0]
+
+
+def parameters_of(item: pytest.Item) -> dict[str, Any]:
+    """By their names, wherever they come from, decorators or fixtures."""
+    callspec = getattr(item, "callspec", None)
+    return dict(callspec.params) if callspec else {}
 
 
 def cover(rows: Sequence[Collection[Hashable]]) -> list[int]:
@@ -56,12 +63,11 @@ def cover(rows: Sequence[Collection[Hashable]]) -> list[int]:
     return sorted(taken)
 
 
-def _values(item: pytest.Item) -> set[Hashable]:
-    """Of each parameter its name and its value; of one that is a dictionary, as options are, each key's. Equal values are one, whichever lists they
-    stand in: of rows (32, 8, 128) and (32, 8, 96) the second has only one value more."""
-    callspec = getattr(item, "callspec", None)
-    found: set[Hashable] = set()
-    for name, value in callspec.params.items() if callspec else ():
-        parts = {f"{name}[{key!r}]": each for key, each in value.items()} if isinstance(value, dict) and value else {name: value}
-        found.update((key, repr(each)) for key, each in parts.items())  # as text, for a dictionary or a list can't be hashed
+def each_parameter(item: pytest.Item) -> set[Hashable]:
+    """Its test, and of each of the test's parameters the value; of one that is a dictionary, as options are, each key's. Equal values are one,
+    whichever rows they stand in: of (32, 8, 128) and (32, 8, 96) the second has only one more."""
+    found: set[Hashable] = {name_of(item)}
+    for name, value in parameters_of(item).items():
+        parts = {f"{name}[{key!r}]": part for key, part in value.items()} if isinstance(value, dict) and value else {name: value}
+        found.update((name_of(item), key, repr(part)) for key, part in parts.items())  # as text, for a dictionary can't be hashed
     return found

@@ -157,3 +157,14 @@ def test_rules_over_names_catch_a_breach() -> None:
     assert rules.unmentioned_packages(rules.modules_of({"sharding/__init__.py": ""}), "jaxinfer/  the engine") == [
         "sharding is not in the tree"
     ]
+
+
+def test_what_compiles_for_gpus_is_where_it_is_looked_for() -> None:
+    """`make test-aot` collects one folder: all of them take half a minute, for each kind of card."""
+    marked = [
+        m.path
+        for m in ALL.values()
+        if m.path.startswith("tests/") and "pytest.mark." + "aot" in (ROOT / m.path).read_text(encoding="utf-8")
+    ]
+    assert marked
+    assert all(path.startswith("tests/aot/") for path in marked)

@@ -29,15 +29,16 @@ def test_of_rows_without_values_there_is_one():
     assert cover([]) == []
 
 
-def test_of_collected_tests_each_value_is_left_wherever_it_comes_from(pytester: pytest.Pytester):
+@pytest.mark.parametrize("values_of", ["each_parameter", "name_of"])
+def test_of_collected_tests_each_value_is_left_or_one_case_wherever_it_comes_from(pytester: pytest.Pytester, values_of: str):
     pytester.makeini("[pytest]\nmarkers = exhaustive: the rest\n")
-    pytester.makeconftest("""
+    pytester.makeconftest(f"""
         import pytest
-        from tests.covering import mark_exhaustive
+        from tests.covering import each_parameter, mark_exhaustive, name_of
 
         @pytest.hookimpl(tryfirst=True)
         def pytest_collection_modifyitems(items):
-            mark_exhaustive(items)
+            mark_exhaustive(items, lambda item: {{name_of(item)}} if '{values_of}' == 'name_of' else each_parameter(item))
     """)
     pytester.makepyfile("""
         import pytest
@@ -54,12 +55,13 @@ def test_of_collected_tests_each_value_is_left_wherever_it_comes_from(pytester: 
         @pytest.mark.parametrize("x", [1, 2])
         def test_long(x): ...
 
-        def test_plain(): ...
+        @pytest.mark.parametrize("batch", [1, 2])
+        def test_another(batch): ...
     """)
     said = pytester.runpytest("-q", "--collect-only", "-m", "not exhaustive").stdout.str()
-    assert [line.partition("::")[2] for line in said.splitlines() if "::" in line] == [
-        "test_each[h100-32-options1-1]",
-        "test_each[h100-8-options3-128]",
-        "test_each[h200-9-options0-32]",
-        "test_plain",
-    ]
+    left = ["test_each[h100-32-options1-1]", "test_each[h100-8-options3-128]", "test_each[h200-9-options0-32]"]
+    expected = {
+        "each_parameter": [*left, "test_another[1]", "test_another[2]"],
+        "name_of": ["test_each[h100-9-options0-1]", "test_another[1]"],
+    }[values_of]
+    assert [line.partition("::")[2] for line in said.splitlines() if "::" in line] == expected

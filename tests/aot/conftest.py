@@ -6,7 +6,7 @@ import functools
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from benchmarks.gpu.compiled import num_launches
 from pallas_kernels.mosaic.card import Card, card_of
 from sharding.targets import target_devices
+from tests.covering import mark_exhaustive, name_of, parameters_of
 from tests.ptx.kernel import run_interpreted_kernels_as_compiled
 
 Compile = Callable[..., jax.stages.Compiled]
@@ -29,12 +30,32 @@ _KIND = os.environ.get("AOT_CARDS", "hopper")
 _HERE = Path(__file__).parent
 
 
+@pytest.hookimpl(tryfirst=True)  # before marks are looked at
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves what is compiled for these cards: what names none of its own, here or elsewhere, is for Hopper's."""
+    """Leaves what is compiled for these cards: what names none of its own is for Hopper's. What the list doesn't need is `exhaustive`."""
     is_for = {"hopper": lambda item: not _is_of_small_cards(item), "blackwell": _asks_for_a_card, "small": _is_of_small_cards}[_KIND]
     left_out = [item for item in items if not is_for(item)]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
+    mark_exhaustive([item for item in items if item.get_closest_marker("aot")], _needed)
+
+
+def _needed(item: pytest.Item) -> set[Hashable]:
+    """What a list has once. The main one for Hopper each test, and in any of them each card, model, role, format of weights and type; for small cards
+    each test; for others, and in the short list of an older JAX beside a newer one, each file, of which each kernel has one."""
+    if os.environ.get("AOT_LIST") == "short" or _KIND == "blackwell":
+        return {item.path.name}
+    parameters = parameters_of(item)
+    case, options = parameters.get("case"), parameters.get("options", {})
+    role = str(parameters.get("role", parameters.get("name")))  # 'decode/32'
+    axes = {
+        "card": [parameters.get("target"), getattr(case, "card", None)],
+        "model": [parameters.get("model"), getattr(case, "model", None)],
+        "role": [role.partition("/")[0] if "/" in role else None],
+        "format": [getattr(case, "format", None), getattr(case, "packing", None)],
+        "type": [str(options.get("dtype"))],
+    }
+    return {name_of(item)} | {(axis, value) for axis, values in axes.items() for value in values if value is not None}
 
 
 def _is_of_small_cards(item: pytest.Item) -> bool:

@@ -40,6 +40,7 @@ def all_kv_bytes(run: DryRun) -> int:
     return sum(device["kv_bytes"] for device in as_json(run)["devices"])
 
 
+@pytest.mark.exhaustive  # a minute
 def test_activations_are_compiled_and_grow_with_the_batch():
     small, large = (plan("smollm2-135m", "1xh100", "tp=1", batch=batch, chunk=256, num_layers=2) for batch in (1, 128))
     assert small.is_compiled
@@ -60,7 +61,7 @@ def test_every_stage_of_both_roles_is_compiled():
     assert dict(describe(run))["decode"].startswith("4 device(s)")
 
 
-@pytest.mark.whole
+@pytest.mark.exhaustive
 def test_kimi_on_eight_h100_leaves_more_than_30_gib_for_kv():
     run = plan("kimi-k2.5", "8xh100", "tp=8", context=65536)
     assert run.is_compiled
@@ -71,7 +72,7 @@ def test_kimi_on_eight_h100_leaves_more_than_30_gib_for_kv():
     assert run.kv_tokens > 600_000, "eight cards hold eight times what one does"
 
 
-@pytest.mark.whole
+@pytest.mark.exhaustive
 def test_scout_on_two_h200_holds_more_than_1_2_million_tokens():
     run = plan("llama-4-scout", "2xh200", "tp=2", context=1_200_000)
     assert run.is_compiled

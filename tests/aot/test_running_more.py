@@ -9,7 +9,7 @@ from tests.kernels import test_paged_attention_gpu as paged_attention
 from tests.kernels import test_ragged_prefill_attention_gpu as ragged_prefill_attention
 from tests.kernels import test_write_and_attend_gpu as write_and_attend
 
-pytestmark = [pytest.mark.aot, pytest.mark.whole, pytest.mark.usefixtures("run_as_compiled")]
+pytestmark = [pytest.mark.aot, pytest.mark.exhaustive, pytest.mark.usefixtures("run_as_compiled")]
 
 test_decode_attention_over_random_lengths = paged_attention.test_random_lengths
 test_decode_attention_over_any_lengths = paged_attention.test_contexts_of_any_length
