@@ -70,7 +70,7 @@ def _write() -> Any:
 
 
 def _prefill() -> Any:
-    inputs = ragged.arguments((0,), (220,), (90,), 128, unused=0)
+    inputs = ragged.arguments((0,), (330,), (90,), 128, unused=0)
     return ragged_prefill_attention(
         *inputs, tiling=PrefillTiling(1, 128, 2), scale=0.3, query_tile=64, pool_is_finite=False, interpreted=True
     )
