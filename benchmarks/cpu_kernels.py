@@ -21,7 +21,7 @@ from rich.table import Table
 
 from jaxinfer.layers.linear import product
 from pallas_kernels.packed_matmul.layout import pack
-from pallas_kernels.packed_matmul.op import packed_matmul, why_not
+from pallas_kernels.packed_matmul.op import packed_matmul, unsupported_reason
 from pallas_kernels.paged_attention.op import paged_attention
 from pallas_kernels.ragged_prefill_attention.op import ragged_prefill_attention
 
@@ -113,7 +113,7 @@ def _pair(name: str, run: Callable[..., Any], *arguments: Any) -> Pair:
 def pairs() -> Iterator[Callable[[], Pair]]:
     """Made one at a time: their weights and pools are large."""
     for dtype in ("float32", "bfloat16"):
-        if why_not(jnp.dtype(dtype)) is None:
+        if unsupported_reason(jnp.dtype(dtype)) is None:
             yield from (partial(products, dtype, num_rows) for num_rows in (1, 8, 32, 128, 512))
     yield from (partial(decode_attention, batch, context) for batch, context in ((1, 64), (1, 1024), (8, 256), (32, 64), (32, 256)))
     yield from (partial(prefill_attention, size, before) for size, before in ((128, 0), (512, 0), (512, 512), (512, 1536)))

@@ -59,7 +59,7 @@ class Inventory:
     format: str
     files: tuple[Path, ...]  # of weights
     source: TensorSource | None  # None: it can't be opened as a model's,
-    why_not: str | None  # for this reason, and `tensors` are as the files name them
+    unsupported_reason: str | None  # for this reason, and `tensors` are as the files name them
     architecture: str | None
     context: int | None  # tokens
     tokenizer: str | None  # where it is, such as tokenizer.json
@@ -78,17 +78,17 @@ class Inventory:
 
 def take_inventory(path: Path) -> Inventory:
     """Of what `hub.resolve` returned. Raises `CheckpointError` for files that are missing or broken; what is whole but not supported is told
-    of in `why_not`."""
+    of in `unsupported_reason`."""
     files = weight_files(path)
     is_gguf = bool(files) and all(file.suffix == ".gguf" for file in files)
     metadata = GGUFFile(files[0]).metadata if is_gguf else {}
-    source, why_not = None, None
+    source, unsupported_reason = None, None
     try:
         source = open_source(path)
         config = source.config
         tensors = tuple(_tensor(source, name) for name in source.names())
     except CheckpointError as error:
-        source, why_not = None, str(error)
+        source, unsupported_reason = None, str(error)
         config = {} if is_gguf else read_json(path / "config.json")
         tensors = tuple(_stored_tensors(files))
         if not tensors:
@@ -99,7 +99,7 @@ def take_inventory(path: Path) -> Inventory:
         "GGUF" if is_gguf else "safetensors" if weights_folder(path) is None else "Orbax",
         tuple(files),
         source,
-        why_not,
+        unsupported_reason,
         ", ".join(map(str, names)) if isinstance(names, list) and names else None,
         _context(config, metadata),
         _tokenizer(path, metadata),

@@ -33,7 +33,7 @@ from jaxinfer.kv_transfer.tiers import TierTransfer
 from jaxinfer.models.registry import config_of
 from jaxinfer.multi_process.processes import Alone, Processes, lead
 from jaxinfer.plan import Plan, RolePlan, make_plan
-from jaxinfer.prefill.chunk_size import Pace
+from jaxinfer.prefill.chunk_size import ChunkSizeController
 from jaxinfer.prefill.queue import WaitingQueue
 from jaxinfer.prefill.runner import PrefillRunner
 from jaxinfer.prefill.scheduler import PrefillScheduler
@@ -149,7 +149,7 @@ def _assemble(config: EngineConfig, stats: EngineStats, processes: Processes) ->
         for role, of_role in zip(roles, pools, strict=True)
         if not plan.has_stages
     ]
-    pace = Pace(schedule.prefill_buckets, schedule.target_ttft, schedule.target_itl, delays_decode=plan.shares_mesh)
+    chunk_size = ChunkSizeController(schedule.prefill_buckets, schedule.target_ttft, schedule.target_itl, delays_decode=plan.shares_mesh)
     transfer: KVTransfer = SameMeshTransfer()
     cross_mesh: CrossMeshTransfer | None = None
     processes.compiled(_summary(plan))
@@ -162,8 +162,8 @@ def _assemble(config: EngineConfig, stats: EngineStats, processes: Processes) ->
             if clock is not None:
                 clock.begin()
                 stats.stage_times[name] = clock.times
-        if pace.steers or tiers is not None:
-            measure(prefill_runner, pace)
+        if chunk_size.steers or tiers is not None:
+            measure(prefill_runner, chunk_size)
         if not plan.shares_mesh:
             ways: Sequence[Moves]
             if of_stages is None:
@@ -182,7 +182,9 @@ def _assemble(config: EngineConfig, stats: EngineStats, processes: Processes) ->
         prefill_scheduler.recall = cross_mesh.recall
     tier_transfer: TierTransfer | None = None
     if tiers is not None:
-        tier_transfer = TierTransfer(tiers, list(zip(movers, managers, strict=True)), pace.seconds_to_compute, _most_fetched(config, plan))
+        tier_transfer = TierTransfer(
+            tiers, list(zip(movers, managers, strict=True)), chunk_size.seconds_to_compute, _most_fetched(config, plan)
+        )
         prefill_scheduler.tiers = tier_transfer
         stats.read_tiers = tiers.stats
         with COUNTER.compiling():
@@ -192,7 +194,7 @@ def _assemble(config: EngineConfig, stats: EngineStats, processes: Processes) ->
         config,
         plan,
         tokenizer,
-        PrefillWorker(prefill_scheduler, prefill_runner, clocks[0], pace),
+        PrefillWorker(prefill_scheduler, prefill_runner, clocks[0], chunk_size),
         DecodeWorker(DecodeScheduler(managers[-1], decode_runner.num_slots, decode_runner.num_lanes), decode_runner, clocks[-1]),
         transfer,
         managers[0],

@@ -16,7 +16,7 @@ from jaxinfer.encode.worker import EncodeWorker
 from jaxinfer.engine_access import EngineAccess
 from jaxinfer.engine_loop import EngineLoop
 from jaxinfer.listeners import Answers, Failed
-from jaxinfer.multi_process.lost import ProcessLostError
+from jaxinfer.multi_process.peer_failure import ProcessLostError
 from jaxinfer.prompts import as_prompts
 from jaxinfer.request import ANYONE, OutputDelta, RequestContext, SamplingParams
 from jaxinfer.runtime.compilation import use_persistent_cache

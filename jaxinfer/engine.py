@@ -14,7 +14,7 @@ from jaxinfer.builder import Parts, assemble
 from jaxinfer.config import ConfigError, EngineConfig
 from jaxinfer.detokenizer import IncrementalDetokenizer
 from jaxinfer.engine_access import EngineAccess
-from jaxinfer.multi_process.lost import ProcessLostError
+from jaxinfer.multi_process.peer_failure import ProcessLostError
 from jaxinfer.output import OutputBuilder
 from jaxinfer.reference_forward import ReferenceForward
 from jaxinfer.request import ANYONE, FinishReason, OutputDelta, Request, RequestContext, RequestError, SamplingParams, TokenLogprob
@@ -185,13 +185,13 @@ class Engine:
         """One turn: start a prefill chunk, hand over what is prefilled, start a decode step, read the decode step before it.
 
         Raises `ProcessLostError` where the engine spans processes and one is gone; this process then ends within seconds."""
-        with self.access.call(), self._parts.processes.watched():
+        with self.access.call(), self._parts.processes.surface_peer_failure():
             return self._turn()
 
     def _turn(self) -> list[OutputDelta]:
         if self._profile is not None and self.has_work:
             self._profile.tick()
-        surprises, stats = COUNTER.num_surprises, self.stats
+        unexpected, stats = COUNTER.num_unexpected_compilations, self.stats
         prefill, decode = self._parts.prefill, self._parts.decode
         # This thread's own time: waiting for the device, or for a core that the device keeps, is not the host's work.
         began = time.thread_time()
@@ -223,7 +223,7 @@ class Engine:
         stats.num_output_tokens += sum([len(delta.token_ids) for delta in deltas])
         if changes or not decode.is_steady:
             self._update_gauges()
-        stats.num_compilations_after_ready += COUNTER.num_surprises - surprises
+        stats.num_compilations_after_ready += COUNTER.num_unexpected_compilations - unexpected
         stats.num_decode_steps += launched
         stats.prefill_host_seconds += handed_over - began + prefilled - launched_at
         if launched:
@@ -277,12 +277,14 @@ class Engine:
         return len(parts.decode.scheduler.running) + len(self._prefilled) + len(parts.prefill.scheduler.prefilling)
 
     def _prefill_budget(self, num_running: int) -> int:
-        pace, decode = self._parts.prefill.pace, self._parts.decode
-        if not pace.steers:
+        chunk_size, decode = self._parts.prefill.chunk_size, self._parts.decode
+        if not chunk_size.steers:
             return self.config.schedule.prefill_chunk_size
         now = time.monotonic()
-        pace.observe_decode(decode.step_seconds)
-        return pace.budget(num_running, [(tokens, now - arrival_time) for tokens, arrival_time in self._parts.prefill.scheduler.backlog()])
+        chunk_size.observe_decode(decode.step_seconds)
+        return chunk_size.budget(
+            num_running, [(tokens, now - arrival_time) for tokens, arrival_time in self._parts.prefill.scheduler.backlog()]
+        )
 
     def _make_room(self, waiting: Sequence, prefilling: list[Sequence]) -> bool:
         """Preempt what is less urgent than a sequence that waits: it holds the place or the pages that are short."""

@@ -31,7 +31,7 @@ from jaxinfer.engine_thread import (
     run,
 )
 from jaxinfer.listeners import Answers, Failed, Listener
-from jaxinfer.multi_process.lost import ProcessLostError
+from jaxinfer.multi_process.peer_failure import ProcessLostError
 from jaxinfer.request import OutputDelta
 
 logger = logging.getLogger(__name__)

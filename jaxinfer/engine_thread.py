@@ -16,7 +16,7 @@ from jaxinfer.encode.text_batching import Embedded, TokenIds
 from jaxinfer.encode.worker import EncodeWorker
 from jaxinfer.engine_access import EngineAccess, EngineClosedError
 from jaxinfer.listeners import Event, Failed, Listener, deliver
-from jaxinfer.multi_process.lost import ProcessLostError
+from jaxinfer.multi_process.peer_failure import ProcessLostError
 from jaxinfer.request import ANYONE, OutputDelta, RequestContext, RequestError, SamplingParams
 
 logger = logging.getLogger(__name__)

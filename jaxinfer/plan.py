@@ -27,7 +27,7 @@ from jaxinfer.runtime.work import model_work
 from pallas_kernels.dispatch import Backend
 from pallas_kernels.latent_prefill_attention import op as latent_prefill_attention
 from pallas_kernels.mosaic import card
-from pallas_kernels.packed_matmul.op import why_not
+from pallas_kernels.packed_matmul.op import unsupported_reason
 from pallas_kernels.paged_attention import op as paged_attention
 from pallas_kernels.ragged_prefill_attention import op as ragged_prefill_attention
 from pallas_kernels.span import EVERYTHING
@@ -170,7 +170,7 @@ def choose_formats(config: ModelConfig, platform: str, *, keeps_types: bool = Fa
     if name == "auto":
         name = "float32" if platform == "cpu" else "bfloat16"
     dtype = jnp.dtype(name if keeps_types or config.weights == "auto" else config.weights)
-    against = f"its kernels are for CPUs, not {platform}" if platform != "cpu" else why_not(dtype)
+    against = f"its kernels are for CPUs, not {platform}" if platform != "cpu" else unsupported_reason(dtype)
     if config.matmul_backend == "packed" and against:
         raise ConfigError(f"matmul_backend is packed, but {against}: use auto or xla")
     is_packed = config.matmul_backend == "packed" or (config.matmul_backend == "auto" and not against)
@@ -194,7 +194,7 @@ def _with_experts(
     sizes = dict(zip(matrices[0].axes, matrices[0].shape, strict=True))
     num_devices = [layout.tp // layout.ep for layout in layouts.values()]  # that each expert is split over
     form = replace(template.form, experts=ExpertFormat(packing=choose_packing(template, source, num_devices)))
-    against = _wrong_device("mosaic_gpu", device) or moe.why_not(
+    against = _wrong_device("mosaic_gpu", device) or moe.unsupported_reason(
         sizes["embed"], sizes["expert_mlp"], max(num_devices), form, template.activation_dtype
     )
     backend: Literal["mosaic_gpu", "xla"] = "xla" if against else "mosaic_gpu"
@@ -225,12 +225,12 @@ def choose_attention(
             break
         if role == "decode":
             is_plain = span == EVERYTHING and soft_cap is None and not is_latent
-            against = paged_attention.why_not(*pages, is_plain=is_plain, is_latent=is_latent, card=card.card_of(device))
+            against = paged_attention.unsupported_reason(*pages, is_plain=is_plain, is_latent=is_latent, card=card.card_of(device))
         elif latent is not None:
             sizes = (latent.nope_size, latent.rope_size), latent.value_size
-            against = latent_prefill_attention.why_not(wanted, dtype, *sizes, spec.page_size, tile, card.card_of(device))
+            against = latent_prefill_attention.unsupported_reason(wanted, dtype, *sizes, spec.page_size, tile, card.card_of(device))
         else:
-            against = ragged_prefill_attention.why_not(*pages, tile, span, soft_cap, card.card_of(device))
+            against = ragged_prefill_attention.unsupported_reason(*pages, tile, span, soft_cap, card.card_of(device))
     if name != "auto" and against:
         raise ConfigError(f"attention_backend is {name}, but {against}: use auto or xla")
     backend: Backend = "xla" if against else wanted
@@ -245,7 +245,7 @@ def _wrong_device(backend: Backend, device: jax.Device) -> str | None:
         return None
     if _ATTENTION_KERNELS.get(device.platform) != backend:
         return f"its kernels are for {_KERNELS_ARE_FOR[backend]}, not {device.platform}"
-    return card.why_not(device) if backend == "mosaic_gpu" else None
+    return card.unsupported_reason(device) if backend == "mosaic_gpu" else None
 
 
 def _meshes(role: str, config: EngineConfig) -> list[jax.sharding.Mesh]:

@@ -10,7 +10,7 @@ from jaxinfer.decode.batch import empty_batch as empty_decode_batch
 from jaxinfer.decode.runner import DecodeRunner
 from jaxinfer.kv_cache.spec import NULL_PAGE
 from jaxinfer.prefill.batch import empty_batch as empty_prefill_batch
-from jaxinfer.prefill.chunk_size import Pace
+from jaxinfer.prefill.chunk_size import ChunkSizeController
 from jaxinfer.prefill.runner import PrefillResult, PrefillRunner
 from jaxinfer.runtime.buckets import prefill_rows
 from jaxinfer.sampling.params import neutral_rows
@@ -43,7 +43,7 @@ def warm_up(prefill: PrefillRunner, decode: DecodeRunner, progress: StartProgres
     decode.seat(0, ())
 
 
-def measure(prefill: PrefillRunner, pace: Pace) -> None:
+def measure(prefill: PrefillRunner, chunk_size: ChunkSizeController) -> None:
     """Time each prefill program, the better of two runs, so that what this decides is decided by it from the first request on."""
     for size in prefill.buckets:
         seconds = []
@@ -51,7 +51,7 @@ def measure(prefill: PrefillRunner, pace: Pace) -> None:
             started = time.monotonic()
             _run_full(prefill, size)
             seconds.append(time.monotonic() - started)
-        pace.observe(size, min(seconds))
+        chunk_size.observe(size, min(seconds))
 
 
 def _run_full(prefill: PrefillRunner, size: int, temperature: float = 0.0) -> PrefillResult:

@@ -21,7 +21,7 @@ _GAP = "  "
 class Inspection:
     inventory: Inventory
     served_as: str | None  # the flag that takes it, such as --model; None: it can't be served
-    why_not: str | None  # then
+    unsupported_reason: str | None  # then
 
     def json(self) -> dict[str, Any]:
         """For programs: sizes in bytes and tokens, every tensor by itself."""
@@ -36,7 +36,7 @@ class Inspection:
             "tokenizer": held.tokenizer,
             "has_chat_template": held.has_chat_template,
             "served_as": self.served_as,
-            "why_not": self.why_not,
+            "why_not": self.unsupported_reason,
             "num_bytes": held.num_bytes,
             "bytes_by_part": {part: _bytes(tensors) for part, tensors in self._by_part().items()},
             "tensors": [{"name": t.name, "shape": t.shape, "type": t.type, "num_bytes": t.num_bytes, "part": t.part} for t in held.tensors],
@@ -56,7 +56,7 @@ class Inspection:
             "context": "not told" if held.context is None else f"{held.context:,} tokens",
             "tokenizer": held.tokenizer or "none",
             "chat template": "yes" if held.has_chat_template else "none",
-            "can be served": f"yes, as {self.served_as}" if self.served_as else f"no: {self.why_not}",
+            "can be served": f"yes, as {self.served_as}" if self.served_as else f"no: {self.unsupported_reason}",
         }
         margin = max(map(len, about)) + 2
         for name, value in about.items():
@@ -105,7 +105,7 @@ def inspect(path: Path) -> Inspection:
     """Of what `hub.resolve` returned. Reads no weights. Raises `CheckpointError` for files that are missing or broken."""
     inventory = take_inventory(path)
     if inventory.source is None:
-        return Inspection(inventory, None, inventory.why_not)
+        return Inspection(inventory, None, inventory.unsupported_reason)
     try:
         return Inspection(inventory, served_as(inventory.source), None)
     except (CheckpointError, UnsupportedModelError) as error:

@@ -29,14 +29,14 @@ from pallas_kernels.paged_attention.op import paged_attention, paged_attention_a
 
 # What stays on the devices between steps has a place a slot, and one more for padding: S + 1. Every stage has page tables, the last alone the tokens
 # that were sampled last and the counts for penalties.
-FeedStep = Callable[..., tuple[Pages, Int[Array, "S+1 W"], Float[Array, "B D"], Int[Array, "B 3"], Int[Array, "L E"] | None]]
+ForwardStep = Callable[..., tuple[Pages, Int[Array, "S+1 W"], Float[Array, "B D"], Int[Array, "B 3"], Int[Array, "L E"] | None]]
 DecodeStep = Callable[..., tuple[Pages, Int[Array, "S+1 W"], Int[Array, " S+1"], TokenCounts, Sampled, Int[Array, "L E"] | None]]
 
 
 def decode_step(template: ModelTemplate, mesh: Mesh, attention: Backend) -> DecodeStep:
     """The program's function where one device has all of the vocabulary, of a whole model or of its last stage. It takes pages, page table, tokens
-    and counts donated. See `feed_step`. Feeding and sampling are one program here: on a CPU a step of two takes longer."""
-    feed, head = feed_step(template, mesh, attention), template.head
+    and counts donated. See `forward_step`. Feeding and sampling are one program here: on a CPU a step of two takes longer."""
+    feed, head = forward_step(template, mesh, attention), template.head
 
     def step(
         weights: Weights,
@@ -58,7 +58,7 @@ def decode_step(template: ModelTemplate, mesh: Mesh, attention: Backend) -> Deco
     return step
 
 
-def feed_step(template: ModelTemplate, mesh: Mesh, attention: Backend) -> FeedStep:
+def forward_step(template: ModelTemplate, mesh: Mesh, attention: Backend) -> ForwardStep:
     """The function of the program that feeds a token a row, of the whole model or of a stage of it. It takes pages and page table donated. A first
     stage is handed the tokens that were sampled last, a later one the hidden states of the stage before it. `loads` are `runtime.expert_loads`'s.
     What the last stage gives the next two take, with each row's slot, number of generated tokens and token."""

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from jaxinfer.decode.batch import DecodeBatch, empty_batch
-from jaxinfer.decode.program import decode_step, feed_step, greedy_step, sample_step, seat
+from jaxinfer.decode.program import decode_step, forward_step, greedy_step, sample_step, seat
 from jaxinfer.kv_cache.spec import NULL_PAGE
 from jaxinfer.layers.matrices import MatrixFormat
 from jaxinfer.runtime.compilation import Executable, ProgramSource, abstract_like, options_of_sampling
@@ -74,7 +74,7 @@ class DecodeRunner:
         for number, stage in enumerate(self._stages):
             on_mesh, template, table = replicated(stage.mesh), stage.template, self._abstract_table(stage)
             weights, samples = template.abstract(stage.mesh, stage.rules), stage is self._last and not self._samples_apart
-            step = (decode_step if samples else feed_step)(template, stage.mesh, stage.attention)
+            step = (decode_step if samples else forward_step)(template, stage.mesh, stage.attention)
             for size in self.buckets:
                 batch = abstract_like(empty_batch(size, self.num_slots, self.num_groups), on_mesh)
                 arguments = [weights, stage.pool.abstract, table, batch, self.loads.abstract[number]]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.packed_matmul.layout import GROUP, LANES, packed_dtype
-from pallas_kernels.packed_matmul.op import packed_matmul, why_not
+from pallas_kernels.packed_matmul.op import packed_matmul, unsupported_reason
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _SIZE = 960  # of a square matrix; no power of two, which some caches are bad at
@@ -31,7 +31,7 @@ class Chain:
 
 def chains(device: jax.Device) -> list[Chain]:
     """Of all types that can be multiplied here, for each number of rows."""
-    return [chain for name in GROUP if why_not(jnp.dtype(name)) is None for chain in _of_type(name, device)]
+    return [chain for name in GROUP if unsupported_reason(jnp.dtype(name)) is None for chain in _of_type(name, device)]
 
 
 def rates(of: Sequence[Chain], seconds: Sequence[float]) -> dict[str, dict[int, float]]:

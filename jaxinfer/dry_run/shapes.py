@@ -149,7 +149,7 @@ class Shapes:
             return template, []
         sizes = dict(zip(experts.axes, experts.shape, strict=True))
         packed = replace(self.form, experts=ExpertFormat(packing=self._packing))
-        against = moe.why_not(sizes["embed"], sizes["expert_mlp"], num_parts, packed, self.activation_dtype)
+        against = moe.unsupported_reason(sizes["embed"], sizes["expert_mlp"], num_parts, packed, self.activation_dtype)
         if self._packing is not None and against is not None:
             packed = self.form
         backend: Literal["mosaic_gpu", "xla"] = "xla" if against else "mosaic_gpu"

@@ -61,7 +61,7 @@ class EncodeWorker:
     def step(self, *, wait: bool = True, most_in_flight: int = _MOST_IN_FLIGHT) -> list[Embedded]:
         """One turn: read the oldest batch under way, with `wait` whether it has ended or not, then start others until so many are. Two
         keep the devices busy: one runs and one waits for it there. Returns the requests that are done."""
-        surprises = COUNTER.num_surprises
+        unexpected = COUNTER.num_unexpected_compilations
         done: list[Embedded] = []
         if self._in_flight and (wait or self._in_flight[0].result.is_ready()):
             done = self._read(self._in_flight.popleft())
@@ -73,7 +73,7 @@ class EncodeWorker:
             self._in_flight.append(_InFlight(texts, self._runner.run(batch), launched_at))
             for job, _ in texts:
                 job.first_launch = launched_at if job.first_launch is None else job.first_launch
-        self._stats.num_compilations_after_ready += COUNTER.num_surprises - surprises
+        self._stats.num_compilations_after_ready += COUNTER.num_unexpected_compilations - unexpected
         return done
 
     def _read(self, batch: _InFlight) -> list[Embedded]:

@@ -112,13 +112,13 @@ class Experts(nnx.Module):
         )
 
 
-def why_not(size: int, inner_size: int, num_devices: int, form: MatrixFormat, activation_dtype: jnp.dtype) -> str | None:
+def unsupported_reason(size: int, inner_size: int, num_devices: int, form: MatrixFormat, activation_dtype: jnp.dtype) -> str | None:
     """Why grouped_matmul's 'mosaic_gpu' can't run experts of these sizes, each split over so many devices (1: they have whole ones), on a GPU that
     it is for; None if it can."""
     of_device = inner_size // num_devices
     types = [activation_dtype] if form.experts.packing else [activation_dtype, form.expert_dtype]
     products = [(size, 2 * of_device), (of_device, size)]
-    return next(filter(None, (op.why_not(*sizes, dtype) for dtype in types for sizes in products)), None)
+    return next(filter(None, (op.unsupported_reason(*sizes, dtype) for dtype in types for sizes in products)), None)
 
 
 def _plain(axes: dict[str, int], form: MatrixFormat) -> nnx.Param:

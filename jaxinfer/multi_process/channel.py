@@ -18,7 +18,7 @@ from typing import Any
 import grpc
 
 from jaxinfer.config import ConfigError
-from jaxinfer.multi_process.lost import Doom, ProcessLostError
+from jaxinfer.multi_process.peer_failure import PeerFailureMonitor, ProcessLostError
 
 _LOG = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class LeaderChannel:
 
     def __init__(self, address: str, num_processes: int, judge: Judge, seconds: float, heartbeat: float = HEARTBEAT) -> None:
         """`heartbeat`: seconds without a sign of life after which a process counts as gone. Raises `ConfigError` where it can't listen."""
-        self.doom = Doom()
+        self.monitor = PeerFailureMonitor()
         self._address, self._num_processes, self._judge, self._seconds = address, num_processes, judge, seconds
         self._changed = threading.Condition()
         self._queues: dict[int, queue.SimpleQueue[bytes | None]] = {}  # of messages to be sent, by process
@@ -81,8 +81,10 @@ class LeaderChannel:
         `ProcessLostError` if one is gone before, and `ConfigError` if one is there with something else than what this one is about."""
         others = range(1, self._num_processes)
         with self._changed:
-            self._changed.wait_for(lambda: all(self._arrived.get(p, (0, ""))[0] >= point for p in others) or self.doom.reason is not None)
-            self.doom.check()
+            self._changed.wait_for(
+                lambda: all(self._arrived.get(p, (0, ""))[0] >= point for p in others) or self.monitor.reason is not None
+            )
+            self.monitor.check()
             for process in others:
                 theirs = self._arrived[process][1]
                 if theirs != about:
@@ -92,7 +94,7 @@ class LeaderChannel:
 
     def send(self, message: bytes) -> None:
         """Have every process told. Raises `ProcessLostError` if one is gone."""
-        self.doom.check()
+        self.monitor.check()
         for waiting in self._queues.values():
             waiting.put(message)
 
@@ -137,24 +139,28 @@ class LeaderChannel:
             if report.get("error") is None:
                 self._arrived[report["process_id"]] = report["point"], report["about"]
             else:
-                self.doom.lost(f"process {report['process_id']} ({context.peer()}) failed: {report['error']}")
+                self.monitor.report_lost(f"process {report['process_id']} ({context.peer()}) failed: {report['error']}")
             self._changed.notify_all()
         return b""
 
     def _watch(self) -> None:
         """Look for processes that are stopped, or whose machine is gone: their connections stay open."""
-        while not self._is_closing and self.doom.reason is None:
+        while not self._is_closing and self.monitor.reason is None:
             time.sleep(self._heartbeat / _BEATS)
             with self._changed:
                 for process in () if self._is_closing else tuple(self._queues):
                     if time.monotonic() - self._seen_at[process] > _most_silent(self._heartbeat):
-                        self.doom.lost(_silent(f"process {process} of {self._num_processes} ({self._peers[process]})", self._heartbeat))
+                        self.monitor.report_lost(
+                            _silent(f"process {process} of {self._num_processes} ({self._peers[process]})", self._heartbeat)
+                        )
                         self._changed.notify_all()
 
     def _ended(self, process: int) -> None:
         with self._changed:
             if not self._is_closing:
-                self.doom.lost(f"process {process} of {self._num_processes} ({self._peers[process]}) is gone: start all of them again")
+                self.monitor.report_lost(
+                    f"process {process} of {self._num_processes} ({self._peers[process]}) is gone: start all of them again"
+                )
             self._queues[process].put(None)  # lets its thread go
             self._changed.notify_all()
 
@@ -164,7 +170,7 @@ class FollowerChannel:
 
     def __init__(self, address: str, greeting: Greeting, seconds: float, heartbeat: float = HEARTBEAT) -> None:
         """`heartbeat`: as the leader's. Raises `ConfigError` if there is no leader in time."""
-        self.doom = Doom()
+        self.monitor = PeerFailureMonitor()
         self._address, self._process = address, greeting["process_id"]
         self._is_closing = False
         self._channel = grpc.insecure_channel(address, options=_OPTIONS)
@@ -202,13 +208,13 @@ class FollowerChannel:
         """Give signs of life, and look for those of the leader: its answers."""
         sign, answered_at = json.dumps({"process_id": self._process, "is_beat": True}).encode(), time.monotonic()
         call = self._channel.unary_unary(f"/{_SERVICE}/{_REPORT}")
-        while not self._is_closing and not self._stream.done() and self.doom.reason is None:
+        while not self._is_closing and not self._stream.done() and self.monitor.reason is None:
             try:
                 call(sign, timeout=_most_silent(self._heartbeat))
                 answered_at = time.monotonic()
             except (grpc.RpcError, ValueError):  # ValueError: the channel was closed
                 if time.monotonic() - answered_at > self._heartbeat and not self._is_closing and not self._stream.done():
-                    self.doom.lost(_silent(f"process 0 ({self._address})", self._heartbeat))
+                    self.monitor.report_lost(_silent(f"process 0 ({self._address})", self._heartbeat))
             time.sleep(self._heartbeat / _BEATS)
 
     def close(self) -> None:
@@ -222,7 +228,7 @@ class FollowerChannel:
 
     def _ended(self) -> None:
         if not self._is_closing and self._stream.code() not in (grpc.StatusCode.OK, grpc.StatusCode.FAILED_PRECONDITION):
-            self.doom.lost(self._gone)
+            self.monitor.report_lost(self._gone)
 
 
 def _most_silent(heartbeat: float) -> float:

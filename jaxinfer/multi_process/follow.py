@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxinfer.builder import assemble
-from jaxinfer.multi_process.lost import ProcessLostError
+from jaxinfer.multi_process.peer_failure import ProcessLostError
 from jaxinfer.multi_process.processes import Follower, meet_leader
 from jaxinfer.stats import EngineStats
 
@@ -17,13 +17,13 @@ def follow(given: Mapping[str, Any], on_ready: Callable[[], None] = lambda: None
     config, channel, messages = meet_leader(given)
     follower = Follower(channel, messages)
     try:
-        with follower.watched():
+        with follower.surface_peer_failure():
             assemble(config, EngineStats(), follower)
             on_ready()
             follower.follow()
     except ProcessLostError as error:
-        channel.doom.lost(str(error))
-        channel.doom.end()
+        channel.monitor.report_lost(str(error))
+        channel.monitor.end()
     except Exception as error:
         channel.report(error=f"{type(error).__name__}: {error}")
         raise

@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from jaxinfer.config import ConfigError, EngineConfig, parse_address
 from jaxinfer.multi_process.calls import Recorder, Replayer
 from jaxinfer.multi_process.channel import FollowerChannel, Greeting, LeaderChannel
-from jaxinfer.multi_process.lost import Doom, ProcessLostError
+from jaxinfer.multi_process.peer_failure import PeerFailureMonitor, ProcessLostError
 from jaxinfer.multi_process.relay import Relay
 from jaxinfer.runtime.program_key import sources
 
@@ -64,7 +64,7 @@ class Processes(Protocol):
         """Have it called, in a thread of its own, when another process is gone. This one then ends within seconds."""
         ...
 
-    def watched(self) -> AbstractContextManager[None]:
+    def surface_peer_failure(self) -> AbstractContextManager[None]:
         """Within it, what fails because another process is gone raises `ProcessLostError`."""
         ...
 
@@ -91,7 +91,7 @@ class Alone:
     def on_loss(self, listener: Callable[[ProcessLostError], None]) -> None:
         pass
 
-    def watched(self) -> AbstractContextManager[None]:
+    def surface_peer_failure(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def close(self) -> None:
@@ -119,10 +119,10 @@ class Leader:
         check_spans_all(what, mesh)
 
     def on_loss(self, listener: Callable[[ProcessLostError], None]) -> None:
-        self._channel.doom.on_loss(listener)
+        self._channel.monitor.on_loss(listener)
 
-    def watched(self) -> AbstractContextManager[None]:
-        return watched(self._channel.doom)
+    def surface_peer_failure(self) -> AbstractContextManager[None]:
+        return surface_peer_failure(self._channel.monitor)
 
     def close(self) -> None:
         self._channel.close()
@@ -151,10 +151,10 @@ class Follower:
         check_spans_all(what, mesh)
 
     def on_loss(self, listener: Callable[[ProcessLostError], None]) -> None:
-        self._channel.doom.on_loss(listener)
+        self._channel.monitor.on_loss(listener)
 
-    def watched(self) -> AbstractContextManager[None]:
-        return watched(self._channel.doom)
+    def surface_peer_failure(self) -> AbstractContextManager[None]:
+        return surface_peer_failure(self._channel.monitor)
 
     def close(self) -> None:
         pass  # `follow` leaves, once it has said why
@@ -257,13 +257,13 @@ def check_spans_all(what: str, mesh: Mesh) -> None:
 
 
 @contextmanager
-def watched(doom: Doom) -> Iterator[None]:
+def surface_peer_failure(monitor: PeerFailureMonitor) -> Iterator[None]:
     """Errors of the device that come of another process's end are told as such."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        if doom.is_lost.wait(_NOTICED):
-            raise ProcessLostError(doom.reason) from error
+        if monitor.is_lost.wait(_NOTICED):
+            raise ProcessLostError(monitor.reason) from error
         raise
 
 

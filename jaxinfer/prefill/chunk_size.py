@@ -1,4 +1,4 @@
-"""Pace: how fast a mesh prefills, as measured, and how many prompt tokens a step may take to hold the latency targets. Imports no JAX."""
+"""The size of prefill chunks: how fast a mesh prefills, as measured, and how many prompt tokens a step may take to hold the latency targets. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Average:
         return self.mean + _CAUTION * self.deviation
 
 
-class Pace:
+class ChunkSizeController:
     """`target_ttft` and `target_itl` in seconds, None for none. `delays_decode`: both programs run on one mesh, so that a prefill step
     makes every running sequence wait.
 

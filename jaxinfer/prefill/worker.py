@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxinfer.prefill.batch import build_batch, sampling_of_forks
-from jaxinfer.prefill.chunk_size import Pace
+from jaxinfer.prefill.chunk_size import ChunkSizeController
 from jaxinfer.prefill.runner import PrefillResult, PrefillRunner
 from jaxinfer.prefill.scheduler import Chunk, Fork, MakeRoom, Preempt, PrefillScheduler
 from jaxinfer.request import TokenLogprob
@@ -43,11 +43,11 @@ class Prefilled(NamedTuple):
 
 
 class PrefillWorker:
-    def __init__(self, scheduler: PrefillScheduler, runner: PrefillRunner, clock: DeviceClock, pace: Pace) -> None:
+    def __init__(self, scheduler: PrefillScheduler, runner: PrefillRunner, clock: DeviceClock, chunk_size: ChunkSizeController) -> None:
         self.scheduler = scheduler
         self._runner = runner
         self._clock = clock
-        self.pace = pace
+        self.chunk_size = chunk_size
         self._in_flight: deque[_InFlight] = deque()
 
     @property
@@ -103,7 +103,7 @@ class PrefillWorker:
         sampled = type(step.result.sampled)(np.asarray(step.result.sampled.packed))
         seconds = self._clock.ended(step.launched_at)
         if step.bucket:
-            self.pace.observe(step.bucket, seconds)
+            self.chunk_size.observe(step.bucket, seconds)
         self._meter(step.chunks, seconds)
         prefilled: list[Prefilled] = []
         for row, (chunk, start) in enumerate(zip(step.chunks, step.starts, strict=True)):

@@ -43,7 +43,7 @@ class _Counter(threading.local):
     calls for it, so what else a process compiles elsewhere is not mistaken for the engine's. And what it found in JAX's cache."""
 
     depth = 0
-    num_surprises = 0
+    num_unexpected_compilations = 0
     num_hits = 0
 
     @contextlib.contextmanager
@@ -57,7 +57,7 @@ class _Counter(threading.local):
 
     def on_compile(self, event: str, duration_secs: float, **_: Any) -> None:
         if event == _COMPILE_EVENT and not self.depth:
-            self.num_surprises += 1
+            self.num_unexpected_compilations += 1
 
     def on_event(self, event: str, **_: Any) -> None:
         self.num_hits += event == _HIT_EVENT

@@ -28,7 +28,7 @@ def grouped_matmul(
       weights: E matrices of D inputs and F outputs: bfloat16 or float32 [E, D, F], or packed (`formats.Int4`, `formats.Fp8`). Those of experts
         without rows are not read.
       group_sizes: how many rows each expert has, 0 or more; at most T in all. Rows past the last expert's come out as 0, whatever they hold.
-      backend: 'mosaic_gpu' (NVIDIA GPUs from Hopper on, and rows and matrices that `why_not` has nothing against), 'xla' or 'reference'.
+      backend: 'mosaic_gpu' (NVIDIA GPUs from Hopper on, and rows and matrices that `unsupported_reason` has nothing against), 'xla' or 'reference'.
 
     Returns [T, F] in x's type, summed in float32 and rounded once. Where x or the weights are bfloat16, both are before they are multiplied:
     that is how a CPU runs such weights at twice float32's speed. What a row comes out as depends on no other row. Raises `ValueError` for
@@ -44,12 +44,12 @@ def grouped_matmul(
             f"grouped_matmul: group_sizes {group_sizes.dtype}{group_sizes.shape} must be integers, one for each of {num_experts} experts"
         )
     types = (x.dtype,) if isinstance(weights, Int4 | Fp8) else (x.dtype, weights.dtype)
-    if backend == "mosaic_gpu" and (reason := next(filter(None, (why_not(inputs, outputs, dtype) for dtype in types)), None)):
+    if backend == "mosaic_gpu" and (reason := next(filter(None, (unsupported_reason(inputs, outputs, dtype) for dtype in types)), None)):
         raise ValueError(f"grouped_matmul: mosaic_gpu can't run: {reason}")
     return _IMPLEMENTATIONS[backend](x, weights, group_sizes)
 
 
-def why_not(inputs: int, outputs: int, dtype: jnp.dtype) -> str | None:
+def unsupported_reason(inputs: int, outputs: int, dtype: jnp.dtype) -> str | None:
     """Why 'mosaic_gpu' can't multiply rows of this type by matrices of so many inputs and outputs, packed or of this type, on such a
     GPU; None if it can."""
     if dtype != jnp.bfloat16:

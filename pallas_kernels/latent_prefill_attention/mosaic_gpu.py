@@ -24,7 +24,7 @@ from pallas_kernels.mosaic.card import Card, card_of, compiled_for
 from pallas_kernels.mosaic.shares import together
 from pallas_kernels.mosaic.tuned import tuned
 from pallas_kernels.mosaic.warpgroup import ROWS, Warpgroup
-from pallas_kernels.ragged_prefill_attention.mosaic_gpu import why_not_at_all
+from pallas_kernels.ragged_prefill_attention.mosaic_gpu import kernel_unsupported_reason
 from pallas_kernels.ragged_prefill_attention.mosaic_kernel import Kernel
 from pallas_kernels.ragged_prefill_attention.mosaic_work import (
     Tiling,
@@ -45,14 +45,16 @@ _LARGEST_VALUE = 256  # columns that a warpgroup has registers to sum up
 _COLUMNS = 16  # that rows of shared memory are multiples of
 
 
-def why_not(dtype: jnp.dtype, key_sizes: tuple[int, int], value_size: int, page_size: int, query_tile: int, card: Card) -> str | None:
+def unsupported_reason(
+    dtype: jnp.dtype, key_sizes: tuple[int, int], value_size: int, page_size: int, query_tile: int, card: Card
+) -> str | None:
     """Why this kernel can't attend so over such latents; None if it can. `key_sizes`: of a head's own part of a key, and of what heads share."""
     own, shared = key_sizes
     if own % _COLUMNS or shared % _COLUMNS:
         return f"it has no kernel for latents' keys of {own} and {shared} columns: they must be multiples of {_COLUMNS}"
     if value_size != own or value_size > _LARGEST_VALUE:
         return f"it has no kernel for latents' values of {value_size} columns: they must be as many as a key's own, {own}, and at most {_LARGEST_VALUE}"
-    return why_not_at_all(dtype, (own + shared, value_size), page_size, query_tile, card)
+    return kernel_unsupported_reason(dtype, (own + shared, value_size), page_size, query_tile, card)
 
 
 def latent_prefill_attention(

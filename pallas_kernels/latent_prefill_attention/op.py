@@ -54,7 +54,7 @@ def latent_prefill_attention(
       pool_is_finite: a promise that the pool holds no NaN or infinity anywhere, which may spare masking what lies outside a context.
       axis: of the mesh, within a `shard_map`, whose devices each have G of every page's tokens, in turn; None where pages are whole. All else but
         heads is the same on all of them, and each gets what its own heads attend to in all of the context.
-      backend: 'mosaic_gpu' (NVIDIA GPUs from Hopper on) for what `why_not` has nothing against; 'xla' or 'reference'.
+      backend: 'mosaic_gpu' (NVIDIA GPUs from Hopper on) for what `unsupported_reason` has nothing against; 'xla' or 'reference'.
 
     Returns the attention output in q's type; rows of q that belong to no request come out as 0. Scores and sums are float32, keys and values
     of q's type where the pages have it too, float32 otherwise; mosaic_gpu's of the pages' type. Raises `ValueError` for shapes that do not fit
@@ -77,14 +77,14 @@ def latent_prefill_attention(
         raise ValueError(f"latent_prefill_attention: query_start, query_len and kv_len must each have page_table's {num_rows} rows")
     sizes = (q.shape[2] - rope, rope), up.shape[2] - (q.shape[2] - rope)
     page_size = latent_pages.shape[4] * (1 if axis is None else jax.lax.axis_size(axis))
-    if against := why_not(backend, latent_pages.dtype, *sizes, page_size, query_tile):
+    if against := unsupported_reason(backend, latent_pages.dtype, *sizes, page_size, query_tile):
         raise ValueError(f"latent_prefill_attention: {backend} can't run: {against}")
     rows = (page_table, query_start, query_len, kv_len)
     options = {"scale": scale, "query_tile": query_tile, "pool_is_finite": pool_is_finite, "axis": axis}
     return _IMPLEMENTATIONS[backend](q, latent_pages, layer, *rows, up, **options)
 
 
-def why_not(
+def unsupported_reason(
     backend: Backend,
     dtype: jnp.dtype,
     key_sizes: tuple[int, int],
@@ -97,5 +97,5 @@ def why_not(
     its kind. `key_sizes`: columns of a key that are a head's own, and that heads share. `card`: the one that 'mosaic_gpu' is meant for, if it
     isn't being compiled for."""
     if backend == "mosaic_gpu":
-        return mosaic_gpu.why_not(dtype, key_sizes, value_size, page_size, query_tile, card or card_of(compiled_for()))
+        return mosaic_gpu.unsupported_reason(dtype, key_sizes, value_size, page_size, query_tile, card or card_of(compiled_for()))
     return None if backend in _IMPLEMENTATIONS else "it has no kernel that expands latents: prefill over them takes 'xla'"

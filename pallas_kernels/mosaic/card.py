@@ -75,7 +75,7 @@ def miscompiled_reason(version: int | None = None) -> str | None:
     return f"its kernel is miscompiled by CUDA {version // 1000}.{version % 1000 // 10}: use 12.9.1 or newer, or one before 12.8"
 
 
-def why_not(device: Any) -> str | None:
+def unsupported_reason(device: Any) -> str | None:
     """Why no kernel for Mosaic GPU runs on this GPU; None if they do."""
     found = capability_of(device)
     return None if found and float(found) >= _OLDEST else f"its kernels are for compute capability {_OLDEST} and newer, not {found}"

@@ -48,7 +48,7 @@ def packed_matmul(
     return _IMPLEMENTATIONS[backend](x, matrices, place)
 
 
-def why_not(dtype: jnp.dtype) -> str | None:
+def unsupported_reason(dtype: jnp.dtype) -> str | None:
     """Why 'llvm_cpu' can't multiply this type on this machine's processor; None if it can."""
     if dtype.name not in GROUP:
         return f"it has no kernel for {dtype.name}"

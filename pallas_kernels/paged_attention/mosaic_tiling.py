@@ -86,7 +86,7 @@ def padded(group: int) -> int:
     return -(-group // unit) * unit
 
 
-def why_not(dtype: jnp.dtype, head_size: int, page_size: int, card: Card, *, is_latent: bool = False) -> str | None:
+def unsupported_reason(dtype: jnp.dtype, head_size: int, page_size: int, card: Card, *, is_latent: bool = False) -> str | None:
     """Why there is no kernel for such pages on this card; None if there is."""
     if dtype not in (jnp.bfloat16, jnp.float16, *(() if is_latent else (jnp.float8_e4m3fn,))):
         return f"it has no kernel for {dtype.name} pages{' of latents' if is_latent else ''}"

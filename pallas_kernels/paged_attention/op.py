@@ -54,7 +54,7 @@ def paged_attention(
       soft_cap: scores are bounded by it: soft_cap * tanh(scores / soft_cap) (Gemma 2, arXiv:2408.00118).
       kv_scales: what a layer's keys and values of a KV head are multiplied by, as pages of float8_e4m3fn need it; 1 if not given.
       value_size: of latents, how many of the H columns, the first, are values; None where values have pages of their own.
-      backend: 'mosaic_gpu' (NVIDIA GPUs from Hopper on), 'llvm_cpu' (CPU devices, one token), either for what `why_not` has nothing against; 'xla' or
+      backend: 'mosaic_gpu' (NVIDIA GPUs from Hopper on), 'llvm_cpu' (CPU devices, one token), either for what `unsupported_reason` has nothing against; 'xla' or
         'reference'.
 
     Returns the attention output in q's type and order, of V = H columns or value_size; scores and sums are float32. Raises `ValueError` for
@@ -160,11 +160,11 @@ def _check_shapes(q: Array, kv_pages: Array, page_table: Array, kv_len: Array, v
 
 
 def _check_backend(backend: Backend, q: Array, kv_pages: Array, *, is_plain: bool, is_latent: bool) -> None:
-    if reason := why_not(backend, kv_pages.dtype, q.shape[-1], kv_pages.shape[4], is_plain=is_plain, is_latent=is_latent):
+    if reason := unsupported_reason(backend, kv_pages.dtype, q.shape[-1], kv_pages.shape[4], is_plain=is_plain, is_latent=is_latent):
         raise ValueError(f"paged_attention: {backend} can't run: {reason}")
 
 
-def why_not(
+def unsupported_reason(
     backend: Backend,
     dtype: jnp.dtype,
     head_size: int,
@@ -178,7 +178,7 @@ def why_not(
     everything, without soft cap, scales or latents, and nothing else is asked for. `card`: the one that 'mosaic_gpu' is meant for, if it isn't
     being compiled for."""
     if backend == "mosaic_gpu":
-        return mosaic_tiling.why_not(dtype, head_size, page_size, card or card_of(compiled_for()), is_latent=is_latent)
+        return mosaic_tiling.unsupported_reason(dtype, head_size, page_size, card or card_of(compiled_for()), is_latent=is_latent)
     if backend != "llvm_cpu":
         return None
     if dtype != jnp.float32:

@@ -34,14 +34,14 @@ _LARGEST_HEAD = 256
 _COPIED_ROWS = 8  # rows of shared memory are copied by eights
 
 
-def why_not(dtype: jnp.dtype, head_size: int, page_size: int, query_tile: int, card: Card) -> str | None:
+def unsupported_reason(dtype: jnp.dtype, head_size: int, page_size: int, query_tile: int, card: Card) -> str | None:
     """Why this kernel can't attend over such pages in such tiles on this card; None if it can."""
     if head_size % 16 or head_size > _LARGEST_HEAD:
         return f"it has no kernel for heads of {head_size}: they must be a multiple of 16, at most {_LARGEST_HEAD}"
-    return why_not_at_all(dtype, (head_size, head_size), page_size, query_tile, card)
+    return kernel_unsupported_reason(dtype, (head_size, head_size), page_size, query_tile, card)
 
 
-def why_not_at_all(dtype: jnp.dtype, sizes: tuple[int, int], page_size: int, query_tile: int, card: Card) -> str | None:
+def kernel_unsupported_reason(dtype: jnp.dtype, sizes: tuple[int, int], page_size: int, query_tile: int, card: Card) -> str | None:
     """The same, whatever makes up keys and values of such sizes."""
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"it has no kernel for {dtype.name} pages"

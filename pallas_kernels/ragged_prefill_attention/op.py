@@ -52,7 +52,7 @@ def ragged_prefill_attention(
       pool_is_finite: a promise that the pool holds no NaN or infinity anywhere, which may spare masking what lies outside a context.
       span: which of its context a token attends to; pages wholly before the spans of a tile's tokens may be anything, too, and most are not read.
       soft_cap: scores are bounded by it: soft_cap * tanh(scores / soft_cap) (Gemma 2, arXiv:2408.00118).
-      backend: 'mosaic_gpu' (NVIDIA GPUs from Hopper on), 'llvm_cpu' (CPU devices), either for what `why_not` has nothing against; 'xla' or 'reference'.
+      backend: 'mosaic_gpu' (NVIDIA GPUs from Hopper on), 'llvm_cpu' (CPU devices), either for what `unsupported_reason` has nothing against; 'xla' or 'reference'.
 
     Returns the attention output in q's type; rows of q that belong to no request come out as 0. Scores and sums are float32.
     Raises `ValueError` for shapes that do not fit together, or that the backend can't run.
@@ -67,7 +67,7 @@ def ragged_prefill_attention(
     num_rows = page_table.shape[0]
     if any(a.shape != (num_rows,) for a in (query_start, query_len, kv_len)):
         raise ValueError(f"ragged_prefill_attention: query_start, query_len and kv_len must each have page_table's {num_rows} rows")
-    if against := why_not(backend, kv_pages.dtype, q.shape[2], kv_pages.shape[4], query_tile, span, soft_cap):
+    if against := unsupported_reason(backend, kv_pages.dtype, q.shape[2], kv_pages.shape[4], query_tile, span, soft_cap):
         raise ValueError(f"ragged_prefill_attention: {backend} can't run: {against}")
     rows = (page_table, query_start, query_len, kv_len)
     options = {} if span == EVERYTHING and soft_cap is None else {"span": span, "soft_cap": soft_cap}
@@ -76,7 +76,7 @@ def ragged_prefill_attention(
     )
 
 
-def why_not(
+def unsupported_reason(
     backend: Backend,
     dtype: jnp.dtype,
     head_size: int,
@@ -89,7 +89,7 @@ def why_not(
     """Why a backend can't attend so over pages of this type; None if it can, on a device of its kind. `card`: the one that 'mosaic_gpu' is meant
     for, if it isn't being compiled for."""
     if backend == "mosaic_gpu":
-        return mosaic_gpu.why_not(dtype, head_size, page_size, query_tile, card or card_of(compiled_for()))
+        return mosaic_gpu.unsupported_reason(dtype, head_size, page_size, query_tile, card or card_of(compiled_for()))
     if backend != "llvm_cpu":
         return None
     if dtype != jnp.float32:

@@ -13,10 +13,10 @@ from typing import Any
 
 from server.backend import Unavailable
 from server.batches.answer_writer import AnswerWriter
+from server.batches.batch_admission import BatchAdmission, Permit
 from server.batches.batch_store import Answer, BatchStore, StoredBatch, answer_id
 from server.batches.database import in_thread
 from server.batches.lines import BatchLine, answer_line, encoded_beside, is_failure, no_answer, read_line, request_id
-from server.batches.turnstile import Pass, Turnstile
 from server.batches.validation import LinePlace
 from server.logs import LoggedRequest, current_request
 from server.openai.caller import Caller
@@ -45,7 +45,7 @@ class BatchRunner:
     def __init__(self, service: Service, store: BatchStore, may_ask: Callable[[], bool]) -> None:
         """`may_ask`: whether lines may be asked now."""
         self._service, self._store = service, store
-        self._turnstile = Turnstile(service.backend, may_ask)
+        self._admission = BatchAdmission(service.backend, may_ask)
         self._writer = AnswerWriter(store.keep)
         self._tasks: list[asyncio.Task[None]] = []
         self._lives: dict[str, asyncio.Task[None]] = {}  # of each open batch
@@ -61,7 +61,7 @@ class BatchRunner:
 
     def start(self) -> None:
         """Take up all open batches."""
-        self._tasks = [asyncio.create_task(self._turnstile.run()), asyncio.create_task(self._run())]
+        self._tasks = [asyncio.create_task(self._admission.run()), asyncio.create_task(self._run())]
 
     async def stop(self) -> None:
         """Abort the lines under way: they are asked again by the next start. The store is not used any more after this."""
@@ -131,13 +131,13 @@ class BatchRunner:
                 custom_id, line = read_line(
                     await in_thread(self._store.request, batch, place), is_strict=self._service.config.strict_parameters
                 )
-                taken = await self._turnstile.enter(line) if isinstance(line, BatchLine) else None
+                taken = await self._admission.enter(line) if isinstance(line, BatchLine) else None
                 task = group.create_task(self._answer(batch, place.number, custom_id, line))
                 if taken is not None:  # not within the task, which may be cancelled before it begins
                     task.add_done_callback(partial(self._leave, taken))
 
-    def _leave(self, taken: Pass, _: asyncio.Task[None]) -> None:
-        self._turnstile.leave(taken)
+    def _leave(self, taken: Permit, _: asyncio.Task[None]) -> None:
+        self._admission.leave(taken)
 
     async def _unanswered(self, batch: StoredBatch) -> AsyncIterator[LinePlace]:
         number = 0

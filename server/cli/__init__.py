@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 def _status_of_loss(error: ConnectionError) -> int | None:
     """That of a process whose engine has lost another one, which has been logged."""
-    from jaxinfer.multi_process.lost import PROCESS_LOST, ProcessLostError
+    from jaxinfer.multi_process.peer_failure import PROCESS_LOST, ProcessLostError
 
     return PROCESS_LOST if isinstance(error, ProcessLostError) else None
 

@@ -29,10 +29,10 @@ from server.openai.body import read
 from server.openai.caller import ANONYMOUS
 from server.openai.errors import ApiError, from_exception, quoted
 from server.openai.files import add_files
-from server.openai.front_door import FrontDoor, Traffic
 from server.openai.origin import cors_settings
 from server.openai.protocol import ChatRequest, CompletionRequest, EmbeddingRequest
 from server.openai.request_log import RequestLog
+from server.openai.request_middleware import RequestMiddleware, Traffic
 from server.openai.responses import ChatCompletion, Completion, EmbeddingList, Health, Load, Model, ModelList, Version
 from server.openai.schema import documented_body, documented_errors, openapi_page
 from server.openai.service import Service
@@ -69,7 +69,7 @@ def create_app(
     # FastAPI's interactive documentation loads from a CDN, so only the OpenAPI page itself is served.
     app = FastAPI(title="jaxinfer", description="OpenAI-compatible inference", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.traffic, app.state.key_rings = traffic, (keys, metrics_keys)
-    app.add_middleware(FrontDoor, config=config, traffic=traffic, keys=keys, metrics_keys=metrics_keys)
+    app.add_middleware(RequestMiddleware, config=config, traffic=traffic, keys=keys, metrics_keys=metrics_keys)
     if config.cors_origins:  # around it, so that its errors can be read by pages too, and preflights need no key
         app.add_middleware(CORSMiddleware, **cors_settings(config))
     app.add_middleware(RequestLog, config=config, traffic=traffic, usage=usage)

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.config import ServerConfig
 from server.logs import LoggedRequest, current_request, request_id
-from server.openai.front_door import Traffic
+from server.openai.request_middleware import Traffic
 from server.openai.stream import CLIENT_CLOSED_REQUEST
 from server.paths import GUARDED, route_path
 from server.usage import UsageMeter

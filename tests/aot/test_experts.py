@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxinfer.layers.matrices import ExpertFormat, MatrixFormat
-from jaxinfer.layers.moe import Experts, MixtureOfExperts, why_not
+from jaxinfer.layers.moe import Experts, MixtureOfExperts, unsupported_reason
 from jaxinfer.models.config import Routing
 from pallas_kernels.grouped_matmul.cases import CASES, Case
 from sharding.mesh import make_mesh
@@ -56,7 +56,7 @@ def compiled_for(mesh: Mesh, rules: Rules, build: Callable[[], nnx.Module], *inp
 def test_two_kernels_and_no_copy_of_an_expert(case: Case, num_devices: int, num_tokens: int) -> None:
     packing = None if case.format == "bfloat16" else case.format
     form = MatrixFormat(BFLOAT16, experts=ExpertFormat(packing=packing, backend="mosaic_gpu"))
-    assert why_not(case.inputs, case.outputs, num_devices, form, BFLOAT16) is None
+    assert unsupported_reason(case.inputs, case.outputs, num_devices, form, BFLOAT16) is None
     mesh = make_mesh(range(num_devices), target_devices("h200", num_devices))
     chosen = (num_tokens, case.experts_per_token)
     inputs = (((num_tokens, case.inputs), BFLOAT16), (chosen, jnp.int32), (chosen, jnp.float32))

@@ -89,7 +89,7 @@ def test_a_folder_is_told_of_with_what_lies_beside_the_weights(tmp_path: Path) -
     tiny.write_safetensors(tmp_path, {**ARRAYS, "position_ids": np.arange(9)}, num_files=3)
     held = take_inventory(tmp_path)
     assert (held.format, len(held.files), held.architecture, held.context) == ("safetensors", 3, "LlamaForCausalLM", 128)
-    assert (held.tokenizer, held.has_chat_template, held.why_not) == (None, False, None)
+    assert (held.tokenizer, held.has_chat_template, held.unsupported_reason) == (None, False, None)
     assert held.num_parameters == sum(array.size for array in ARRAYS.values())
     assert held.num_bytes == sum(array.nbytes for array in ARRAYS.values()) + 9 * 8
     (tmp_path / "tokenizer.json").write_text("{}")
@@ -130,8 +130,8 @@ def test_an_unknown_quantisation_is_told_of_by_what_the_files_hold(tmp_path: Pat
     tiny.write_safetensors(tmp_path, arrays, config={"quantization_config": {"quant_method": "gptq"}})
     held = take_inventory(tmp_path)
     assert held.source is None
-    assert held.why_not is not None
-    assert "quant_method is 'gptq'" in held.why_not
+    assert held.unsupported_reason is not None
+    assert "quant_method is 'gptq'" in held.unsupported_reason
     assert {(tensor.name, tensor.shape, tensor.type, tensor.num_bytes) for tensor in held.tensors} == {
         ("model.layers.0.mlp.up_proj.qweight", (8, 4), "I32", 128),
         ("model.norm.weight", (4,), "float16", 8),
@@ -142,8 +142,8 @@ def test_a_gguf_of_an_unknown_architecture_is_told_of_by_its_own_names(tmp_path:
     tiny.write_gguf(tmp_path / "tiny.gguf", metadata={"general.architecture": "mamba", "mamba.context_length": 77})
     held = take_inventory(tmp_path / "tiny.gguf")
     assert (held.source, held.architecture, held.context) == (None, "mamba", 77)
-    assert held.why_not is not None
-    assert "'mamba'" in held.why_not
+    assert held.unsupported_reason is not None
+    assert "'mamba'" in held.unsupported_reason
     assert {tensor.name for tensor in held.tensors} >= {"token_embd.weight", "blk.1.ffn_down.weight"}
 
 

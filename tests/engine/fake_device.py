@@ -31,7 +31,7 @@ from jaxinfer.kv_transfer.same_mesh import SameMeshTransfer
 from jaxinfer.kv_transfer.tiers import TierTransfer
 from jaxinfer.plan import most_tokens
 from jaxinfer.prefill.batch import PrefillBatch
-from jaxinfer.prefill.chunk_size import Pace
+from jaxinfer.prefill.chunk_size import ChunkSizeController
 from jaxinfer.prefill.queue import WaitingQueue
 from jaxinfer.prefill.runner import PrefillResult
 from jaxinfer.prefill.scheduler import PrefillScheduler
@@ -318,7 +318,7 @@ def fake_engine(
         prefill = FakePrefill(pools[0], config, max_model_len, of_meshes[0], spans)
         decode = FakeDecode(pools[-1], config, max_model_len, of_meshes[-1], spans)
         schedule = config.schedule
-        pace = Pace(schedule.prefill_buckets, schedule.target_ttft, schedule.target_itl, delays_decode=shares_mesh)
+        chunk_size = ChunkSizeController(schedule.prefill_buckets, schedule.target_ttft, schedule.target_itl, delays_decode=shares_mesh)
         queue = WaitingQueue(schedule.ageing_seconds, schedule.prefill_chunk_size, clock)
         scheduler = PrefillScheduler(managers[0], queue, schedule.prefill_buckets)
         scheduler.copy_pages = prefill.copy_pages
@@ -334,7 +334,7 @@ def fake_engine(
                 max_model_len=max_model_len, shares_mesh=shares_mesh, template=SimpleNamespace(config=SimpleNamespace(vocab_size=VOCAB))
             ),  # type: ignore[arg-type]
             TOKENIZER,
-            PrefillWorker(scheduler, prefill, clocks[0], pace),  # type: ignore[arg-type]
+            PrefillWorker(scheduler, prefill, clocks[0], chunk_size),  # type: ignore[arg-type]
             DecodeWorker(DecodeScheduler(managers[-1], decode.num_slots, decode.num_lanes), decode, clocks[-1]),  # type: ignore[arg-type]
             transfer,
             managers[0],

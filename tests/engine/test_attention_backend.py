@@ -30,7 +30,7 @@ def choose(role, name, device, dtype, head_size, page_size=16, buckets=(32, 512)
 
 
 @ROLES
-def test_auto_takes_the_devices_kernels_where_they_can_run_and_says_why_not(role, caplog):
+def test_auto_takes_the_devices_kernels_where_they_can_run_and_logs_the_reason_where_not(role, caplog):
     caplog.set_level(logging.INFO, "jaxinfer.plan")
     for device, dtype, head_size, backend, reason in (
         (CPU, FLOAT32, 64, "llvm_cpu", "the best for cpu"),

@@ -31,7 +31,7 @@ def use_every_feature(llm: LLM) -> None:
     llm.generate([prompt[:9] for prompt in PROMPTS[:8]], to_the_end)  # far more than the pages hold: some are preempted
     llm.generate(PROMPTS[0], SamplingParams(max_tokens=3))  # the smallest buckets
     llm.chat([{"role": "user", "content": "hello"}], SamplingParams(max_tokens=3))
-    llm.logprobs(PROMPTS[12])  # a length of its own: compiles, but not by surprise
+    llm.logprobs(PROMPTS[12])  # a length of its own: compiles, as is expected
 
 
 @pytest.mark.usefixtures("prefills_are_read_soon")

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from pallas_kernels.mosaic.card import HOPPER, Card, capability_of, card_of, miscompiled_reason, why_not
+from pallas_kernels.mosaic.card import HOPPER, Card, capability_of, card_of, miscompiled_reason, unsupported_reason
 
 
 def device(kind: str, capability: str | None = None, **numbers: int) -> SimpleNamespace:
@@ -41,10 +41,10 @@ def test_a_card_that_is_there_is_asked_rather_than_its_name(monkeypatch):
 
 
 def test_what_is_too_old_or_says_nothing_of_itself():
-    assert why_not(device("NVIDIA H200", "9.0")) is None
-    assert why_not(device("NVIDIA B300", "10.3")) is None
-    assert why_not(device("NVIDIA A100", "8.0")) == "its kernels are for compute capability 9.0 and newer, not 8.0"
-    assert "not None" in str(why_not(device("a GPU")))
+    assert unsupported_reason(device("NVIDIA H200", "9.0")) is None
+    assert unsupported_reason(device("NVIDIA B300", "10.3")) is None
+    assert unsupported_reason(device("NVIDIA A100", "8.0")) == "its kernels are for compute capability 9.0 and newer, not 8.0"
+    assert "not None" in str(unsupported_reason(device("a GPU")))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 
 from pallas_kernels.grouped_matmul import formats, mosaic_gpu
 from pallas_kernels.grouped_matmul.cases import CASES, TINY, Case
-from pallas_kernels.grouped_matmul.op import grouped_matmul, why_not
+from pallas_kernels.grouped_matmul.op import grouped_matmul, unsupported_reason
 from pallas_kernels.grouped_matmul.work import num_pieces, piece, tile_for, work_for
 from tests.kernels.grouped_experts import compressed_tensors_words, experts
 
@@ -222,7 +222,10 @@ def test_shapes_that_do_not_fit_are_refused_by_name():
 
 def test_what_mosaic_gpu_has_no_kernel_for_is_refused():
     shapes = [(case.inputs, case.outputs) for case in CASES]
-    assert all(why_not(i, o, jnp.dtype("bfloat16")) is None and why_not(o, i, jnp.dtype("bfloat16")) is None for i, o in shapes)
+    assert all(
+        unsupported_reason(i, o, jnp.dtype("bfloat16")) is None and unsupported_reason(o, i, jnp.dtype("bfloat16")) is None
+        for i, o in shapes
+    )
     x, weights = jnp.zeros((4, 64), jnp.bfloat16), jnp.zeros((2, 64, 96), jnp.bfloat16)
     with pytest.raises(ValueError, match="no kernel for 64 inputs and 96 outputs: both must be multiples of 128"):
         grouped_matmul(x, weights, jnp.array((1, 2)), backend="mosaic_gpu")

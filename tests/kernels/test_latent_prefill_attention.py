@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels.latent_prefill_attention import xla
 from pallas_kernels.latent_prefill_attention.cases import CASES, Case
-from pallas_kernels.latent_prefill_attention.op import latent_prefill_attention, why_not
+from pallas_kernels.latent_prefill_attention.op import latent_prefill_attention, unsupported_reason
 from sharding.mesh import TENSOR, make_mesh
 from tests.kernels.poisoned_pool import LAYER, poisoned_pool
 
@@ -288,4 +288,4 @@ def test_what_does_not_fit_together_is_said():
     for backend, reason in (("mosaic_gpu", "latents' keys of 6 and 4 columns"), ("llvm_cpu", "it has no kernel that expands latents")):
         with pytest.raises(ValueError, match=f"{backend} can't run: it has no kernel .*{reason.removeprefix('it has no kernel ')}"):
             run(q, latents, *rows, up, **named, backend=backend)
-    assert why_not("xla", q.dtype, (6, 4), 5, 4, 8) is None
+    assert unsupported_reason("xla", q.dtype, (6, 4), 5, 4, 8) is None

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from pallas_kernels.latent_prefill_attention.cases import Case
 from pallas_kernels.latent_prefill_attention.mosaic_gpu import latent_prefill_attention
 from pallas_kernels.latent_prefill_attention.op import latent_prefill_attention as op
-from pallas_kernels.latent_prefill_attention.op import why_not
+from pallas_kernels.latent_prefill_attention.op import unsupported_reason
 from pallas_kernels.latent_prefill_attention.page_list import PageList
 from pallas_kernels.mosaic.card import HOPPER
 from pallas_kernels.ragged_prefill_attention.mosaic_work import Tiling
@@ -111,7 +111,7 @@ def test_what_the_kernel_can_not_do_is_said():
     bfloat16 = jnp.dtype("bfloat16")
 
     def reason(dtype=bfloat16, key_sizes=(128, 64), value_size=128, page_size=16, query_tile=32, card=HOPPER):
-        return why_not("mosaic_gpu", dtype, key_sizes, value_size, page_size, query_tile, card)
+        return unsupported_reason("mosaic_gpu", dtype, key_sizes, value_size, page_size, query_tile, card)
 
     assert reason() is None
     assert reason(key_sizes=(64, 32), value_size=64, page_size=128) is None

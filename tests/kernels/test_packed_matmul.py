@@ -11,7 +11,7 @@ from pallas_kernels.llvm import machine
 from pallas_kernels.packed_matmul import llvm_cpu, op
 from pallas_kernels.packed_matmul.cases import CASES, Case
 from pallas_kernels.packed_matmul.layout import pack, unpack
-from pallas_kernels.packed_matmul.op import packed_matmul, why_not
+from pallas_kernels.packed_matmul.op import packed_matmul, unsupported_reason
 
 KINDS = ("float32", "bfloat16", "int8")
 
@@ -36,7 +36,7 @@ def exact(x: jax.Array, matrix: jax.Array) -> np.ndarray:
 
 
 def needs(kind: str) -> None:
-    if reason := why_not(jnp.dtype(kind)):
+    if reason := unsupported_reason(jnp.dtype(kind)):
         pytest.skip(reason)
 
 
@@ -149,4 +149,4 @@ def test_code_for_processors_without_avx512(kind, monkeypatch):
         wanted = exact(x, matrices[0])
         found = packed_matmul(x, packed_as(kind, matrices), jnp.int32(0))
         np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-6 * case.num_inputs**0.5 * np.abs(wanted).max())
-    assert why_not(jnp.dtype("int8")) is not None
+    assert unsupported_reason(jnp.dtype("int8")) is not None

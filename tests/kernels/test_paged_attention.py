@@ -12,7 +12,7 @@ from pallas_kernels.llvm import machine
 from pallas_kernels.page_write import write
 from pallas_kernels.paged_attention import llvm_cpu
 from pallas_kernels.paged_attention.cases import CASES, Case
-from pallas_kernels.paged_attention.op import paged_attention, paged_attention_and_lse, why_not, write_and_attend
+from pallas_kernels.paged_attention.op import paged_attention, paged_attention_and_lse, unsupported_reason, write_and_attend
 from pallas_kernels.span import Span
 from tests.kernels.compiled import compiled
 from tests.kernels.poisoned_pool import LAYER, poisoned_pool
@@ -357,12 +357,12 @@ def test_shapes_that_do_not_fit_are_refused_by_name():
 
 def test_what_a_backend_has_no_kernel_for_is_refused():
     float32, bfloat16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
-    assert why_not("llvm_cpu", float32, 96, 8) is None
-    assert why_not("mosaic_gpu", bfloat16, 80, 16, is_plain=False) is None
-    assert why_not("mosaic_gpu", bfloat16, 576, 64, is_latent=True) is None
-    assert why_not("mosaic_gpu", bfloat16, 576, 256, is_latent=True) is None
-    assert "pages of 96 tokens" in why_not("mosaic_gpu", bfloat16, 576, 96, is_latent=True)
-    assert "pages of 256 tokens" in why_not("mosaic_gpu", bfloat16, 64, 256)
+    assert unsupported_reason("llvm_cpu", float32, 96, 8) is None
+    assert unsupported_reason("mosaic_gpu", bfloat16, 80, 16, is_plain=False) is None
+    assert unsupported_reason("mosaic_gpu", bfloat16, 576, 64, is_latent=True) is None
+    assert unsupported_reason("mosaic_gpu", bfloat16, 576, 256, is_latent=True) is None
+    assert "pages of 96 tokens" in unsupported_reason("mosaic_gpu", bfloat16, 576, 96, is_latent=True)
+    assert "pages of 256 tokens" in unsupported_reason("mosaic_gpu", bfloat16, 64, 256)
     for backend, dtype, head_size, page_size, words in (
         ("llvm_cpu", bfloat16, 64, 8, "bfloat16 pages"),
         ("llvm_cpu", float32, 24, 8, "heads of 24: they must be a multiple of 16"),
@@ -373,7 +373,7 @@ def test_what_a_backend_has_no_kernel_for_is_refused():
         ("mosaic_gpu", bfloat16, 64, 24, "pages of 24 tokens"),
         ("mosaic_gpu", jnp.dtype("float8_e4m3fn"), 80, 16, "heads of 80: they must be a multiple of 32"),
     ):
-        assert words in why_not(backend, dtype, head_size, page_size)
+        assert words in unsupported_reason(backend, dtype, head_size, page_size)
         q, kv, table, kv_len = arguments(Case("", 1, 1, head_size, page_size, ()), (5, 64), 13, dtype)
         with pytest.raises(ValueError, match=words):
             paged_attention(q, kv, LAYER, table, kv_len, scale=1.0, backend=backend)

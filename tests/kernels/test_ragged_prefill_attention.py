@@ -11,7 +11,7 @@ import pytest
 from pallas_kernels.llvm import machine
 from pallas_kernels.ragged_prefill_attention import llvm_cpu
 from pallas_kernels.ragged_prefill_attention.cases import CASES, Case
-from pallas_kernels.ragged_prefill_attention.op import ragged_prefill_attention, why_not
+from pallas_kernels.ragged_prefill_attention.op import ragged_prefill_attention, unsupported_reason
 from pallas_kernels.span import Span
 from tests.kernels.poisoned_pool import LAYER, poisoned_pool
 
@@ -205,9 +205,9 @@ def test_a_query_that_is_broken_breaks_no_other():
 
 
 def test_what_the_cpu_kernel_can_not_do_is_said():
-    assert why_not("llvm_cpu", jnp.dtype("float32"), 64, 8, 32) is None
+    assert unsupported_reason("llvm_cpu", jnp.dtype("float32"), 64, 8, 32) is None
     for dtype, head_size in (("bfloat16", 64), ("float32", 24)):
-        assert str(head_size if dtype == "float32" else dtype) in (why_not("llvm_cpu", jnp.dtype(dtype), head_size, 8, 32) or "")
+        assert str(head_size if dtype == "float32" else dtype) in (unsupported_reason("llvm_cpu", jnp.dtype(dtype), head_size, 8, 32) or "")
         case = Case("", 2, 2, head_size, 8, 32, 32, ((0, 20),))
         q, kv, *others = arguments(case, 10, jnp.dtype(dtype))
         with pytest.raises(ValueError, match="llvm_cpu can't run"):

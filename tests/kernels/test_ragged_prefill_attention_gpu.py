@@ -12,7 +12,7 @@ from pallas_kernels.mosaic.card import HOPPER
 from pallas_kernels.ragged_prefill_attention.mosaic_gpu import ragged_prefill_attention
 from pallas_kernels.ragged_prefill_attention.mosaic_work import Tiling, Work, share_of, splits_for, tiles_of, tiling_for, work_of
 from pallas_kernels.ragged_prefill_attention.op import ragged_prefill_attention as op
-from pallas_kernels.ragged_prefill_attention.op import why_not
+from pallas_kernels.ragged_prefill_attention.op import unsupported_reason
 from pallas_kernels.seen import first_seen
 from pallas_kernels.span import EVERYTHING, Span
 from tests.kernels.compiled import compiled
@@ -210,14 +210,14 @@ def test_a_tiling_has_full_rows_and_fits_shared_memory():
 
 def test_what_the_kernel_can_not_do_is_said():
     bfloat16 = jnp.dtype("bfloat16")
-    assert why_not("mosaic_gpu", bfloat16, 80, 24, 8, Span(window=4), 30.0) is None
+    assert unsupported_reason("mosaic_gpu", bfloat16, 80, 24, 8, Span(window=4), 30.0) is None
     for dtype, head_size, page_size, words in (
         (jnp.dtype("float32"), 64, 16, "float32 pages"),
         (bfloat16, 24, 16, "heads of 24: they must be a multiple of 16, at most 256"),
         (bfloat16, 272, 16, "heads of 272"),
         (bfloat16, 64, 4, "pages of 4 tokens"),
     ):
-        assert words in why_not("mosaic_gpu", dtype, head_size, page_size, 32)
+        assert words in unsupported_reason("mosaic_gpu", dtype, head_size, page_size, 32)
         inputs = arguments((0,), (0,), (5,), 32, head_size=head_size, page_size=page_size, dtype=dtype)
         with pytest.raises(ValueError, match=f"mosaic_gpu can't run: .*{words}"):
             op(*inputs, scale=1.0, query_tile=32, backend="mosaic_gpu")

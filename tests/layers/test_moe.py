@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.layers.matrices import ExpertFormat, MatrixFormat
-from jaxinfer.layers.moe import Experts, MixtureOfExperts, why_not
+from jaxinfer.layers.moe import Experts, MixtureOfExperts, unsupported_reason
 from jaxinfer.models.config import Routing
 from tests.layers.on_mesh import on_mesh, shapes
 from tests.layers.plain_experts import mixture, silu
@@ -151,11 +151,11 @@ def test_experts_run_by_the_backend_that_the_form_names() -> None:
 
 def test_what_the_gpus_kernel_refuses_of_experts_is_told_beforehand() -> None:
     plain, packed = MatrixFormat(BFLOAT16), MatrixFormat(jnp.dtype("float32"), experts=ExpertFormat(packing="fp8"))
-    assert why_not(7168, 2048, 8, plain, BFLOAT16) is None and why_not(7168, 2048, 8, packed, BFLOAT16) is None
-    assert why_not(7168, 2048, 8, plain, jnp.dtype("float32")) == "it multiplies bfloat16, not float32"
-    assert why_not(7168, 2048, 8, FLOAT32, BFLOAT16) == "it multiplies bfloat16, not float32"
-    assert "for 64 inputs and 7168 outputs" in str(why_not(7168, 512, 8, plain, BFLOAT16))
-    assert "for 7100 inputs and 512 outputs" in str(why_not(7100, 2048, 8, plain, BFLOAT16))
+    assert unsupported_reason(7168, 2048, 8, plain, BFLOAT16) is None and unsupported_reason(7168, 2048, 8, packed, BFLOAT16) is None
+    assert unsupported_reason(7168, 2048, 8, plain, jnp.dtype("float32")) == "it multiplies bfloat16, not float32"
+    assert unsupported_reason(7168, 2048, 8, FLOAT32, BFLOAT16) == "it multiplies bfloat16, not float32"
+    assert "for 64 inputs and 7168 outputs" in str(unsupported_reason(7168, 512, 8, plain, BFLOAT16))
+    assert "for 7100 inputs and 512 outputs" in str(unsupported_reason(7100, 2048, 8, plain, BFLOAT16))
 
 
 def test_a_forms_name_tells_how_experts_are_kept_and_run() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from jaxinfer.config import ConfigError
 from jaxinfer.llm import LLM
-from jaxinfer.multi_process.lost import ProcessLostError
+from jaxinfer.multi_process.peer_failure import ProcessLostError
 from tests.engine.workload import tokens_of, workload
 
 

@@ -6,7 +6,7 @@ import sys
 import time
 
 from jaxinfer.config import EngineConfig
-from jaxinfer.multi_process.lost import ProcessLostError
+from jaxinfer.multi_process.peer_failure import ProcessLostError
 from jaxinfer.multi_process.processes import lead, meet_leader
 
 
@@ -22,8 +22,8 @@ def main() -> None:
         for _ in messages if process_id else ():
             pass
     except ProcessLostError as error:
-        channel.doom.lost(str(error))
-        channel.doom.end()
+        channel.monitor.report_lost(str(error))
+        channel.monitor.end()
     time.sleep(60)
 
 

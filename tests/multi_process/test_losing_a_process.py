@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxinfer.multi_process.lost import PROCESS_LOST
+from jaxinfer.multi_process.peer_failure import PROCESS_LOST
 from tests.multi_process.test_two_processes import ROOT, free_port
 
 SECONDS = 60  # that anything here may take where the machine is busy

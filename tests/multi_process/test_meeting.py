@@ -12,8 +12,8 @@ import pytest
 
 from jaxinfer.config import ConfigError, EngineConfig
 from jaxinfer.multi_process.channel import FollowerChannel, LeaderChannel
-from jaxinfer.multi_process.lost import PROCESS_LOST, Doom, ProcessLostError
-from jaxinfer.multi_process.processes import lead, meet_leader, watched
+from jaxinfer.multi_process.peer_failure import PROCESS_LOST, PeerFailureMonitor, ProcessLostError
+from jaxinfer.multi_process.processes import lead, meet_leader, surface_peer_failure
 from tests.multi_process.test_two_processes import free_port
 
 
@@ -21,8 +21,8 @@ from tests.multi_process.test_two_processes import free_port
 def ends(monkeypatch):
     """Reasons for which this process would have ended itself."""
     reasons: list[str] = []
-    monkeypatch.setattr(Doom, "end", lambda self: reasons.append(self.reason))
-    monkeypatch.setattr("jaxinfer.multi_process.lost._GRACE", 0.2)
+    monkeypatch.setattr(PeerFailureMonitor, "end", lambda self: reasons.append(self.reason))
+    monkeypatch.setattr("jaxinfer.multi_process.peer_failure._GRACE", 0.2)
     return reasons
 
 
@@ -122,31 +122,31 @@ def test_a_leader_that_closes_before_all_are_ready_is_an_error_for_the_others(en
     leader.close()
     with pytest.raises(ProcessLostError, match=f"process 0 \\({address}\\) is gone"):
         next(stream)
-    assert follower.doom.is_lost.wait(10)
+    assert follower.monitor.is_lost.wait(10)
     follower.close()
 
 
 def test_a_collective_that_fails_of_anothers_end_says_so_though_that_is_noticed_after_it(ends):
-    doom = Doom()
-    noticing = threading.Timer(0.2, doom.lost, ["process 1 of 2 is gone"])
+    monitor = PeerFailureMonitor()
+    noticing = threading.Timer(0.2, monitor.report_lost, ["process 1 of 2 is gone"])
     noticing.start()
-    with pytest.raises(ProcessLostError, match="process 1 of 2 is gone"), watched(doom):
+    with pytest.raises(ProcessLostError, match="process 1 of 2 is gone"), surface_peer_failure(monitor):
         raise jax.errors.JaxRuntimeError("Connection closed by peer")
     noticing.join()
 
 
 def test_an_error_of_the_device_is_itself_where_nobody_is_gone(monkeypatch):
     monkeypatch.setattr("jaxinfer.multi_process.processes._NOTICED", 0.1)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"), watched(Doom()):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"), surface_peer_failure(PeerFailureMonitor()):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
 
 
 def test_a_process_that_waits_for_ever_is_ended_once_another_is_gone():
     program = """
 import threading
-from jaxinfer.multi_process import lost
-lost._GRACE = 0.2
-lost.Doom().lost("process 1 of 2 is gone")
+from jaxinfer.multi_process import peer_failure
+peer_failure._GRACE = 0.2
+peer_failure.PeerFailureMonitor().report_lost("process 1 of 2 is gone")
 threading.Event().wait()
 """
     ended = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=60)

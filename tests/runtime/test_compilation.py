@@ -45,20 +45,20 @@ def test_an_option_that_this_xla_does_not_know_is_left_out():
     np.testing.assert_array_equal(program(np.ones(5, np.float32)), 7)
 
 
-def test_a_surprise_is_what_a_thread_compiles_without_saying_so():
+def test_a_compilation_is_unexpected_where_its_thread_did_not_announce_it():
     def compile_here() -> None:
         jax.jit(lambda x: x - 13)(jnp.ones(3)).block_until_ready()
 
-    surprises, total = COUNTER.num_surprises, TOTAL.num_compilations
+    unexpected, total = COUNTER.num_unexpected_compilations, TOTAL.num_compilations
     with COUNTER.compiling(), COUNTER.compiling():
         compile_here()
     compile_program(source("wanted", 11.0))
     other = threading.Thread(target=compile_here)
     other.start()
     other.join()
-    assert COUNTER.num_surprises == surprises, "neither what is wanted nor what others compile"
+    assert COUNTER.num_unexpected_compilations == unexpected, "neither what is wanted nor what others compile"
     compile_here()
-    assert COUNTER.num_surprises > surprises
+    assert COUNTER.num_unexpected_compilations > unexpected
     assert TOTAL.num_compilations >= total
 
 

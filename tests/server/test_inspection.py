@@ -130,15 +130,15 @@ NORM = "model.layers.1.input_layernorm.weight"
     ],
 )
 def test_what_can_not_be_served_is_told_of_with_the_reason(
-    tmp_path: Path, tiny_model_path: Path, capsys: pytest.CaptureFixture[str], change: Callable[[Path], None], why_not: str
+    tmp_path: Path, tiny_model_path: Path, capsys: pytest.CaptureFixture[str], change: Callable[[Path], None], unsupported_reason: str
 ) -> None:
     folder = shutil.copytree(tiny_model_path, tmp_path / "m")
     change(folder)
     assert run("inspect", folder) == 0
     lines = capsys.readouterr().out
     shown = " ".join(lines[: lines.index("\n\n")].split())
-    assert f"can be served no: {inspect(folder).why_not}" in shown
-    assert why_not in shown
+    assert f"can be served no: {inspect(folder).unsupported_reason}" in shown
+    assert unsupported_reason in shown
     assert "model.layers.{0..1}.mlp.down_proj.weight" in lines
 
 

@@ -7,7 +7,7 @@ from contextlib import aclosing, asynccontextmanager
 
 import pytest
 
-from jaxinfer.multi_process.lost import ProcessLostError
+from jaxinfer.multi_process.peer_failure import ProcessLostError
 from jaxinfer.request import ANYONE, RequestContext, RequestError, SamplingParams
 from server.backend import Overloaded, Unavailable
 from server.local_backend import LocalBackend

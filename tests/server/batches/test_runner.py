@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from server.backend import Overloaded, Unavailable
+from server.batches.batch_admission import MAX_EMBEDDING_LINES
 from server.batches.batch_store import WINDOW_SECONDS
 from server.batches.runner import PRIORITY, BatchRunner
-from server.batches.turnstile import MAX_EMBEDDING_LINES
 from server.openai.service import Service
 from tests.server.batches.conftest import NO_UNICODE, TEXT, TEXTS, line
 from tests.server.fakes import ANSWER, embedding
@@ -198,7 +198,7 @@ def test_batches_take_turns(backend, tokenizer, config, store):
             scene.create(*[line(f"{name}{n}", body=TEXT | {"prompt": name}) for n in range(20)])
         async with scene.running():
             await scene.until(lambda: scene.runner.counts().num_waiting == 40)
-            await asyncio.sleep(0.1)  # the first line of each is at the turnstile
+            await asyncio.sleep(0.1)  # the first line of each waits for admission
             scene.is_open = True
             await scene.until(lambda: len(backend.seen) == 40)
         asked = tokenizer.decode([prompt[0] for _, prompt, _ in backend.seen])

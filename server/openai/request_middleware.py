@@ -53,7 +53,7 @@ class Traffic:
             self._quiet.set()
 
 
-class FrontDoor:
+class RequestMiddleware:
     """ASGI middleware around the app, within that of `RequestLog`."""
 
     def __init__(self, app: ASGIApp, config: ServerConfig, traffic: Traffic, keys: KeyRing, metrics_keys: KeyRing) -> None:

@@ -1,4 +1,4 @@
-"""What ends a process whose engine has lost another one. Imports neither JAX nor gRPC."""
+"""Ends a process whose engine has lost a peer. Imports neither JAX nor gRPC."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ProcessLostError(ConnectionError):
     """Another process is gone, and with it a part of the weights and pages: all must be started again."""
 
 
-class Doom:
+class PeerFailureMonitor:
     """Ends this process soon after another is gone, whatever it is doing: who waits for a device waits for ever."""
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Doom:
                 return
         listener(ProcessLostError(self.reason))
 
-    def lost(self, reason: str) -> None:
+    def report_lost(self, reason: str) -> None:
         """Say why, once, and give the program `_GRACE` seconds to end with an error of its own."""
         with self._lock:
             if self.reason is not None:

@@ -16,7 +16,7 @@ POLL_SECONDS = 0.02  # between two looks at the engine while lines wait
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class Permit:
     """What a line takes up; to be given back with `leave`."""
 
     num_sequences: int
@@ -24,7 +24,7 @@ class Pass:
     is_embedding: bool = False
 
 
-class Turnstile:
+class BatchAdmission:
     """Lets lines in one after another, in the order in which they come: batches that each have one line here take turns.
 
     Of the decode batch an eighth stays free, so that an interactive request finds a place at once, and only a few lines wait in
@@ -34,16 +34,16 @@ class Turnstile:
         self._backend, self._is_open = backend, is_open
         self._most_sequences = backend.max_batch_size - backend.max_batch_size // 8
         self._most_waiting = max(2, backend.max_batch_size // 16)
-        self._entering: deque[tuple[Pass, asyncio.Future[None]]] = deque()
+        self._entering: deque[tuple[Permit, asyncio.Future[None]]] = deque()
         self._changed = asyncio.Event()
         self._num_inside = 0  # sequences
         self._num_embedding_lines = 0  # inside
         self._num_unseen = 0  # requests let in that the engine's gauges may not count yet,
         self._num_counted = 0  # and the engine's count of requests by then
 
-    async def enter(self, line: BatchLine) -> Pass:
+    async def enter(self, line: BatchLine) -> Permit:
         """Return once the line may be asked."""
-        wanted = Pass(0, 0, is_embedding=True) if line.is_embedding else Pass(line.num_sequences, line.num_prompts)
+        wanted = Permit(0, 0, is_embedding=True) if line.is_embedding else Permit(line.num_sequences, line.num_prompts)
         admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._entering.append((wanted, admitted))
         self._changed.set()
@@ -55,7 +55,7 @@ class Turnstile:
             raise
         return wanted
 
-    def leave(self, taken: Pass) -> None:
+    def leave(self, taken: Permit) -> None:
         """A line is done with."""
         self._num_inside -= taken.num_sequences
         self._num_embedding_lines -= taken.is_embedding
@@ -91,7 +91,7 @@ class Turnstile:
         num_arrived = self._backend.stats().num_requests - self._num_counted
         return min(max(self._num_unseen - num_arrived, 0), self._num_inside)
 
-    def _has_room(self, wanted: Pass) -> bool:
+    def _has_room(self, wanted: Permit) -> bool:
         if not self._is_open():
             return False
         if wanted.is_embedding:

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
+from server.batches.batch_admission import BatchAdmission
 from server.batches.lines import BatchLine
-from server.batches.turnstile import Turnstile
 from tests.server.batches.conftest import TEXT
 from tests.server.fakes import FakeBackend
 
@@ -22,11 +22,11 @@ class Scene:
     def __init__(self, backend):
         self.backend, self.stats = backend, backend.stats()
         self.is_open = True
-        self.turnstile = Turnstile(backend, lambda: self.is_open)
+        self.admission = BatchAdmission(backend, lambda: self.is_open)
         self.inside = {}
 
     async def __aenter__(self):
-        self.running = asyncio.create_task(self.turnstile.run())
+        self.running = asyncio.create_task(self.admission.run())
         return self
 
     async def __aexit__(self, *_):
@@ -34,7 +34,7 @@ class Scene:
 
     def come(self, count, line=LINE, name=""):
         async def enter(name):
-            self.inside[name] = await self.turnstile.enter(line)
+            self.inside[name] = await self.admission.enter(line)
 
         return [asyncio.create_task(enter(f"{name}{n}")) for n in range(count)]
 
@@ -49,7 +49,7 @@ class Scene:
 
     def leave(self, count):
         for name in list(self.inside)[:count]:
-            self.turnstile.leave(self.inside.pop(name))
+            self.admission.leave(self.inside.pop(name))
         self.stats.num_running -= count
 
 
@@ -182,10 +182,10 @@ async def test_one_that_is_cancelled_takes_no_place(it):
 async def test_one_cancelled_in_the_moment_it_is_let_in_gives_its_place_back(it):
     [task] = it.come(1)
     await asyncio.sleep(0)
-    it.turnstile._admit()  # it does not know yet
+    it.admission._admit()  # it does not know yet
     task.cancel()
     assert await it.settle() == 0
-    assert it.turnstile._num_inside == 0
+    assert it.admission._num_inside == 0
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 8])
