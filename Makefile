@@ -14,6 +14,8 @@ ARGS ?=
 # Python compiles what is imported when it is: half of an installation's time goes into compiling the rest.
 PIP_FLAGS := --quiet --disable-pip-version-check --no-compile
 
+# A file's tests share engines, and so stay in one process.
+IN_PARALLEL := -n 2 --dist loadfile
 comma := ,
 BIN := .venv/bin
 PARITY := .venv-parity/bin
@@ -30,10 +32,10 @@ GUIDELLM_STAMP := .venv-guidellm/.installed
 AOT_TESTS = $(if $(filter tests/%,$(ARGS)),,tests/aot)
 CHECKED := jaxinfer pallas_kernels sharding checkpoints server tests benchmarks examples
 
-.PHONY: help demo serve test check fix golden test-parity test-aot aot-venvs test-fences test-measured bench replay soak clean
+.PHONY: help demo serve test test-exhaustive check fix golden test-parity test-aot aot-venvs test-fences test-measured bench replay soak clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(RUN_STAMP) ## answer a prompt with the default model, then say what ran where and how fast
 	@$(BIN)/jaxinfer demo $(ARGS)
@@ -42,7 +44,10 @@ serve: $(RUN_STAMP) ## OpenAI-compatible server and chat page on http://127.0.0.
 	@$(BIN)/jaxinfer serve $(ARGS)
 
 test: $(TEST_STAMP) ## the test suite (ARGS="-k name" ...)
-	@$(BIN)/python -m pytest -q $(ARGS)
+	@$(BIN)/python -m pytest -q $(IN_PARALLEL) --durations=10 $(ARGS)
+
+test-exhaustive: $(TEST_STAMP) ## the same with every case of every matrix, before a release (docs/testing.md)
+	@$(BIN)/python -m pytest -q $(IN_PARALLEL) --durations=10 -m 'not parity and not aot and not measured' $(ARGS)
 
 check: $(TEST_STAMP) ## format, lint and types, changing nothing
 	@$(BIN)/ruff format --check --quiet $(CHECKED) || { echo 'Not formatted: run `make fix`.'; exit 1; }

@@ -8,6 +8,7 @@ them compilers crash.
 from __future__ import annotations
 
 import gc
+import itertools
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from jaxinfer.llm import LLM
 from jaxinfer.prefill.worker import Prefilled, PrefillWorker
 from jaxinfer.runtime.compilation import use_persistent_cache
 from tests import tiny_model
+from tests.covering import each_parameter, mark_exhaustive, name_of
 
 # A shell has what it starts in the background ignore Ctrl+C, which tests send to themselves and to what they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -74,8 +76,36 @@ QUICK_COMPILATION = {
     "XLA_FLAGS": " ".join(f"--{name}={str(value).lower()}" for name, value in _WITHOUT_MLIR),
 }
 
+# Folders whose tests multiply layouts, types, sizes and families: each case costs a compilation. `make test` takes of each matrix as many cases as
+# have each value of each axis, `make test-exhaustive` all.
+_THINNED = {
+    "decode",
+    "distributed",
+    "dry_run",
+    "e2e",
+    "encode",
+    "engine",
+    "families",
+    "gpu",
+    "kernels",
+    "kv_transfer",
+    "layers",
+    "models",
+    "parallel",
+    "prefill",
+    "runtime",
+    "sampling",
+    "sharding",
+}
+
 MakeLLM = Callable[..., LLM]
 _MADE = pytest.StashKey[dict[Any, LLM]]()
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for _, cases in itertools.groupby((item for item in items if item.path.parent.name in _THINNED), name_of):
+        mark_exhaustive(list(cases), each_parameter)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
