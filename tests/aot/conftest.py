@@ -42,9 +42,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _needed(item: pytest.Item) -> set[Hashable]:
     """What a list has once. The main one for Hopper each test, and in any of them each card, model, role, format of weights and type; for small cards
-    each test; for others, and in the short list of an older JAX beside a newer one, each file, of which each kernel has one."""
+    each test; for others, and in the short list of an older JAX beside a newer one, each file that is compiled for any card, as kernels' are."""
     if os.environ.get("AOT_LIST") == "short" or _KIND == "blackwell":
-        return {item.path.name}
+        return {item.path.name} if _asks_for_a_card(item) or _is_of_small_cards(item) else set()
     parameters = parameters_of(item)
     case, options = parameters.get("case"), parameters.get("options", {})
     role = str(parameters.get("role", parameters.get("name")))  # 'decode/32'
