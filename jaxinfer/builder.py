@@ -50,7 +50,7 @@ from jaxinfer.start_report import mesh_names, report_start
 from jaxinfer.stats import EngineStats, ExpertLoad
 from jaxinfer.tokenizer import Tokenizer
 from jaxinfer.warmup import measure, warm_up
-from pallas_kernels.span import EVERYTHING
+from pallas_kernels.span import FULL_ATTENTION
 
 _FETCHED_SHARE = 4  # of host memory for pages one part is for those on their way up
 
@@ -271,7 +271,7 @@ def _tiers(config: EngineConfig, plan: Plan, source: TensorSource) -> Tiers | No
         host_size -= _most_fetched(config, plan) * page_bytes
     if plan.has_stages:
         raise ConfigError("kv_host_memory is given, but pages of a pipeline's stages can't be kept there yet: leave it out, or use pp=1")
-    if plan.page_spec.spans != (EVERYTHING,):
+    if plan.page_spec.spans != (FULL_ATTENTION,):
         raise ConfigError(
             "kv_host_memory is given, but this model has layers of bounded spans, whose pages can't be kept there yet: leave it out"
         )

@@ -18,7 +18,7 @@ from jaxinfer.engine_loop import EngineLoop
 from jaxinfer.listeners import Answers, Failed
 from jaxinfer.multi_process.peer_failure import ProcessLostError
 from jaxinfer.prompts import as_prompts
-from jaxinfer.request import ANYONE, OutputDelta, RequestContext, SamplingParams
+from jaxinfer.request import DEFAULT_CONTEXT, OutputDelta, RequestContext, SamplingParams
 from jaxinfer.runtime.compilation import use_persistent_cache
 from jaxinfer.runtime.device_clock import DeviceClock
 from jaxinfer.stats import EngineStats
@@ -95,7 +95,7 @@ class _EncoderAlone:
         self.encode: EncodeWorker | None = encode
 
     def add_request(
-        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, context: RequestContext = ANYONE
+        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, context: RequestContext = DEFAULT_CONTEXT
     ) -> None:
         raise AssertionError
 

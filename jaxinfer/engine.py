@@ -17,7 +17,7 @@ from jaxinfer.engine_access import EngineAccess
 from jaxinfer.multi_process.peer_failure import ProcessLostError
 from jaxinfer.output import OutputBuilder
 from jaxinfer.reference_forward import ReferenceForward
-from jaxinfer.request import ANYONE, FinishReason, OutputDelta, Request, RequestContext, RequestError, SamplingParams, TokenLogprob
+from jaxinfer.request import DEFAULT_CONTEXT, FinishReason, OutputDelta, Request, RequestContext, RequestError, SamplingParams, TokenLogprob
 from jaxinfer.runtime.compilation import COUNTER, TOTAL
 from jaxinfer.runtime.profile import Profile
 from jaxinfer.sampling.bad_words import check_restrictions, needs_history, tokenize_bad_words
@@ -126,7 +126,9 @@ class Engine:
     def _end_tokens(self, params: SamplingParams) -> frozenset[int]:
         return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(self.tokenizer.eos_token_ids))
 
-    def add_request(self, request_id: str, prompt_token_ids: Tokens[int], params: SamplingParams, context: RequestContext = ANYONE) -> None:
+    def add_request(
+        self, request_id: str, prompt_token_ids: Tokens[int], params: SamplingParams, context: RequestContext = DEFAULT_CONTEXT
+    ) -> None:
         """Queue a request. Raises `RequestError` if it can never be served or its id is in use."""
         with self.access.call():
             self._add_request(request_id, prompt_token_ids, params, context)
@@ -255,9 +257,9 @@ class Engine:
         scheduler.poll_tiers(_IDLE_WAIT if is_idle else 0.0)
         num_running = len(parts.decode.scheduler.running) + len(self._prefilled)
         # Running sequences grow: leave each a page, or what is admitted now would be preempted at once.
-        keep_free = num_running if parts.plan.shares_mesh else 0
+        reserved_pages = num_running if parts.plan.shares_mesh else 0
         free_slots = self.config.schedule.max_batch_size - self._num_admitted
-        chunks = parts.prefill.launch(self._prefill_budget(num_running), free_slots, keep_free, self._make_room, self._make_way)
+        chunks = parts.prefill.launch(self._prefill_budget(num_running), free_slots, reserved_pages, self._make_room, self._make_way)
         now = time.monotonic()
         for chunk in chunks:
             sequence = chunk.sequence
@@ -308,7 +310,7 @@ class Engine:
 
     def _move(self, sequence: Sequence) -> bool:
         running = self._parts.decode.scheduler.running
-        while not self._parts.transfer.move(sequence, keep_free=len(running)):
+        while not self._parts.transfer.move(sequence, reserved_pages=len(running)):
             if not self._preempt_above(sequence.turn[0], running):
                 return False
         return True

@@ -17,7 +17,7 @@ from jaxinfer.encode.worker import EncodeWorker
 from jaxinfer.engine_access import EngineAccess, EngineClosedError
 from jaxinfer.listeners import Event, Failed, Listener, deliver
 from jaxinfer.multi_process.peer_failure import ProcessLostError
-from jaxinfer.request import ANYONE, OutputDelta, RequestContext, RequestError, SamplingParams
+from jaxinfer.request import DEFAULT_CONTEXT, OutputDelta, RequestContext, RequestError, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class NewRequest:
     request_id: str  # see `EngineLoop.new_id`
     prompt_token_ids: Sequence[int]
     params: SamplingParams
-    context: RequestContext = ANYONE
+    context: RequestContext = DEFAULT_CONTEXT
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class Drivable(Protocol):
     def shares_mesh(self) -> bool: ...
 
     def add_request(
-        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, context: RequestContext = ANYONE
+        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, context: RequestContext = DEFAULT_CONTEXT
     ) -> None: ...
 
     def step(self) -> list[OutputDelta]: ...

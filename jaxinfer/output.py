@@ -38,7 +38,7 @@ class OutputBuilder:
             text = detokenizer.add(token_id)
             if detokenizer.stopped is not None:
                 reason, stop_reason = FinishReason.STOP, detokenizer.stopped
-            elif len(sequence.token_ids) >= sequence.most_tokens:
+            elif len(sequence.token_ids) >= sequence.max_total_tokens:
                 text, reason = text + detokenizer.flush(), FinishReason.LENGTH
         logprobs = () if logprob is None else (logprob,)
         delta = OutputDelta(sequence.request.request_id, sequence.index, text, (token_id,), logprobs, reason, stop_reason)

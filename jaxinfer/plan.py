@@ -30,7 +30,7 @@ from pallas_kernels.mosaic import card
 from pallas_kernels.packed_matmul.op import unsupported_reason
 from pallas_kernels.paged_attention import op as paged_attention
 from pallas_kernels.ragged_prefill_attention import op as ragged_prefill_attention
-from pallas_kernels.span import EVERYTHING
+from pallas_kernels.span import FULL_ATTENTION
 from sharding.hardware import hardware_of
 from sharding.layout import Parallel
 from sharding.mesh import make_mesh, own_device
@@ -119,12 +119,12 @@ def make_plan(config: EngineConfig, architecture: ArchitectureConfig, source: Te
     # A request must fit alone in either pool, or it could wait for ever.
     num_pages, chunk_size = min(role.num_pages - 1 for role in roles.values()), config.schedule.prefill_buckets[-1]
     wanted = config.model.max_model_len or architecture.max_position_embeddings
-    capacity = most_tokens(spec, num_pages, chunk_size, wanted)
+    capacity = max_context_tokens(spec, num_pages, chunk_size, wanted)
     if config.model.max_model_len is not None:
         if wanted > architecture.max_position_embeddings:
             raise ConfigError(f"max_model_len is {wanted}: this model's context is {architecture.max_position_embeddings} tokens")
         if wanted > capacity:
-            of_device = (spec.most_pages(wanted, chunk_size) + 1) * max(role.page_bytes for role in roles.values())
+            of_device = (spec.max_pages(wanted, chunk_size) + 1) * max(role.page_bytes for role in roles.values())
             raise ConfigError(
                 f"max_model_len is {wanted} tokens, but kv_memory holds {capacity}: give kv_memory at least {format_bytes(of_device)} or lower "
                 "max_model_len"
@@ -133,12 +133,10 @@ def make_plan(config: EngineConfig, architecture: ArchitectureConfig, source: Te
     return Plan(template, spec, roles["prefill"], roles["decode"], min(wanted, capacity), unpacked)
 
 
-def most_tokens(spec: PageSpec, num_pages: int, chunk_size: int, wanted: int) -> int:
+def max_context_tokens(spec: PageSpec, num_pages: int, chunk_size: int, wanted: int) -> int:
     """The longest context that so many pages hold, up to a page more than `wanted`, computed in chunks of `chunk_size`."""
-    runs = range(spec.runs_for(wanted) + 1)
-    return (
-        bisect_right(runs, num_pages, key=lambda run: spec.most_pages(run * spec.page_size, chunk_size)) * spec.page_size - spec.page_size
-    )
+    runs = range(spec.blocks_for(wanted) + 1)
+    return bisect_right(runs, num_pages, key=lambda run: spec.max_pages(run * spec.page_size, chunk_size)) * spec.page_size - spec.page_size
 
 
 def lay_out(
@@ -224,7 +222,7 @@ def choose_attention(
         if against is not None:
             break
         if role == "decode":
-            is_plain = span == EVERYTHING and soft_cap is None and not is_latent
+            is_plain = span == FULL_ATTENTION and soft_cap is None and not is_latent
             against = paged_attention.unsupported_reason(*pages, is_plain=is_plain, is_latent=is_latent, card=card.card_of(device))
         elif latent is not None:
             sizes = (latent.nope_size, latent.rope_size), latent.value_size

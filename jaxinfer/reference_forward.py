@@ -17,7 +17,7 @@ from jax.stages import Compiled
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.kv_cache.pages import Pages
-from jaxinfer.layers.attention import Attend, How
+from jaxinfer.layers.attention import AttentionParams, LayerAttention
 from jaxinfer.layers.latent_attention import expanded
 from jaxinfer.models.base import run_part
 from jaxinfer.runtime.compilation import ProgramSource, compile_program
@@ -77,21 +77,21 @@ def _forward(template: ModelTemplate, mesh: Mesh, weights: Weights, handed: Int[
 
 @dataclass(frozen=True)
 class _Everywhere:
-    """Attention in any layer, all of them alike: nothing is kept. See `AttendInLayers` and `Attend`."""
+    """Attention in any layer, all of them alike: nothing is kept. See `AttentionBackend` and `LayerAttention`."""
 
     mesh: Mesh
 
-    def place(self, layer: int) -> Any:
+    def location(self, layer: int) -> Any:
         return ()
 
-    def at(self, place: Any) -> Attend:
+    def at(self, location: Any) -> LayerAttention:
         return self
 
     def __call__(
-        self, q: Float[Array, "T N H"], k: Float[Array, "T K H"], v: Float[Array, "T K H"], pages: Pages, how: How
+        self, q: Float[Array, "T N H"], k: Float[Array, "T K H"], v: Float[Array, "T K H"], pages: Pages, params: AttentionParams
     ) -> tuple[Float[Array, "T N H"], Pages]:
         heads = PartitionSpec(None, TENSOR)
-        attend = partial(causal_attention, how=how)
+        attend = partial(causal_attention, params=params)
         over_heads = jax.shard_map(attend, mesh=self.mesh, in_specs=(heads, heads, heads), out_specs=heads, check_vma=False)
         return over_heads(q, k, v), pages
 
@@ -99,21 +99,23 @@ class _Everywhere:
         self, q: Float[Array, "T N H"], latents: Float[Array, "T C"], up: Float[Array, "R N E"], pages: Pages, scale: float
     ) -> tuple[Float[Array, "T N V"], Pages]:
         def local(q: Array, latents: Array, up: Array) -> Array:
-            return causal_attention(q, *expanded(latents, up, q.shape[2]), How(scale))
+            return causal_attention(q, *expanded(latents, up, q.shape[2]), AttentionParams(scale))
 
         heads = PartitionSpec(None, TENSOR)
         over_heads = jax.shard_map(local, mesh=self.mesh, in_specs=(heads, PartitionSpec(), heads), out_specs=heads, check_vma=False)
         return over_heads(q, latents, up), pages
 
 
-def causal_attention(q: Float[Array, "T N H"], k: Float[Array, "T K H"], v: Float[Array, "T K V"], how: How) -> Float[Array, "T N V"]:
+def causal_attention(
+    q: Float[Array, "T N H"], k: Float[Array, "T K H"], v: Float[Array, "T K V"], params: AttentionParams
+) -> Float[Array, "T N V"]:
     """Every query over the tokens of its span up to its own, in float32."""
     num_tokens, num_heads, head_size = q.shape
     grouped = q.reshape(num_tokens, k.shape[1], num_heads // k.shape[1], head_size).astype(jnp.float32)
-    scores = jnp.einsum("tknh,skh->knts", grouped, k.astype(jnp.float32)) * how.scale
-    if how.soft_cap is not None:
-        scores = jnp.tanh(scores / how.soft_cap) * how.soft_cap
+    scores = jnp.einsum("tknh,skh->knts", grouped, k.astype(jnp.float32)) * params.scale
+    if params.soft_cap is not None:
+        scores = jnp.tanh(scores / params.soft_cap) * params.soft_cap
     token = jnp.arange(num_tokens)
-    is_seen = (token <= token[:, None]) & (token >= first_seen(how.span, token[:, None]))
+    is_seen = (token <= token[:, None]) & (token >= first_seen(params.span, token[:, None]))
     weights = jax.nn.softmax(jnp.where(is_seen, scores, -jnp.inf), axis=-1)
     return jnp.einsum("knts,skh->tknh", weights, v.astype(jnp.float32)).reshape(num_tokens, num_heads, -1).astype(q.dtype)

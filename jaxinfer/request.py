@@ -184,7 +184,7 @@ class RequestContext:
         _integer("priority", self.priority, -(2**31), 2**31 - 1)
 
 
-ANYONE = RequestContext()
+DEFAULT_CONTEXT = RequestContext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +195,7 @@ class Request:
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     arrival_time: float  # seconds, time.monotonic()
-    context: RequestContext = ANYONE
+    context: RequestContext = DEFAULT_CONTEXT
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,11 +58,11 @@ class Sequence:
     bad_words: tuple[tuple[int, ...], ...] = ()  # as tokens
     needs_history: bool = False  # what they ban depends on tokens before the newest, which the host must have read
     num_prompt: int = field(init=False)
-    most_tokens: int = field(init=False)  # prompt and output
+    max_total_tokens: int = field(init=False)  # prompt and output
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.request.prompt_token_ids)
-        self.most_tokens = self.num_prompt + self.max_tokens
+        self.max_total_tokens = self.num_prompt + self.max_tokens
 
     @property
     def params(self) -> SamplingParams:
@@ -93,4 +93,4 @@ class Sequence:
 
     def can_decode_more(self) -> bool:
         """Whether another token may be sampled, counting those in flight."""
-        return len(self.token_ids) + self.num_in_flight < self.most_tokens
+        return len(self.token_ids) + self.num_in_flight < self.max_total_tokens

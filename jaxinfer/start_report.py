@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxinfer.config import EngineConfig, ScheduleConfig
 from jaxinfer.kv_cache.pages import PagePool
-from jaxinfer.plan import Plan, most_tokens
+from jaxinfer.plan import Plan, max_context_tokens
 from jaxinfer.runtime.buckets import prefill_rows
 from jaxinfer.runtime.compilation import Executable
 from jaxinfer.runtime.stage import program_name
@@ -31,7 +31,7 @@ def report_start(
     unpacked = ", ".join(f"{count} {name}" for name, count in plan.dequantised.items())
     stats.weights = f"{plan.template.form}{unpacked and f' (dequantised: {unpacked})'}"
     most, chunk_size = plan.decode.num_pages * plan.page_spec.page_size, config.schedule.prefill_buckets[-1]
-    stats.kv_tokens = most_tokens(plan.page_spec, stats.decode_pages, chunk_size, most)
+    stats.kv_tokens = max_context_tokens(plan.page_spec, stats.decode_pages, chunk_size, most)
     names = mesh_names(plan)
     for name, role, of_role in zip(names, (plan.prefill, plan.decode)[-len(names) :], pools, strict=True):
         if role.heads_cost is not None:

@@ -40,7 +40,7 @@ def warm_up(prefill: PrefillRunner, decode: DecodeRunner, progress: StartProgres
             done()
     prefill.count_tokens(0, (), 0)
     decode.count_tokens(0, (), 0)
-    decode.seat(0, ())
+    decode.assign_slot(0, ())
 
 
 def measure(prefill: PrefillRunner, chunk_size: ChunkSizeController) -> None:

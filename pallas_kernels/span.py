@@ -32,4 +32,4 @@ class Span:
         return position // self.chunk * self.chunk if self.chunk is not None else 0
 
 
-EVERYTHING = Span()
+FULL_ATTENTION = Span()

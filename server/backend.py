@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Protocol
 
 from jaxinfer.encode.text_batching import Embedded, TextReader, TokenIds
-from jaxinfer.request import ANYONE, OutputDelta, RequestContext, SamplingParams
+from jaxinfer.request import DEFAULT_CONTEXT, OutputDelta, RequestContext, SamplingParams
 from jaxinfer.stats import EngineStats
 
 
@@ -34,10 +34,10 @@ class Backend(Protocol):
     text_reader: TextReader | None  # of the embedding model; None without one
 
     def generate(
-        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, context: RequestContext = ANYONE
+        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, context: RequestContext = DEFAULT_CONTEXT
     ) -> AsyncGenerator[OutputDelta]: ...
 
-    async def embed(self, request_id: str, token_lists: Sequence[TokenIds], context: RequestContext = ANYONE) -> Embedded:
+    async def embed(self, request_id: str, token_lists: Sequence[TokenIds], context: RequestContext = DEFAULT_CONTEXT) -> Embedded:
         """Embeddings of texts that `text_reader` has read. Raises `Overloaded` and `Unavailable` as `generate` does; cancelling the task
         that waits drops the request."""
         ...

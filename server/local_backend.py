@@ -13,7 +13,7 @@ from jaxinfer.engine import Engine
 from jaxinfer.engine_access import EngineClosedError
 from jaxinfer.engine_loop import EngineLoop
 from jaxinfer.engine_thread import Heartbeat, NewRequest
-from jaxinfer.request import ANYONE, OutputDelta, RequestContext, RequestError, SamplingParams
+from jaxinfer.request import DEFAULT_CONTEXT, OutputDelta, RequestContext, RequestError, SamplingParams
 from jaxinfer.stats import EngineStats
 from server.admission import Admissions
 from server.backend import Overloaded, Unavailable
@@ -79,7 +79,7 @@ class LocalBackend:
             await asyncio.to_thread(self._engine_loop.close, JOIN_TIMEOUT)
 
     async def generate(
-        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, context: RequestContext = ANYONE
+        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, context: RequestContext = DEFAULT_CONTEXT
     ) -> AsyncGenerator[OutputDelta]:
         """See `Backend`."""
         requests = self._open()
@@ -107,7 +107,7 @@ class LocalBackend:
                 self._admissions.leave(time.monotonic())
             self._rest()
 
-    async def embed(self, request_id: str, token_lists: Sequence[TokenIds], context: RequestContext = ANYONE) -> Embedded:
+    async def embed(self, request_id: str, token_lists: Sequence[TokenIds], context: RequestContext = DEFAULT_CONTEXT) -> Embedded:
         """See `Backend`."""
         requests = self._open()
         waiting = Waiting(context.tenant, context.priority)

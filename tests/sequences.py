@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from jaxinfer.detokenizer import IncrementalDetokenizer
-from jaxinfer.request import ANYONE, Request, RequestContext, SamplingParams
+from jaxinfer.request import DEFAULT_CONTEXT, Request, RequestContext, SamplingParams
 from jaxinfer.sequence import Sequence
 from tests.server.fakes import byte_tokenizer
 
@@ -13,7 +13,7 @@ _TOKENIZER = byte_tokenizer()
 _NUMBERS = itertools.count()
 
 
-def make(length: int, *, leader: Sequence | None = None, context: RequestContext = ANYONE, **params: object) -> Sequence:
+def make(length: int, *, leader: Sequence | None = None, context: RequestContext = DEFAULT_CONTEXT, **params: object) -> Sequence:
     """A new sequence with a prompt of this many tokens, younger than all made before."""
     number, sampling = next(_NUMBERS), SamplingParams(**params)  # type: ignore[arg-type]
     request = Request(f"r{number}", tuple(i % 256 for i in range(length)), sampling, 0.0, context)

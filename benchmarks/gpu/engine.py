@@ -72,7 +72,7 @@ def load(sizes: Sizes, seed: int) -> Loaded:
     num_tokens = min(most, room // spec.token_bytes)
     if num_tokens < min(sizes.prefill):
         raise ValueError(f"{room / 2**30:.1f} GiB are left beside the weights: too few for {min(sizes.prefill)} tokens")
-    pool = PagePool(spec, 1 + spec.runs_for(num_tokens), template.activation_dtype, mesh, TENSOR_PARALLEL)
+    pool = PagePool(spec, 1 + spec.blocks_for(num_tokens), template.activation_dtype, mesh, TENSOR_PARALLEL)
     pool.allocate()
     return Loaded(template, mesh, weights, pool, num_tokens)
 
@@ -123,7 +123,7 @@ def decode_steps(sizes: Sizes, way: Any, seed: int) -> Iterator[Found]:
             continue
         pages = (random.permutation(batch * pages_each) + 1).reshape(batch, -1).astype(np.int32)
         for slot, own in enumerate(pages):
-            runner.seat(slot, own.tolist())
+            runner.assign_slot(slot, own.tolist())
         step = empty_decode_batch(batch, runner.num_slots)
         rows = runner.put(neutral_rows(batch), step.num_generated)
         step.slots[:], step.positions[:], step.pages[:] = np.arange(batch), context - 1, pages[:, -1:]

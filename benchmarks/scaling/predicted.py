@@ -91,6 +91,6 @@ def _layouts(shapes: Shapes, target: Target, cases: Sequence[Case], hardware: Ha
 
 
 def _fits(shapes: Shapes, shape: RoleShape, target: Target, case: Case) -> bool:
-    num_pages = (case.size if case.kind == "decode" else shape.layout.pp) * shapes.spec.most_pages(case.context, case.context)
+    num_pages = (case.size if case.kind == "decode" else shape.layout.pp) * shapes.spec.max_pages(case.context, case.context)
     room = target.memory_bytes - target.reserved_bytes
     return all(stage.weight_bytes + num_pages * stage.page_bytes < room for stage in shape.stages)

@@ -14,9 +14,9 @@ from jaxtyping import Array, Float, Int
 from jaxinfer.decode.batch import ON_DEVICE, DecodeBatch
 from jaxinfer.kv_cache.pages import Pages, own_length
 from jaxinfer.kv_cache.spec import LayerGroups
-from jaxinfer.layers.attention import How
-from jaxinfer.layers.attention_over_pages import AttendOverPages, Place
+from jaxinfer.layers.attention import AttentionParams
 from jaxinfer.layers.latent_attention import absorbed, over_parts
+from jaxinfer.layers.paged_attention import KVCacheLocation, PagedAttentionBackend
 from jaxinfer.models.base import CausalLM, Part, run_part
 from jaxinfer.runtime.expert_loads import with_loads
 from jaxinfer.runtime.template import ModelTemplate, Weights
@@ -123,7 +123,7 @@ def _fed(tokens: Int[Array, " B"], sampled: Int[Array, " S+1"], slots: Int[Array
     return jnp.where(tokens == ON_DEVICE, sampled[slots], tokens)
 
 
-def seat(page_table: Int[Array, "S+1 W"], slot: Int[Array, ""], row: Int[Array, " W"]) -> Int[Array, "S+1 W"]:
+def assign_slot(page_table: Int[Array, "S+1 W"], slot: Int[Array, ""], row: Int[Array, " W"]) -> Int[Array, "S+1 W"]:
     """Give a slot a sequence's page table."""
     return page_table.at[slot].set(row)
 
@@ -147,13 +147,13 @@ def forward(
     tables = tuple(by_group[:, :, group] for group in range(len(groups.spans)))
     page_ids = tuple(batch.pages[:, group] for group in range(len(groups.spans)))
     of_part = groups if part is None else groups.of_stage(part.layers)
-    attend = AttendOverPages(mesh, _Kernels(attention), of_part, tables, page_ids, batch.positions % pages.shape[4], kv_len)
+    attend = PagedAttentionBackend(mesh, _AttentionKernels(attention), of_part, tables, page_ids, batch.positions % pages.shape[4], kv_len)
     return run_part(model, part, tokens, hidden, batch.positions, pages, attend)
 
 
 @dataclass(frozen=True)
-class _Kernels:
-    """One token a request; `rows` is kv_len. See `Kernels`."""
+class _AttentionKernels:
+    """One token a request; `rows` is kv_len. See `AttentionKernels`."""
 
     backend: Backend
 
@@ -163,25 +163,25 @@ class _Kernels:
         k: Float[Array, "B K H"],
         v: Float[Array, "B K H"],
         pages: Pages,
-        place: Place,
+        location: KVCacheLocation,
         offsets: Int[Array, " B"],
         rows: Int[Array, " B"],
-        how: How,
+        params: AttentionParams,
     ) -> tuple[Float[Array, "B N H"], Pages]:
         return write_and_attend(
             q,
             k,
             v,
             pages,
-            place.layer,
-            place.page_table,
-            place.page_ids,
+            location.layer,
+            location.page_table,
+            location.page_ids,
             offsets,
             rows,
-            scale=how.scale,
+            scale=params.scale,
             pool_is_finite=True,
-            span=how.span,
-            soft_cap=how.soft_cap,
+            span=params.span,
+            soft_cap=params.soft_cap,
             backend=self.backend,
         )
 
@@ -190,12 +190,12 @@ class _Kernels:
         q: Float[Array, "B N H"],
         up: Float[Array, "R N E"],
         pages: Pages,
-        place: Place,
+        location: KVCacheLocation,
         rows: Int[Array, " B"],
         scale: float,
         axis: str | None,
     ) -> Float[Array, "B N V"]:
-        where = pages, place.layer, place.page_table
+        where = pages, location.layer, location.page_table
         options: dict[str, Any] = {"scale": scale, "pool_is_finite": True, "value_size": len(up), "backend": self.backend}
 
         def attend(q: Float[Array, "B N C"]) -> Float[Array, "B N R"]:

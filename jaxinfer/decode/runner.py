@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from jaxinfer.decode.batch import DecodeBatch, empty_batch
-from jaxinfer.decode.program import decode_step, forward_step, greedy_step, sample_step, seat
+from jaxinfer.decode.program import assign_slot, decode_step, forward_step, greedy_step, sample_step
 from jaxinfer.kv_cache.spec import NULL_PAGE
 from jaxinfer.layers.matrices import MatrixFormat
 from jaxinfer.runtime.compilation import Executable, ProgramSource, abstract_like, options_of_sampling
@@ -33,7 +33,7 @@ _EIGEN_OPTIONS = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_R
 
 class DecodeRunner:
     """With several stages as many steps are under way, so that none waits for another: the batch is cut into as many lanes, each with slots of its
-    own. `seat` and `count_tokens` number the slots of all lanes through; a step's batch numbers those of its lane from 0."""
+    own. `assign_slot` and `count_tokens` number the slots of all lanes through; a step's batch numbers those of its lane from 0."""
 
     def __init__(self, stages: Sequence[Stage], buckets: tuple[int, ...], max_model_len: int, clock: StageClock | None = None) -> None:
         """`clock`: is told of the steps, where there are several stages."""
@@ -48,7 +48,7 @@ class DecodeRunner:
         self.num_slots = buckets[-1]  # of a lane
         spec = stages[0].pool.spec
         self.num_groups = spec.num_groups
-        self.table_width = spec.runs_for(max_model_len) * self.num_groups
+        self.table_width = spec.blocks_for(max_model_len) * self.num_groups
         self._abstract_counts = abstract_counts(
             self.num_slots + 1, self._last.template.config.vocab_size, self._last.mesh, self._last.rules
         )
@@ -85,9 +85,9 @@ class DecodeRunner:
                 name, options = program_name(f"decode/{size}", self._stages, number), _xla_options(size, stage.mesh, template.form)
                 donated = (1, 2, 5, 6) if samples else (1, 2)
                 sources.append(ProgramSource(name, step, tuple(arguments), stage.mesh, donated, options))
-            seat_arguments = abstract_like(self._seat_arguments(0, ()), on_mesh)
-            name = program_name("decode/seat", self._stages, number)
-            sources.append(ProgramSource(name, seat, (table, *seat_arguments), stage.mesh, donated=(0,)))
+            slot_arguments = abstract_like(self._slot_arguments(0, ()), on_mesh)
+            name = program_name("decode/assign_slot", self._stages, number)
+            sources.append(ProgramSource(name, assign_slot, (table, *slot_arguments), stage.mesh, donated=(0,)))
         if self._samples_apart:
             sources += [program for size in self.buckets for program in self._programs_of_head(size)]
         return [*sources, reset_program("decode/reset", self._abstract_counts, self._max_model_len, self._last.mesh)]
@@ -123,15 +123,15 @@ class DecodeRunner:
         self._counts = [empty(self._abstract_counts) for _ in lanes]
         self._newest = list(map(self._to_first, self._tokens))
 
-    def seat(self, slot: int, page_ids: Sequence[int]) -> None:
+    def assign_slot(self, slot: int, page_ids: Sequence[int]) -> None:
         """Make a sequence's page table known to a slot."""
         lane, of_lane = divmod(slot, self.num_slots)
         tables = self._page_tables[lane]
         for number, table in enumerate(tables):
-            program = self._programs[program_name("decode/seat", self._stages, number)]
-            tables[number] = program(table, *self._seat_arguments(of_lane, page_ids))
+            program = self._programs[program_name("decode/assign_slot", self._stages, number)]
+            tables[number] = program(table, *self._slot_arguments(of_lane, page_ids))
 
-    def _seat_arguments(self, slot: int, page_ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    def _slot_arguments(self, slot: int, page_ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         row = np.full(self.table_width, NULL_PAGE, np.int32)
         row[: len(page_ids)] = page_ids
         return np.asarray(slot, np.int32), row

@@ -45,7 +45,7 @@ class DecodeScheduler:
         heapq.heappush(self._free_slots[self.lane(sequence)], sequence.slot)
         sequence.slot = -1
         # The newest token's key and value are not written yet, or only by a step whose result nobody reads.
-        self._manager.keep(sequence.decode_pages, sequence.token_ids, len(sequence.token_ids) - 1, sequence.context)
+        self._manager.insert(sequence.decode_pages, sequence.token_ids, len(sequence.token_ids) - 1, sequence.context)
         self._manager.free(sequence.decode_pages)
 
     def schedule(self, preempt: Preempt, lane: int = 0) -> list[Sequence]:
@@ -66,7 +66,7 @@ class DecodeScheduler:
 
     def _find_page(self, sequence: Sequence, preempt: Preempt) -> bool:
         num_tokens = len(sequence.token_ids) + sequence.num_in_flight
-        self._manager.slide(sequence.decode_pages, num_tokens - 1)
+        self._manager.release_outside_window(sequence.decode_pages, num_tokens - 1)
         while not self._manager.grow(sequence.decode_pages, num_tokens, filled=num_tokens - 1):
             victim = preempt()
             assert victim is not None, "a running sequence holds pages"

@@ -95,7 +95,7 @@ class DecodeWorker:
         self._rows[self.scheduler.lane(sequence)] = None
         self._num_with_history += sequence.needs_history
         self._set_row(sequence, self._bans_for(sequence))
-        self._runner.seat(slot, sequence.decode_pages)
+        self._runner.assign_slot(slot, sequence.decode_pages)
         if uses_penalties(sequence.params):
             self._runner.count_tokens(slot, sequence.token_ids, sequence.num_prompt)
 

@@ -60,14 +60,14 @@ def _mean(run: Callable[[], Any]) -> float:
 def decode_bench(shape: RoleShape, spec: PageSpec, target: Target, batch: int, context: int) -> Bench:
     """`batch` sequences whose newest token is the last of `context`; of each of as many micro-batches as there are stages its share."""
     num_lanes = shape.layout.pp
-    rows, runs = -(-batch // num_lanes), spec.runs_for(context)
+    rows, runs = -(-batch // num_lanes), spec.blocks_for(context)
     stages = _started(role_stages("decode", shape, spec, target, 0, rows, 1 + num_lanes * rows * runs * spec.num_groups))
     runner = DecodeRunner(stages, (rows,), context)
     runner.start(compile_programs(runner.programs()), _weights(stages))
     page_ids = iter(range(1, 1 + num_lanes * rows * runs * spec.num_groups))
     tables = [[next(page_ids) for _ in range(runs * spec.num_groups)] for _ in range(num_lanes * rows)]
     for slot, table in enumerate(tables):
-        runner.seat(slot, table)
+        runner.assign_slot(slot, table)
     batches = [_decode_batch(tables[lane * rows : (lane + 1) * rows], spec, context) for lane in range(num_lanes)]
 
     sampling = runner.put(neutral_rows(rows), batches[0].num_generated)
@@ -81,7 +81,7 @@ def decode_bench(shape: RoleShape, spec: PageSpec, target: Target, batch: int, c
 
 def prefill_bench(shape: RoleShape, spec: PageSpec, target: Target, num_tokens: int) -> Bench:
     """A prompt of so many tokens, or as many of them as there are stages, one after the other."""
-    runs = spec.runs_for(num_tokens)
+    runs = spec.blocks_for(num_tokens)
     stages = _started(role_stages("prefill", shape, spec, target, 0, num_tokens, 1 + runs * spec.num_groups))
     runner = PrefillRunner(stages, (num_tokens,), num_tokens)
     runner.start(compile_programs(runner.programs()), _weights(stages))

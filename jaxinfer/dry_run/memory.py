@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from jaxinfer.dry_run.shapes import RoleShape
 from jaxinfer.dry_run.target import Target
 from jaxinfer.kv_cache.spec import PageSpec
-from jaxinfer.plan import most_tokens
+from jaxinfer.plan import max_context_tokens
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class RoleMemory:
     def kv_tokens(self) -> int:
         """Of one context, if it has all pages."""
         pages = self.num_pages
-        return max(most_tokens(self.spec, pages - 1, self.chunk_size, pages * self.spec.page_size), 0) if pages > 1 else 0
+        return max(max_context_tokens(self.spec, pages - 1, self.chunk_size, pages * self.spec.page_size), 0) if pages > 1 else 0
 
     def kv_bytes(self, stage: int) -> int:
         """Of pages, on each device of a stage."""

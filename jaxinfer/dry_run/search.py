@@ -91,7 +91,7 @@ def candidate(shapes: Shapes, layouts: Layouts, setting: Setting, num_engines: i
 
     if batch is None:
         of_decode = memory(decode, MOST_SEQUENCES)
-        each = shapes.spec.most_pages(round(setting.workload.mean_input + setting.workload.mean_output), setting.chunk_size)
+        each = shapes.spec.max_pages(round(setting.workload.mean_input + setting.workload.mean_output), setting.chunk_size)
         batch = max(most_sequences(of_decode.num_pages - 1, each, MOST_SEQUENCES), 1)
     of_decode = memory(decode, batch)
     of_prefill = of_decode if layouts.is_shared else memory(prefill, 1)

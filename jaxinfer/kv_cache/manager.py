@@ -7,14 +7,14 @@ from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Tokens
 
 from jaxinfer.kv_cache.allocator import PageAllocator
-from jaxinfer.kv_cache.radix_cache import CachedRun, RadixCache, digests, token_bytes
+from jaxinfer.kv_cache.radix_cache import CachedBlock, RadixCache, digests, token_bytes
 from jaxinfer.kv_cache.shared_tables import SharedTables
 from jaxinfer.kv_cache.spec import NULL_PAGE, PageSpec
 from jaxinfer.request import RequestContext
 
 _SAVED_AT_ONCE = 4
 
-SaveEvicted = Callable[[list[CachedRun]], None]
+SaveEvicted = Callable[[list[CachedBlock]], None]
 
 
 class KVManager:
@@ -40,11 +40,11 @@ class KVManager:
         self._allocator = PageAllocator(num_pages)
         self._cache = RadixCache(self._allocator, spec.page_size, clock, spec.spans) if prefix_cache else None
         self._shared = SharedTables(self._allocator)
-        self._bounds = [(group, most) for group in range(spec.num_groups) if (most := spec.most_runs(group, chunk_size)) is not None]
+        self._bounds = [(group, most) for group in range(spec.num_groups) if (most := spec.max_blocks(group, chunk_size)) is not None]
         self._session_seconds = session_seconds
         self._clock = clock
-        # Of tables, by identity: how many runs `_keep_more` has made known, and the last one's node.
-        self._kept: dict[int, tuple[int, CachedRun]] = {}
+        # Of tables, by identity: how many runs `_insert_more` has made known, and the last one's node.
+        self._inserted: dict[int, tuple[int, CachedBlock]] = {}
         self.save_evicted: SaveEvicted | None = None  # told of pages that are about to be used anew
 
     @property
@@ -66,13 +66,13 @@ class KVManager:
         """Pages that the prefix cache keeps, those that sequences hold among them."""
         return self._cache.num_pages if self._cache is not None else 0
 
-    def take_cached(self, table: list[int], token_ids: Tokens[int], most_tokens: int, context: RequestContext) -> int:
-        """Start an empty table with the cached pages of the longest known prefix, of at most `most_tokens`; returns the tokens they hold."""
+    def match_prefix(self, table: list[int], token_ids: Tokens[int], max_tokens: int, context: RequestContext) -> int:
+        """Start an empty table with the cached pages of the longest known prefix, of at most `max_tokens`; returns the tokens they hold."""
         assert not table
-        if self._cache is None or most_tokens < self.spec.page_size:
+        if self._cache is None or max_tokens < self.spec.page_size:
             return 0
-        tokens = token_bytes(token_ids[: most_tokens // self.spec.page_size * self.spec.page_size])
-        found = self._cache.match(tokens, context.namespace, most_tokens // self.spec.page_size, self._warm_until(context))
+        tokens = token_bytes(token_ids[: max_tokens // self.spec.page_size * self.spec.page_size])
+        found = self._cache.match(tokens, context.namespace, max_tokens // self.spec.page_size, self._warm_until(context))
         self._allocator.retain(page for page in found if page != NULL_PAGE)
         table.extend(found)
         return self.num_tokens(table)
@@ -81,12 +81,12 @@ class KVManager:
         """That a page table is long enough for."""
         return len(table) // self.spec.num_groups * self.spec.page_size
 
-    def grow(self, table: list[int], num_tokens: int, keep_free: int = 0, filled: int = 0) -> bool:
+    def grow(self, table: list[int], num_tokens: int, reserved_pages: int = 0, filled: int = 0) -> bool:
         """Extend a table until it holds `num_tokens`. Bounded groups get the pages that the next chunk needs, after what the table holds and
         the `filled` tokens that come computed, and the others as it goes on (`advance`). False, and nothing changed, if that would leave
-        fewer than `keep_free` runs' pages."""
+        fewer than `reserved_pages` runs' pages."""
         spec, num_groups = self.spec, self.spec.num_groups
-        first, last = len(table) // num_groups, spec.runs_for(num_tokens)
+        first, last = len(table) // num_groups, spec.blocks_for(num_tokens)
         if last <= first:
             return True
         begins, ends = [first] * num_groups, [last] * num_groups
@@ -95,13 +95,13 @@ class KVManager:
             begins[group] = min(max(first, spec.first_run(group, filled)), last)
             ends[group] = max(begins[group], min(held + most, last))
         missing = sum(ends) - sum(begins)
-        if not self._find_room(missing + keep_free * num_groups):
+        if not self._find_room(missing + reserved_pages * num_groups):
             return False
         pages = self._allocate(missing)
         if not self._bounds:
             table.extend(pages)
             return True
-        self.slide(table, filled)
+        self.release_outside_window(table, filled)
         left = iter(pages)
         for run in range(first, last):
             table.extend(next(left) if begin <= run < end else NULL_PAGE for begin, end in zip(begins, ends, strict=True))
@@ -119,15 +119,15 @@ class KVManager:
         """Whether there are pages to start from under this name."""
         return name in self._shared
 
-    def fork(self, name: Hashable, table: list[int], num_tokens: int, keep_free: int = 0) -> list[tuple[int, int]] | None:
+    def fork(self, name: Hashable, table: list[int], num_tokens: int, reserved_pages: int = 0) -> list[tuple[int, int]] | None:
         """Start an empty table with the shared pages of `num_tokens`; where the last one of a group is not full, with one of its own in its
-        place. Returns which pages are to be copied to which. None, and nothing changed, if that would leave fewer than `keep_free` runs'
+        place. Returns which pages are to be copied to which. None, and nothing changed, if that would leave fewer than `reserved_pages` runs'
         pages."""
         shared, num_groups = self._shared[name], self.spec.num_groups
         assert not table
-        assert len(shared) == self.spec.runs_for(num_tokens) * num_groups, "the prompt's pages and no more"
+        assert len(shared) == self.spec.blocks_for(num_tokens) * num_groups, "the prompt's pages and no more"
         partial = shared[-num_groups:] if num_tokens % self.spec.page_size else []
-        if not self._find_room(len(partial) + keep_free * num_groups, spare=name):
+        if not self._find_room(len(partial) + reserved_pages * num_groups, spare=name):
             return None
         whole = shared[: len(shared) - len(partial)]
         self._allocator.retain(page for page in whole if page != NULL_PAGE)
@@ -150,13 +150,13 @@ class KVManager:
             return True
         behind = {group: self._behind(table, group, start) for group, _ in self._bounds}
         if any(behind.values()):
-            self._keep_more(table, token_ids, start, context)
+            self._insert_more(table, token_ids, start, context)
         needed: list[int] = []
         spare: list[int] = []
         for group, _ in self._bounds:
             self._give_back(table, behind[group])
             ahead = self._ahead(table, group, start)
-            num_needed = len(range(ahead.start, self.spec.runs_for(end) * self.spec.num_groups, self.spec.num_groups))
+            num_needed = len(range(ahead.start, self.spec.blocks_for(end) * self.spec.num_groups, self.spec.num_groups))
             needed += ahead[:num_needed]
             spare += ahead[num_needed : len(behind[group])]  # as many as it had, so that it seldom depends on what others took meanwhile
         places = [*needed, *spare] if len(needed) + len(spare) <= self.num_free else needed
@@ -172,11 +172,11 @@ class KVManager:
         if self._bounds:
             num_tokens = self.num_tokens(table)
             self.free(table)
-            self.take_cached(table, token_ids, num_cached, context)
+            self.match_prefix(table, token_ids, num_cached, context)
             has_room = self.grow(table, num_tokens, filled=filled)
             assert has_room, "it needs no more pages than it had"
 
-    def slide(self, table: list[int], num_tokens: int) -> None:
+    def release_outside_window(self, table: list[int], num_tokens: int) -> None:
         """Give back what bounded groups hold before the spans of the token after so many on."""
         for group, _ in self._bounds:
             self._give_back(table, self._behind(table, group, num_tokens))
@@ -209,7 +209,7 @@ class KVManager:
         assert pages is not None
         return pages
 
-    def keep(self, table: list[int], token_ids: Tokens[int], num_tokens: int, context: RequestContext) -> None:
+    def insert(self, table: list[int], token_ids: Tokens[int], num_tokens: int, context: RequestContext) -> None:
         """Let others find the whole pages of a table's first `num_tokens`, whose keys and values some step that was started writes.
         Where they are known already the table takes the pages that are."""
         num_runs = num_tokens // self.spec.page_size
@@ -218,30 +218,30 @@ class KVManager:
         tokens = token_bytes(token_ids[: num_runs * self.spec.page_size])
         self._cache.insert(tokens, context.namespace, table, num_runs, self._warm_until(context))
 
-    def _keep_more(self, table: list[int], token_ids: Tokens[int], num_tokens: int, context: RequestContext) -> None:
-        """As `keep`, of a table that grows chunk by chunk: from where the last call ended."""
+    def _insert_more(self, table: list[int], token_ids: Tokens[int], num_tokens: int, context: RequestContext) -> None:
+        """As `insert`, of a table that grows chunk by chunk: from where the last call ended."""
         if self._cache is None:
             return
         size, num_runs = self.spec.page_size, num_tokens // self.spec.page_size
-        after = self._kept.pop(id(table), None)
+        after = self._inserted.pop(id(table), None)
         if after is not None and not self._cache.has(after[1]):
             after = None
         tokens = token_bytes(token_ids[(after[0] if after else 0) * size : num_runs * size])
         node = self._cache.insert(tokens, context.namespace, table, num_runs, self._warm_until(context), after)
         if node is not None:
-            self._kept[id(table)] = num_runs, node
+            self._inserted[id(table)] = num_runs, node
 
     def free(self, table: list[int]) -> None:
         """Give a table's pages back and empty it."""
-        self._kept.pop(id(table), None)
+        self._inserted.pop(id(table), None)
         # The last first, so that of pages that nobody reads any more leaves come before what they grow from.
         self._allocator.release(page for page in reversed(table) if page != NULL_PAGE)
         table.clear()
 
-    def missing(self, token_ids: Tokens[int], most_tokens: int, context: RequestContext) -> tuple[int, list[bytes]]:
-        """How many leading whole pages of the first `most_tokens` are cached, and what names each page after those, with all before it.
+    def missing(self, token_ids: Tokens[int], max_tokens: int, context: RequestContext) -> tuple[int, list[bytes]]:
+        """How many leading whole pages of the first `max_tokens` are cached, and what names each page after those, with all before it.
         Marks nothing as used."""
-        num_pages = most_tokens // self.spec.page_size
+        num_pages = max_tokens // self.spec.page_size
         tokens = token_bytes(token_ids[: num_pages * self.spec.page_size])
         held = 0 if self._cache is None else len(self._cache.match(tokens, context.namespace, num_pages, is_used=False))
         keys = digests(context.namespace, tokens, self.spec.page_size, num_pages)[held:] if held < num_pages else []
@@ -251,7 +251,7 @@ class KVManager:
         """Empty the prefix cache, all but the pages that sequences hold."""
         self._evict(self._allocator.num_evictable)
 
-    def cached_pages(self) -> list[CachedRun]:
+    def cached_pages(self) -> list[CachedBlock]:
         """All that the prefix cache keeps: what would be evicted last comes first, a page before those that follow it."""
         return self._cache.pages() if self._cache is not None else []
 

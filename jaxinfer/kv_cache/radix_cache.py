@@ -11,7 +11,7 @@ from heapq import heappop, heappush
 
 from jaxinfer.kv_cache.allocator import PageAllocator
 from jaxinfer.kv_cache.spec import NULL_PAGE
-from pallas_kernels.span import EVERYTHING, Span
+from pallas_kernels.span import FULL_ATTENTION, Span
 
 TOKEN_BYTES = 4
 
@@ -22,7 +22,7 @@ def token_bytes(token_ids: Iterable[int]) -> bytes:
 
 
 def digests(namespace: str, tokens: bytes, page_size: int, num_pages: int) -> list[bytes]:
-    """What `CachedRun.digest` gives for a run's first pages, whether they are in a tree or not."""
+    """What `CachedBlock.digest` gives for a run's first pages, whether they are in a tree or not."""
     size, digest, found = page_size * TOKEN_BYTES, _namespace_digest(_encoded(namespace)), []
     for start in range(0, num_pages * size, size):
         digest = _page_digest(digest, tokens[start : start + size])
@@ -43,14 +43,14 @@ def _page_digest(before: bytes, tokens: bytes) -> bytes:
 
 
 @dataclass(slots=True, eq=False)
-class CachedRun:
+class CachedBlock:
     """A node of the tree: a run of tokens after its parent's, and the pages that hold them, one for each group of layers. NULL_PAGE: that
     of a bounded group, evicted or never computed. A namespace's root has the null page."""
 
     tokens: bytes  # of a root the namespace
     pages: list[int]
-    parent: CachedRun | None
-    children: dict[bytes, CachedRun] = field(default_factory=dict)
+    parent: CachedBlock | None
+    children: dict[bytes, CachedBlock] = field(default_factory=dict)
     last_used: int = 0  # of a logical clock that goes on with every call of match or insert
     last_in_span: int = 0  # the same, of a use in which bounded groups' pages were needed
     warm_until: float = 0.0  # seconds, of the cache's clock
@@ -97,7 +97,7 @@ class RadixCache:
         allocator: PageAllocator,
         page_size: int,
         clock: Callable[[], float] = time.monotonic,
-        spans: Sequence[Span] = (EVERYTHING,),
+        spans: Sequence[Span] = (FULL_ATTENTION,),
     ) -> None:
         self._allocator = allocator
         self._page_size = page_size
@@ -108,10 +108,10 @@ class RadixCache:
         self._bounded = [group for group, span in enumerate(self._spans) if span.size is not None]
         self._unbounded = [group for group, span in enumerate(self._spans) if span.size is None]
         self._tick = 0
-        self._roots: dict[bytes, CachedRun] = {}
-        self._nodes: dict[int, CachedRun] = {}  # by page
-        self._cold: list[tuple[_Entry, CachedRun]] = []  # heaps of what _entry gives
-        self._warm: list[tuple[_Entry, CachedRun]] = []
+        self._roots: dict[bytes, CachedBlock] = {}
+        self._nodes: dict[int, CachedBlock] = {}  # by page
+        self._cold: list[tuple[_Entry, CachedBlock]] = []  # heaps of what _entry gives
+        self._warm: list[tuple[_Entry, CachedBlock]] = []
         # The one place where references end tells: finished, preempted and aborted sequences are alike.
         allocator.when_evictable = self._when_evictable
 
@@ -120,14 +120,14 @@ class RadixCache:
         """Pages in the tree, locked ones included."""
         return len(self._nodes)
 
-    def match(self, tokens: bytes, namespace: str, most_runs: int, warm_until: float = 0.0, *, is_used: bool = True) -> list[int]:
-        """The page table of the longest known prefix of `tokens`, at most `most_runs`, from which their next token can be computed: without
+    def match(self, tokens: bytes, namespace: str, max_blocks: int, warm_until: float = 0.0, *, is_used: bool = True) -> list[int]:
+        """The page table of the longest known prefix of `tokens`, at most `max_blocks`, from which their next token can be computed: without
         the pages of bounded groups that it does not reach back to. They are used now (unless `is_used` says no), and until `warm_until`
         evicted after all that are not warm; but not locked: retain them, from the first on, before the next call of `evict`."""
         self._tick += 1
-        size, path = self._key_size, list[CachedRun]()
+        size, path = self._key_size, list[CachedBlock]()
         node = self._roots.get(_encoded(namespace))
-        for start in range(0, min(most_runs * size, len(tokens)), size):
+        for start in range(0, min(max_blocks * size, len(tokens)), size):
             node = node and node.children.get(tokens[start : start + size])
             if node is None:
                 break
@@ -146,7 +146,7 @@ class RadixCache:
             page if run >= first else NULL_PAGE for run, node in enumerate(path) for page, first in zip(node.pages, firsts, strict=True)
         ]
 
-    def _num_usable(self, path: list[CachedRun]) -> int:
+    def _num_usable(self, path: list[CachedBlock]) -> int:
         """How many runs of a path a sequence can start after."""
         usable, held = 0, [0] * self._num_groups
         for run, node in enumerate(path):
@@ -164,8 +164,8 @@ class RadixCache:
         table: list[int],
         num_runs: int,
         warm_until: float = 0.0,
-        after: tuple[int, CachedRun] | None = None,
-    ) -> CachedRun | None:
+        after: tuple[int, CachedBlock] | None = None,
+    ) -> CachedBlock | None:
         """Make the first `num_runs` runs of a sequence's page table known as those of `tokens`; they are used as by `match`. Returns the last
         one's node, if it got that far. `after`: how many runs an earlier call made known, and what it returned; `tokens` are those after them.
 
@@ -179,11 +179,11 @@ class RadixCache:
         for i in range(first, num_runs):
             if node is None:
                 root = _encoded(namespace)
-                node = self._roots[root] = CachedRun(root, [NULL_PAGE], None)
+                node = self._roots[root] = CachedBlock(root, [NULL_PAGE], None)
             key, at = tokens[(i - first) * size : (i - first + 1) * size], i * num_groups
             child = node.children.get(key)
             if child is None:
-                child = node.children[key] = CachedRun(key, [NULL_PAGE] * num_groups, node)
+                child = node.children[key] = CachedBlock(key, [NULL_PAGE] * num_groups, node)
             elif self._is_shared_copy(child, table, at):
                 return None
             self._take_up(child, table, at)
@@ -193,18 +193,18 @@ class RadixCache:
             self._prune(node, self._clock())
         return node
 
-    def has(self, node: CachedRun) -> bool:
+    def has(self, node: CachedBlock) -> bool:
         """Whether a node is in the tree still: then all before it are."""
         return node.parent is None or node.parent.children.get(node.tokens) is node
 
-    def _is_shared_copy(self, node: CachedRun, table: list[int], at: int) -> bool:
+    def _is_shared_copy(self, node: CachedBlock, table: list[int], at: int) -> bool:
         """Whether siblings started from a table's own page of this run: they would read those after it, and not the tree's before them."""
         return any(
             node.pages[group] not in (table[at + group], NULL_PAGE) and self._allocator.references(table[at + group]) > 1
             for group in self._unbounded
         )
 
-    def _take_up(self, node: CachedRun, table: list[int], at: int) -> None:
+    def _take_up(self, node: CachedBlock, table: list[int], at: int) -> None:
         """Give a node the pages that it has not, and an unbounded group's place in the table the page that the node has."""
         allocator = self._allocator
         for group in range(self._num_groups):
@@ -220,11 +220,11 @@ class RadixCache:
                 allocator.release([page])
                 table[at + group] = known
 
-    def evict(self, count: int) -> list[CachedRun]:
+    def evict(self, count: int) -> list[CachedBlock]:
         """Free that many pages (a few more, where a leaf has several), or as many as there are unlocked, and return the nodes whose pages
         they were: the least recently used leaf first, then its parent when that has become one, in turn, and pages of bounded groups by
         when they were last in a span. Warm ones go after all others, in the order in which their time ends."""
-        evicted: list[CachedRun] = []
+        evicted: list[CachedBlock] = []
         now, num_freed = self._clock(), 0
         while num_freed < count and (found := self._pop(now)) is not None:
             node, group = found
@@ -234,7 +234,7 @@ class RadixCache:
             self._prune(node, now)
         return evicted
 
-    def _drop(self, node: CachedRun, group: int) -> int:
+    def _drop(self, node: CachedBlock, group: int) -> int:
         page = node.pages[group]
         if page == NULL_PAGE:
             return 0
@@ -244,7 +244,7 @@ class RadixCache:
             node.pages[group] = NULL_PAGE
         return 1
 
-    def _prune(self, node: CachedRun, now: float) -> None:
+    def _prune(self, node: CachedBlock, now: float) -> None:
         """Take a node that has no pages and no children out of the tree, and those above it that are then so, too."""
         while node.parent is not None and not node.children and not any(page in self._nodes for page in node.pages):
             parent = node.parent
@@ -257,7 +257,7 @@ class RadixCache:
         for group in self._unbounded:
             self._queue(node, group, now)
 
-    def pages(self) -> list[CachedRun]:
+    def pages(self) -> list[CachedBlock]:
         """All nodes with pages, what would be evicted last first, and every one before its children: the tree's books have them in that
         order, and none was used later than its parent."""
         now = self._clock()
@@ -271,7 +271,7 @@ class RadixCache:
         for entries in (self._roots, self._nodes, self._cold, self._warm):
             entries.clear()
 
-    def _touch(self, node: CachedRun, warm_until: float, *, is_in_span: bool) -> None:
+    def _touch(self, node: CachedBlock, warm_until: float, *, is_in_span: bool) -> None:
         node.last_used = self._tick
         if is_in_span:
             node.last_in_span = self._tick
@@ -281,13 +281,13 @@ class RadixCache:
         node = self._nodes[page]
         self._queue(node, node.pages.index(page), self._clock())
 
-    def _queue(self, node: CachedRun, group: int, now: float) -> None:
+    def _queue(self, node: CachedBlock, group: int, now: float) -> None:
         """Give a page that can be evicted its entry, if it has none."""
         if group not in node.queued and self._can_go(node, group):
             node.queued.add(group)
             heappush(self._warm if node.warm_until > now else self._cold, (self._entry(node, group, now), node))
 
-    def _pop(self, now: float) -> tuple[CachedRun, int] | None:
+    def _pop(self, now: float) -> tuple[CachedBlock, int] | None:
         """The page to go next, as its node and group, out of its heap; None if all pages are locked."""
         while self._cold or self._warm:
             is_warm = self._warm and (not self._cold or self._warm[0][0][0] <= now)
@@ -300,12 +300,12 @@ class RadixCache:
             self._queue(node, group, now)
         return None
 
-    def _can_go(self, node: CachedRun, group: int) -> bool:
+    def _can_go(self, node: CachedBlock, group: int) -> bool:
         page = node.pages[group]
         if self._nodes.get(page) is not node or self._allocator.references(page):
             return False
         return self._spans[group].size is not None or not node.children
 
-    def _entry(self, node: CachedRun, group: int, now: float) -> _Entry:
+    def _entry(self, node: CachedBlock, group: int, now: float) -> _Entry:
         last_used = node.last_used if self._spans[group].size is None else node.last_in_span
         return (node.warm_until if node.warm_until > now else 0.0, last_used, node.pages[group], group, id(node))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 from jaxinfer.models.config import ArchitectureConfig
-from pallas_kernels.span import EVERYTHING, Span
+from pallas_kernels.span import FULL_ATTENTION, Span
 
 # Page 0 belongs to no request: padded rows and padded tokens write there, so that no program needs a mask to write. In a page table it
 # stands for a page that is not there: what a window has left behind.
@@ -40,7 +40,7 @@ class LayerGroups:
 
         def waste(size: int) -> tuple[int, int, int]:
             unused = {span: -len(layers) % size for span, layers in kinds.items()}
-            return unused.get(EVERYTHING, 0), sum(unused.values()), -size
+            return unused.get(FULL_ATTENTION, 0), sum(unused.values()), -size
 
         most_groups = max(_MOST_GROUPS, len(kinds))
         sizes = range(1, max(map(len, kinds.values())) + 1)
@@ -82,7 +82,7 @@ class PageSpec:
     head_size: int
     page_size: int  # tokens
     bytes_per_value: int
-    spans: tuple[Span, ...] = (EVERYTHING,)  # of the groups
+    spans: tuple[Span, ...] = (FULL_ATTENTION,)  # of the groups
     num_sides: int = 2  # keys and values; 1: latents, which are both
     num_parts: int = 1  # devices that each page's tokens are split over; bytes are those of one
 
@@ -141,7 +141,7 @@ class PageSpec:
         """Of a token that only layers without a bound attend to any more: what a long context costs for each of its tokens."""
         return self.is_bounded.count(False) * self.page_bytes // self.page_size
 
-    def runs_for(self, num_tokens: int) -> int:
+    def blocks_for(self, num_tokens: int) -> int:
         """Runs that hold this many tokens."""
         return -(-num_tokens // self.page_size)
 
@@ -149,15 +149,15 @@ class PageSpec:
         """The first run that a group's layers attend to from the token after so many on."""
         return self.spans[group].first(num_tokens) // self.page_size
 
-    def most_runs(self, group: int, num_tokens: int) -> int | None:
+    def max_blocks(self, group: int, num_tokens: int) -> int | None:
         """The most runs of a group that a chunk of so many tokens attends to, itself included; None where there is no bound."""
         size = self.spans[group].size
         return None if size is None else (size + num_tokens - 3) // self.page_size + 2
 
-    def most_pages(self, num_tokens: int, chunk_size: int) -> int:
+    def max_pages(self, num_tokens: int, chunk_size: int) -> int:
         """The most pages that a sequence of so many tokens holds, computed in chunks of at most `chunk_size`."""
-        runs = self.runs_for(num_tokens)
-        bounds = (self.most_runs(group, chunk_size) for group in range(self.num_groups))
+        runs = self.blocks_for(num_tokens)
+        bounds = (self.max_blocks(group, chunk_size) for group in range(self.num_groups))
         return sum(runs if bound is None else min(runs, bound) for bound in bounds)
 
     def num_pages(self, budget: int) -> int:

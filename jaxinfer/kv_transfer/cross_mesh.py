@@ -37,18 +37,18 @@ class CrossMeshTransfer:
         self._prefill_manager, self._decode_manager = prefill_manager, decode_manager
         self.num_pages_moved = 0
 
-    def move(self, sequence: RunningSequence, keep_free: int) -> bool:
+    def move(self, sequence: RunningSequence, reserved_pages: int) -> bool:
         """See `KVTransfer`. Moves only what the decode mesh does not hold already. Nothing here waits: both devices run what they are given
         in order, so the pages given back on the prefill mesh are read before any later program writes to them."""
         prefill, decode = sequence.prefill_pages, sequence.decode_pages
         num_tokens = len(sequence.token_ids) - 1  # the newest token is not in a page yet
-        self._decode_manager.take_cached(decode, sequence.token_ids, num_tokens, sequence.context)
+        self._decode_manager.match_prefix(decode, sequence.token_ids, num_tokens, sequence.context)
         held = len(decode)
-        if not self._decode_manager.grow(decode, self._prefill_manager.num_tokens(prefill), keep_free, filled=num_tokens):
+        if not self._decode_manager.grow(decode, self._prefill_manager.num_tokens(prefill), reserved_pages, filled=num_tokens):
             self._decode_manager.free(decode)
             return False
         self._move(prefill[held:], decode[held:])
-        self._decode_manager.keep(decode, sequence.token_ids, num_tokens, sequence.context)
+        self._decode_manager.insert(decode, sequence.token_ids, num_tokens, sequence.context)
         self._prefill_manager.free(prefill)
         return True
 
@@ -56,7 +56,7 @@ class CrossMeshTransfer:
         """Fill a sequence's page table on the prefill mesh with what the decode mesh alone has of its tokens, as of an answer that is now
         part of the prompt, after the `num_cached` tokens that it holds; returns how many it holds then."""
         held: list[int] = []
-        num_held = self._decode_manager.take_cached(held, sequence.token_ids, len(sequence.token_ids) - 1, sequence.context)
+        num_held = self._decode_manager.match_prefix(held, sequence.token_ids, len(sequence.token_ids) - 1, sequence.context)
         if num_held > num_cached:
             self._prefill_manager.begin_anew(table, sequence.token_ids, num_cached, num_held, sequence.context)
             first = num_cached // self._prefill_manager.spec.page_size * self._prefill_manager.spec.num_groups

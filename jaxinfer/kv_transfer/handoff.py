@@ -13,7 +13,7 @@ class KVTransfer(Protocol):
 
     num_pages_moved: int  # copied so far from mesh to mesh
 
-    def move(self, sequence: Sequence, keep_free: int) -> bool:
+    def move(self, sequence: Sequence, reserved_pages: int) -> bool:
         """Fill `decode_pages` from `prefill_pages` and give those back. False, with nothing changed, if the decode pool has no room
-        for them that leaves `keep_free` pages."""
+        for them that leaves `reserved_pages` pages."""
         ...

@@ -9,8 +9,8 @@ class SameMeshTransfer:
     def __init__(self) -> None:
         self.num_pages_moved = 0
 
-    def move(self, sequence: Sequence, keep_free: int) -> bool:
+    def move(self, sequence: Sequence, reserved_pages: int) -> bool:
         """See `KVTransfer`."""
-        del keep_free  # the pages are in the pool already
+        del reserved_pages  # the pages are in the pool already
         sequence.decode_pages, sequence.prefill_pages = sequence.prefill_pages, []
         return True

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxinfer.kv_cache.manager import KVManager
-from jaxinfer.kv_cache.radix_cache import CachedRun
+from jaxinfer.kv_cache.radix_cache import CachedBlock
 from jaxinfer.kv_cache.spec import NULL_PAGE
 from jaxinfer.kv_tiers.tiers import Tiers
 from jaxinfer.kv_transfer.page_moves import MOVE_BUCKETS, PageMover
@@ -212,8 +212,8 @@ class TierTransfer:
                 for sequence in sequences:
                     self._drop(sequence)
 
-    def _save_with(self, mover: PageMover) -> Callable[[list[CachedRun]], None]:
-        def save(pages: list[CachedRun]) -> None:
+    def _save_with(self, mover: PageMover) -> Callable[[list[CachedBlock]], None]:
+        def save(pages: list[CachedBlock]) -> None:
             new = [node for node in pages if not self.tiers.touch(node.digest)]
             for start in range(0, len(new), MOVE_BUCKETS[-1]):
                 part = new[start : start + MOVE_BUCKETS[-1]]

@@ -17,24 +17,24 @@ from jaxinfer.layers.linear import Linear
 from jaxinfer.layers.matrices import MatrixFormat
 from jaxinfer.layers.norm import HeadsRMSNorm, RMSNorm
 from jaxinfer.layers.rope import CosSin, rotate
-from pallas_kernels.span import EVERYTHING, Span
+from pallas_kernels.span import FULL_ATTENTION, Span
 
 
 @dataclass(frozen=True)
-class How:
-    """How a layer's queries attend."""
+class AttentionParams:
+    """The scale, span and soft cap of a layer's attention."""
 
     scale: float  # multiplies the scores
-    span: Span = EVERYTHING
+    span: Span = FULL_ATTENTION
     soft_cap: float | None = None  # scores are bounded by it: soft_cap * tanh(scores / soft_cap)
 
 
-class Attend(Protocol):
+class LayerAttention(Protocol):
     """Attention proper in one layer, as the program that runs the model does it: prefill over packed chunks, decode over one token a row,
     the reference forward pass over nothing but its own tokens. Takes the pages and returns them with what the layer keeps of the tokens."""
 
     def __call__(
-        self, q: Float[Array, "T N H"], k: Float[Array, "T K H"], v: Float[Array, "T K H"], pages: Pages, how: How
+        self, q: Float[Array, "T N H"], k: Float[Array, "T K H"], v: Float[Array, "T K H"], pages: Pages, params: AttentionParams
     ) -> tuple[Float[Array, "T N H"], Pages]:
         """Keeps keys and values."""
         ...
@@ -47,13 +47,13 @@ class Attend(Protocol):
         ...
 
 
-class AttendInLayers(Protocol):
-    """`Attend` for every layer of a model. `place(layer)` is what differs between layers, as a pytree, so that a trace serves those that
+class AttentionBackend(Protocol):
+    """`LayerAttention` for every layer of a model. `location(layer)` is what differs between layers, as a pytree, so that a trace serves those that
     are alike; `at` takes it back."""
 
-    def place(self, layer: int) -> Any: ...
+    def location(self, layer: int) -> Any: ...
 
-    def at(self, place: Any) -> Attend: ...
+    def at(self, location: Any) -> LayerAttention: ...
 
 
 class Attention(nnx.Module):
@@ -71,14 +71,14 @@ class Attention(nnx.Module):
         *,
         use_bias: bool,
         has_out_bias: bool = True,
-        how: How | None = None,
+        params: AttentionParams | None = None,
         norm_epsilon: float | None = None,
         norm: type[RMSNorm] = RMSNorm,
         norms_heads_as_one: bool = False,
         heads: HeadLayout | None = None,
     ) -> None:
         self.heads_per_kv = num_heads // num_kv_heads
-        self.how = how or How(head_size**-0.5)
+        self.params = params or AttentionParams(head_size**-0.5)
         # One product for all three, by KV head: its query heads, its key, its value. Few large arrays: each costs the host time a call.
         group = {"kv_heads": num_kv_heads, "q_k_v": self.heads_per_kv + 2, "head_size": head_size}
         self.qkv = Linear({"embed": size}, group, form, use_bias=use_bias)
@@ -105,7 +105,7 @@ class Attention(nnx.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         return q, k, v
 
-    def __call__(self, x: Float[Array, "T D"], cos_sin: CosSin, pages: Pages, attend: Attend) -> tuple[Float[Array, "T D"], Pages]:
+    def __call__(self, x: Float[Array, "T D"], cos_sin: CosSin, pages: Pages, attend: LayerAttention) -> tuple[Float[Array, "T D"], Pages]:
         q, k, v = self.project(x)
-        attended, pages = attend(rotate(q, cos_sin), rotate(k, cos_sin), v, pages, self.how)
+        attended, pages = attend(rotate(q, cos_sin), rotate(k, cos_sin), v, pages, self.params)
         return self.out(attended, axis_of_tokens(x)), pages

@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxinfer.kv_cache.pages import Pages
-from jaxinfer.layers.attention import Attend
+from jaxinfer.layers.attention import LayerAttention
 from jaxinfer.layers.deferred_collectives import axis_of_tokens, gathered
 from jaxinfer.layers.linear import Linear
 from jaxinfer.layers.matrices import MatrixFormat, weight
@@ -66,7 +66,7 @@ class LatentAttention(nnx.Module):
         key = rotate(shared[:, None], cos_sin, interleaved=self.interleaved)[:, 0]
         return jnp.concatenate([q[..., : sizes.nope_size], turned], axis=-1), jnp.concatenate([self.norm(latent), key], axis=-1)
 
-    def __call__(self, x: Float[Array, "T D"], cos_sin: CosSin, pages: Pages, attend: Attend) -> tuple[Float[Array, "T D"], Pages]:
+    def __call__(self, x: Float[Array, "T D"], cos_sin: CosSin, pages: Pages, attend: LayerAttention) -> tuple[Float[Array, "T D"], Pages]:
         """`cos_sin` is of the rope_size columns."""
         q, latents = self.project(x, cos_sin)
         attended, pages = attend.latents(q, latents, jnp.transpose(self.up[...], (2, 0, 1)), pages, self.scale)

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from checkpoints.weight_map import WeightMap
 from jaxinfer.kv_cache.pages import Pages
-from jaxinfer.layers.attention import Attend, AttendInLayers
+from jaxinfer.layers.attention import AttentionBackend, LayerAttention
 from jaxinfer.layers.deferred_collectives import gathered, split
 from jaxinfer.layers.matrices import MatrixFormat
 from jaxinfer.models.config import ArchitectureConfig
@@ -41,7 +41,7 @@ class CausalLM(Protocol):
         ...
 
     def run(
-        self, x: Float[Array, "T D"], positions: Int[Array, " T"], pages: Pages, attend: AttendInLayers, layers: range
+        self, x: Float[Array, "T D"], positions: Int[Array, " T"], pages: Pages, attend: AttentionBackend, layers: range
     ) -> tuple[Float[Array, "T D"], Pages]:
         """x through these layers in turn, and the pages with the tokens' keys and values in them."""
         ...
@@ -88,7 +88,7 @@ def run_part(
     hidden: Float[Array, "T D"] | None,
     positions: Int[Array, " T"],
     pages: Pages,
-    attend: AttendInLayers,
+    attend: AttentionBackend,
     *,
     splits_tokens: bool = False,
 ) -> tuple[Float[Array, "T D"], Pages]:
@@ -106,21 +106,21 @@ def run_blocks(
     layers: range,
     x: Float[Array, "T D"],
     pages: Pages,
-    attend: AttendInLayers,
-    call: Callable[[Any, Array, Pages, Attend], tuple[Array, Pages]],
+    attend: AttentionBackend,
+    call: Callable[[Any, Array, Pages, LayerAttention], tuple[Array, Pages]],
 ) -> tuple[Float[Array, "T D"], Pages]:
     """x through the blocks of these layers in turn, as `call(block, x, pages, its attend)`. Blocks of one structure are traced once, not each anew:
     tracing is what a start with a warm compilation cache spends its time on. XLA inlines them all the same. What modules of a block leave as
     `nnx.Intermediate` is left in the block given."""
 
     @partial(jax.jit, static_argnums=0)
-    def run(graph: nnx.GraphDef, state: nnx.State, x: Array, pages: Pages, place: Any) -> tuple[Array, Pages, nnx.State]:
+    def run(graph: nnx.GraphDef, state: nnx.State, x: Array, pages: Pages, location: Any) -> tuple[Array, Pages, nnx.State]:
         block = nnx.merge(graph, state)
-        x, pages = call(block, x, pages, attend.at(place))
+        x, pages = call(block, x, pages, attend.at(location))
         return x, pages, nnx.pop(block, nnx.Intermediate)
 
     for layer in layers:
-        x, pages, left = run(*nnx.split(blocks[layer]), x, pages, attend.place(layer))
+        x, pages, left = run(*nnx.split(blocks[layer]), x, pages, attend.location(layer))
         if left:
             nnx.update(blocks[layer], left)
     return x, pages

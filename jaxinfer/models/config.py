@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 from jaxinfer.layers.heads import HeadLayout
-from pallas_kernels.span import EVERYTHING, Span
+from pallas_kernels.span import FULL_ATTENTION, Span
 
 SUPPORTED_ENCODERS = ("BertModel",)  # for embeddings; see encoder_config.py
 
@@ -114,7 +114,7 @@ class ArchitectureConfig:
     @property
     def layer_spans(self) -> tuple[Span, ...]:
         """Of every layer."""
-        return self.spans or (EVERYTHING,) * self.num_layers
+        return self.spans or (FULL_ATTENTION,) * self.num_layers
 
     def on_devices(self, num_devices: int) -> ArchitectureConfig:
         """With the heads that a mesh has which splits them over so many devices: the model's own, as they are, where these divide."""

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from checkpoints.weight_map import Weight, WeightMap
 from jaxinfer.kv_cache.pages import Pages
-from jaxinfer.layers.attention import Attend
+from jaxinfer.layers.attention import LayerAttention
 from jaxinfer.layers.latent_attention import LatentAttention
 from jaxinfer.layers.linear import Linear
 from jaxinfer.layers.matrices import MatrixFormat
@@ -72,7 +72,7 @@ class DeepseekV3Block(nnx.Module):
             else MixtureOfExperts(size, family.expert_size, family.routing, form, shared_size=family.shared_size)
         )
 
-    def __call__(self, x: Float[Array, "T D"], cos_sin: CosSin, pages: Pages, attend: Attend) -> tuple[Float[Array, "T D"], Pages]:
+    def __call__(self, x: Float[Array, "T D"], cos_sin: CosSin, pages: Pages, attend: LayerAttention) -> tuple[Float[Array, "T D"], Pages]:
         attended, pages = self.attention(self.attention_norm(x), cos_sin, pages, attend)
         x = x + attended
         return x + self.mlp(self.mlp_norm(x)), pages

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from checkpoints.weight_map import Weight, WeightMap
 from jaxinfer.kv_cache.pages import Pages
 from jaxinfer.layers.argmax import argmax_of_rows
-from jaxinfer.layers.attention import Attend, AttendInLayers, Attention, How
+from jaxinfer.layers.attention import Attention, AttentionBackend, AttentionParams, LayerAttention
 from jaxinfer.layers.embedding import Embedding
 from jaxinfer.layers.matrices import MatrixFormat
 from jaxinfer.layers.mlp import GatedMLP, gelu_tanh
@@ -32,7 +32,7 @@ from jaxinfer.models.config import (
     text_config,
 )
 from jaxinfer.models.llama import Llama
-from pallas_kernels.span import EVERYTHING, Span
+from pallas_kernels.span import FULL_ATTENTION, Span
 
 # What published configurations leave out.
 _DEFAULTS: dict[str, Any] = {
@@ -60,7 +60,7 @@ class Gemma3Block(nnx.Module):
     def __init__(self, config: ArchitectureConfig, layer: int, form: MatrixFormat) -> None:
         size, epsilon = config.hidden_size, config.rms_norm_eps
         span = config.layer_spans[layer]
-        self.is_local = span != EVERYTHING
+        self.is_local = span != FULL_ATTENTION
         self.attention_norm = OffsetRMSNorm(size, epsilon, form)
         self.attention = Attention(
             size,
@@ -69,7 +69,7 @@ class Gemma3Block(nnx.Module):
             config.head_size,
             form,
             use_bias=config.attention_bias,
-            how=How(config.family.query_scalar**-0.5, span, config.soft_cap),
+            params=AttentionParams(config.family.query_scalar**-0.5, span, config.soft_cap),
             norm_epsilon=epsilon,
             norm=OffsetRMSNorm,
         )
@@ -78,7 +78,7 @@ class Gemma3Block(nnx.Module):
         self.mlp = GatedMLP(size, config.mlp_size, form, use_bias=False, activation=gelu_tanh)
         self.mlp_out_norm = OffsetRMSNorm(size, epsilon, form)
 
-    def __call__(self, x: Float[Array, "T D"], cos_sin: CosSin, pages: Pages, attend: Attend) -> tuple[Float[Array, "T D"], Pages]:
+    def __call__(self, x: Float[Array, "T D"], cos_sin: CosSin, pages: Pages, attend: LayerAttention) -> tuple[Float[Array, "T D"], Pages]:
         attended, pages = self.attention(self.attention_norm(x), cos_sin, pages, attend)
         x = x + self.attended_norm(attended)
         return x + self.mlp_out_norm(self.mlp(self.mlp_norm(x))), pages
@@ -114,7 +114,7 @@ class Gemma3(nnx.Module):
             raise UnsupportedModelError("use_bidirectional_attention is True: supported is False, attention to what came before")
         read = ArchitectureConfig.from_hf(text)
         window = None if text["sliding_window"] is None else Span(window=integer(text, "sliding_window"))
-        kinds = {"full_attention": EVERYTHING} | ({"sliding_attention": window} if window else {})
+        kinds = {"full_attention": FULL_ATTENTION} | ({"sliding_attention": window} if window else {})
         pattern = integer(text, "sliding_window_pattern", 6)
         default = ["sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in range(read.num_layers)]
         theta, scaling, local_rope = _read_ropes(text)
@@ -144,7 +144,7 @@ class Gemma3(nnx.Module):
         return self.embedding(token_ids) * self.embedding_scale
 
     def run(
-        self, x: Float[Array, "T D"], positions: Int[Array, " T"], pages: Pages, attend: AttendInLayers, layers: range
+        self, x: Float[Array, "T D"], positions: Int[Array, " T"], pages: Pages, attend: AttentionBackend, layers: range
     ) -> tuple[Float[Array, "T D"], Pages]:
         config = self.config
         of_global, of_local = (

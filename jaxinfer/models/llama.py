@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from checkpoints.weight_map import Weight, WeightMap
 from jaxinfer.kv_cache.pages import Pages
-from jaxinfer.layers.attention import Attend, AttendInLayers, Attention, How
+from jaxinfer.layers.attention import Attention, AttentionBackend, AttentionParams, LayerAttention
 from jaxinfer.layers.embedding import Embedding
 from jaxinfer.layers.matrices import MatrixFormat
 from jaxinfer.layers.mlp import GatedMLP
@@ -44,14 +44,14 @@ class LlamaBlock(nnx.Module):
             config.head_size,
             form,
             use_bias=config.attention_bias,
-            how=How(config.head_size**-0.5, config.layer_spans[layer]),
+            params=AttentionParams(config.head_size**-0.5, config.layer_spans[layer]),
             norm_epsilon=config.rms_norm_eps if normalises_heads else None,
             has_out_bias=has_out_bias,
         )
         self.mlp_norm = RMSNorm(size, config.rms_norm_eps, form)
         self.mlp = mlp or GatedMLP(size, config.mlp_size, form, use_bias=config.mlp_bias)
 
-    def __call__(self, x: Float[Array, "T D"], cos_sin: CosSin, pages: Pages, attend: Attend) -> tuple[Float[Array, "T D"], Pages]:
+    def __call__(self, x: Float[Array, "T D"], cos_sin: CosSin, pages: Pages, attend: LayerAttention) -> tuple[Float[Array, "T D"], Pages]:
         attended, pages = self.attention(self.attention_norm(x), cos_sin, pages, attend)
         x = x + attended
         return x + self.mlp(self.mlp_norm(x)), pages
@@ -99,7 +99,7 @@ class Llama(nnx.Module):
         return self.embedding(token_ids)
 
     def run(
-        self, x: Float[Array, "T D"], positions: Int[Array, " T"], pages: Pages, attend: AttendInLayers, layers: range
+        self, x: Float[Array, "T D"], positions: Int[Array, " T"], pages: Pages, attend: AttentionBackend, layers: range
     ) -> tuple[Float[Array, "T D"], Pages]:
         scaling = self.config.rope_scaling
         frequencies = inverse_frequencies(self.config.head_size, self.config.rope_theta, scaling)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from checkpoints.weight_map import Weight, WeightMap
 from jaxinfer.kv_cache.pages import Pages
-from jaxinfer.layers.attention import Attend, AttendInLayers, Attention, How
+from jaxinfer.layers.attention import Attention, AttentionBackend, AttentionParams, LayerAttention
 from jaxinfer.layers.deferred_collectives import axis_of_tokens
 from jaxinfer.layers.matrices import MatrixFormat
 from jaxinfer.layers.mlp import GatedMLP
@@ -31,7 +31,7 @@ from jaxinfer.models.config import (
     text_config,
 )
 from jaxinfer.models.llama import Llama
-from pallas_kernels.span import EVERYTHING, Span
+from pallas_kernels.span import FULL_ATTENTION, Span
 
 _MLP = "model.layers.{layer}.feed_forward."
 
@@ -60,7 +60,7 @@ class Llama4Block(nnx.Module):
             config.head_size,
             form,
             use_bias=config.attention_bias,
-            how=How(config.head_size**-0.5, config.layer_spans[layer]),
+            params=AttentionParams(config.head_size**-0.5, config.layer_spans[layer]),
         )
         self.mlp_norm = RMSNorm(size, config.rms_norm_eps, form)
         self.mlp = (
@@ -70,7 +70,7 @@ class Llama4Block(nnx.Module):
         )
 
     def __call__(
-        self, x: Float[Array, "T D"], cos_sin: CosSin, temper: Float[Array, " T"], pages: Pages, attend: Attend
+        self, x: Float[Array, "T D"], cos_sin: CosSin, temper: Float[Array, " T"], pages: Pages, attend: LayerAttention
     ) -> tuple[Float[Array, "T D"], Pages]:
         q, k, v = self.attention.project(self.attention_norm(x))
         if self.is_rotated:
@@ -79,7 +79,7 @@ class Llama4Block(nnx.Module):
             q, k = _normalised(q, self.epsilon), _normalised(k, self.epsilon)
         if self.is_tempered:
             q = (q.astype(jnp.float32) * temper[:, None, None]).astype(q.dtype)
-        attended, pages = attend(q, k, v, pages, self.attention.how)
+        attended, pages = attend(q, k, v, pages, self.attention.params)
         x = x + self.attention.out(attended, axis_of_tokens(x))
         return x + self.mlp(self.mlp_norm(x)), pages
 
@@ -127,7 +127,7 @@ class Llama4(Llama):
         spans = read_spans(
             config,
             read.num_layers,
-            {"full_attention": EVERYTHING, "chunked_attention": Span(chunk=chunk)},
+            {"full_attention": FULL_ATTENTION, "chunked_attention": Span(chunk=chunk)},
             ["chunked_attention" if rotated else "full_attention" for rotated in rotates],
         )
         family = Llama4Config(
@@ -143,7 +143,7 @@ class Llama4(Llama):
         return replace(read, mlp_size=integer(config, "intermediate_size_mlp", expert_size), spans=spans, family=family)
 
     def run(
-        self, x: Float[Array, "T D"], positions: Int[Array, " T"], pages: Pages, attend: AttendInLayers, layers: range
+        self, x: Float[Array, "T D"], positions: Int[Array, " T"], pages: Pages, attend: AttentionBackend, layers: range
     ) -> tuple[Float[Array, "T D"], Pages]:
         config = self.config
         frequencies = inverse_frequencies(config.head_size, config.rope_theta, config.rope_scaling)

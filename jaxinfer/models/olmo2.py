@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from checkpoints.weight_map import Weight, WeightMap
 from jaxinfer.kv_cache.pages import Pages
-from jaxinfer.layers.attention import Attend, Attention, How
+from jaxinfer.layers.attention import Attention, AttentionParams, LayerAttention
 from jaxinfer.layers.matrices import MatrixFormat
 from jaxinfer.layers.mlp import GatedMLP
 from jaxinfer.layers.norm import RMSNorm
@@ -29,7 +29,7 @@ class Olmo2Block(nnx.Module):
             config.head_size,
             form,
             use_bias=config.attention_bias,
-            how=How(config.head_size**-0.5, config.layer_spans[layer]),
+            params=AttentionParams(config.head_size**-0.5, config.layer_spans[layer]),
             norm_epsilon=epsilon,
             norms_heads_as_one=True,
             heads=config.heads,
@@ -38,7 +38,7 @@ class Olmo2Block(nnx.Module):
         self.mlp = GatedMLP(size, config.mlp_size, form, use_bias=False)
         self.mlp_out_norm = RMSNorm(size, epsilon, form)
 
-    def __call__(self, x: Float[Array, "T D"], cos_sin: CosSin, pages: Pages, attend: Attend) -> tuple[Float[Array, "T D"], Pages]:
+    def __call__(self, x: Float[Array, "T D"], cos_sin: CosSin, pages: Pages, attend: LayerAttention) -> tuple[Float[Array, "T D"], Pages]:
         attended, pages = self.attention(x, cos_sin, pages, attend)
         x = x + self.attended_norm(attended)
         return x + self.mlp_out_norm(self.mlp(x)), pages

@@ -9,7 +9,7 @@ from typing import Any
 from jaxinfer.layers.matrices import MatrixFormat
 from jaxinfer.models.config import ArchitectureConfig, count, integer, read_spans
 from jaxinfer.models.llama import Llama, LlamaBlock
-from pallas_kernels.span import EVERYTHING, Span
+from pallas_kernels.span import FULL_ATTENTION, Span
 
 
 class Qwen2Block(LlamaBlock):
@@ -28,9 +28,9 @@ class Qwen2(Llama):
 
 def with_windows(read: ArchitectureConfig, config: Mapping[str, Any]) -> ArchitectureConfig:
     """With the spans of a dense model's layers."""
-    window, has_window = window_of(config), window_of(config) != EVERYTHING
+    window, has_window = window_of(config), window_of(config) != FULL_ATTENTION
     first = count(config, "max_window_layers", 28)
-    kinds = {"full_attention": EVERYTHING} | ({"sliding_attention": window} if has_window else {})
+    kinds = {"full_attention": FULL_ATTENTION} | ({"sliding_attention": window} if has_window else {})
     default = ["sliding_attention" if has_window and layer >= first else "full_attention" for layer in range(read.num_layers)]
     return replace(read, spans=read_spans(config, read.num_layers, kinds, default))
 
@@ -38,4 +38,4 @@ def with_windows(read: ArchitectureConfig, config: Mapping[str, Any]) -> Archite
 def window_of(config: Mapping[str, Any]) -> Span:
     """What layers with a sliding window attend to; everything where there are none."""
     has_window = config.get("use_sliding_window", False) and config.get("sliding_window") is not None
-    return Span(window=integer(config, "sliding_window")) if has_window else EVERYTHING
+    return Span(window=integer(config, "sliding_window")) if has_window else FULL_ATTENTION

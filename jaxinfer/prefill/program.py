@@ -14,8 +14,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxinfer.kv_cache.pages import Pages
 from jaxinfer.kv_cache.spec import NULL_PAGE, LayerGroups
-from jaxinfer.layers.attention import How
-from jaxinfer.layers.attention_over_pages import AttendOverPages, Place
+from jaxinfer.layers.attention import AttentionParams
+from jaxinfer.layers.paged_attention import KVCacheLocation, PagedAttentionBackend
 from jaxinfer.models.base import CausalLM, Part, run_part
 from jaxinfer.prefill.batch import PackedTokens
 from jaxinfer.runtime.buckets import query_tile
@@ -141,7 +141,7 @@ def forward(
     page_ids = tuple(jnp.where(in_use, table[row, positions // page_size], NULL_PAGE) for table in tables)
     rows = (batch.query_start, batch.query_len, batch.kv_len)
     of_part = groups if part is None else groups.of_stage(part.layers)
-    attend = AttendOverPages(mesh, _Kernels(attention), of_part, tables, page_ids, positions % page_size, rows)
+    attend = PagedAttentionBackend(mesh, _AttentionKernels(attention), of_part, tables, page_ids, positions % page_size, rows)
     return run_part(model, part, batch.token_ids, hidden, positions, pages, attend, splits_tokens=splits_tokens)
 
 
@@ -154,8 +154,8 @@ def _rows_of_tokens(batch: PackedTokens, num_tokens: int) -> tuple[Int[Array, " 
 
 
 @dataclass(frozen=True)
-class _Kernels:
-    """Packed chunks of several requests; `rows` are query_start, query_len and kv_len. See `Kernels`."""
+class _AttentionKernels:
+    """Packed chunks of several requests; `rows` are query_start, query_len and kv_len. See `AttentionKernels`."""
 
     backend: Backend
 
@@ -165,35 +165,42 @@ class _Kernels:
         k: Float[Array, "T K H"],
         v: Float[Array, "T K H"],
         pages: Pages,
-        place: Place,
+        location: KVCacheLocation,
         offsets: Int[Array, " T"],
         rows: Rows,
-        how: How,
+        params: AttentionParams,
     ) -> tuple[Float[Array, "T N H"], Pages]:
-        pages = write(pages, place.layer, (k, v), place.page_ids, offsets)
+        pages = write(pages, location.layer, (k, v), location.page_ids, offsets)
         out = ragged_prefill_attention(
             q,
             pages,
-            place.layer,
-            place.page_table,
+            location.layer,
+            location.page_table,
             *rows,
-            scale=how.scale,
+            scale=params.scale,
             query_tile=query_tile(len(q)),
             pool_is_finite=True,
-            span=how.span,
-            soft_cap=how.soft_cap,
+            span=params.span,
+            soft_cap=params.soft_cap,
             backend=self.backend,
         )
         return out, pages
 
     def attend_to_latents(
-        self, q: Float[Array, "T N H"], up: Float[Array, "R N E"], pages: Pages, place: Place, rows: Rows, scale: float, axis: str | None
+        self,
+        q: Float[Array, "T N H"],
+        up: Float[Array, "R N E"],
+        pages: Pages,
+        location: KVCacheLocation,
+        rows: Rows,
+        scale: float,
+        axis: str | None,
     ) -> Float[Array, "T N V"]:
         return latent_prefill_attention(
             q,
             pages,
-            place.layer,
-            place.page_table,
+            location.layer,
+            location.page_table,
             *rows,
             up,
             scale=scale,

@@ -41,7 +41,7 @@ class PrefillRunner:
         self.max_model_len = max_model_len
         self.buckets = buckets
         spec = stages[0].pool.spec
-        self.table_width = spec.runs_for(max_model_len) * spec.num_groups
+        self.table_width = spec.blocks_for(max_model_len) * spec.num_groups
         self._last = last = self._stages[-1]
         self.num_rows = prefill_rows(buckets[-1])  # of the largest program; so many sequences start from one prompt at once
         self._abstract_counts = abstract_counts(self.num_rows, last.template.config.vocab_size, last.mesh, last.rules)

@@ -144,7 +144,7 @@ class PrefillScheduler:
             self.prefilling.remove(sequence)
         self._held = {leader: held for leader, held in self._held.items() if held}
         if sequence.prefill_pages:
-            self._manager.keep(sequence.prefill_pages, sequence.token_ids, sequence.num_computed, sequence.context)
+            self._manager.insert(sequence.prefill_pages, sequence.token_ids, sequence.num_computed, sequence.context)
             self._manager.free(sequence.prefill_pages)
 
     def launched(self, chunks: list[Chunk]) -> None:
@@ -152,23 +152,25 @@ class PrefillScheduler:
         for chunk in chunks:
             if chunk.is_last:
                 sequence = chunk.sequence
-                self._manager.keep(sequence.prefill_pages, sequence.token_ids, sequence.num_computed, sequence.context)
+                self._manager.insert(sequence.prefill_pages, sequence.token_ids, sequence.num_computed, sequence.context)
 
     def done(self, sequence: Sequence, last_hidden: Callable[[], Any]) -> None:
         """All of a sequence's tokens are in its pages. `last_hidden`, which is called if siblings wait for its prompt, gives what they sample
         their first tokens from."""
         self.prefilling.remove(sequence)
         sequence.state = SequenceState.PREFILLED
-        self._manager.slide(sequence.prefill_pages, sequence.num_computed)
+        self._manager.release_outside_window(sequence.prefill_pages, sequence.num_computed)
         siblings = self._held.pop(sequence, [])
         if siblings:
             self._shared.add(sequence, siblings, last_hidden())
         for sibling in siblings:
             self.queue.add(sibling)
 
-    def schedule(self, budget: int, num_free_slots: int, keep_free: int, make_room: MakeRoom, preempt: Preempt = _nobody) -> list[Chunk]:
+    def schedule(
+        self, budget: int, num_free_slots: int, reserved_pages: int, make_room: MakeRoom, preempt: Preempt = _nobody
+    ) -> list[Chunk]:
         """The next step's chunks, in order, of at most `budget` tokens, and after them the forks; admits at most `num_free_slots`
-        waiting sequences and those that room is made for, leaving pages for `keep_free` runs in the pool."""
+        waiting sequences and those that room is made for, leaving pages for `reserved_pages` runs in the pool."""
         chunks: list[Chunk] = []
         forks: list[Chunk] = []
         admitted = sorted(self.prefilling, key=lambda s: s.turn, reverse=True)  # the first at the end
@@ -179,11 +181,11 @@ class PrefillScheduler:
                 if not admitted:
                     break
                 budget = self._add_chunk(chunks, admitted.pop(), budget, partial(self._make_way, preempt, admitted))
-            elif num_free_slots > 0 and (fork := self._fork(head, keep_free)) is not None:
+            elif num_free_slots > 0 and (fork := self._fork(head, reserved_pages)) is not None:
                 num_free_slots -= 1
                 forks.append(fork)
                 budget -= FORK_TOKENS
-            elif num_free_slots > 0 and self._admit(head, keep_free):
+            elif num_free_slots > 0 and self._admit(head, reserved_pages):
                 if head in self._fetching:
                     continue
                 num_free_slots -= 1
@@ -201,15 +203,15 @@ class PrefillScheduler:
         left_out[:] = [s for s in left_out if s.state is SequenceState.PREFILLING]
         return is_made
 
-    def _admit(self, sequence: Sequence, keep_free: int) -> bool:
+    def _admit(self, sequence: Sequence, reserved_pages: int) -> bool:
         """Whether there is room for it. If pages that it could start from went down to the tiers meanwhile, it waits for those instead."""
         table, num_tokens = sequence.prefill_pages, len(sequence.token_ids)
         if sequence.leader is not None:
             sequence.prompt_logprobs = sequence.leader.prompt_logprobs
         # The last token is computed anew, to sample from; a prompt that is to be scored, all of it.
         most = 0 if sequence.needs_prompt_scores else num_tokens - 1
-        num_cached = self._manager.take_cached(table, sequence.token_ids, most, sequence.context)
-        if not self._manager.grow(table, num_tokens, keep_free):
+        num_cached = self._manager.match_prefix(table, sequence.token_ids, most, sequence.context)
+        if not self._manager.grow(table, num_tokens, reserved_pages):
             self._manager.free(table)
             return False
         if self.tiers is not None and self.tiers.begin_again(sequence):
@@ -224,15 +226,15 @@ class PrefillScheduler:
             num_found = self.tiers.fill(sequence, table, num_found)
         if num_found > num_cached:
             num_cached = num_found
-            self._manager.keep(table, sequence.token_ids, num_cached, sequence.context)
+            self._manager.insert(table, sequence.token_ids, num_cached, sequence.context)
         # What a preempted one computes again is not its tenant's doing.
         self.queue.pop(sequence, num_tokens - num_cached if sequence.level is None else 0)
         self._begin(sequence, num_cached)
         return True
 
-    def _fork(self, sequence: Sequence, keep_free: int) -> Fork | None:
+    def _fork(self, sequence: Sequence, reserved_pages: int) -> Fork | None:
         """Admit a sequence that can start from its leader's prompt, if there is room for it."""
-        copies = self._shared.start(sequence, keep_free) if self._shared.has(sequence) else None
+        copies = self._shared.start(sequence, reserved_pages) if self._shared.has(sequence) else None
         if copies is None:
             return None
         if copies:  # at once: those who need room may be given the leader's pages before this step starts

@@ -39,11 +39,11 @@ class SharedPrompts:
         assert sequence.leader is not None
         return self._prompts[sequence.leader].last_hidden
 
-    def start(self, sequence: Sequence, keep_free: int) -> list[tuple[int, int]] | None:
+    def start(self, sequence: Sequence, reserved_pages: int) -> list[tuple[int, int]] | None:
         """Give a sequence its page table. Returns which pages are to be copied to which; None, and nothing changed, if that would leave fewer
-        than `keep_free` runs' pages."""
+        than `reserved_pages` runs' pages."""
         assert sequence.leader is not None
-        return self._manager.fork(sequence.leader, sequence.prefill_pages, sequence.num_prompt, keep_free)
+        return self._manager.fork(sequence.leader, sequence.prefill_pages, sequence.num_prompt, reserved_pages)
 
     def leave(self, sequence: Sequence) -> None:
         """A sequence has started, or never will."""

@@ -36,7 +36,7 @@ from pallas_kernels.ragged_prefill_attention.mosaic_work import (
     tiling_for,
     work_of,
 )
-from pallas_kernels.span import EVERYTHING
+from pallas_kernels.span import FULL_ATTENTION
 
 # Tokens of context that are expanded at once, times heads, at least, for each run takes the host's word, and at most, for what is made is held.
 _SHORTEST_RUN, _LONGEST_RUN = 2**16, 2**19
@@ -106,7 +106,7 @@ def latent_prefill_attention(
         begin = pages.begin * pages.page_size - i * of_run  # where each request's context begins in the run, or before it
         before = jnp.maximum(-begin, 0)
         num_keys = jnp.clip(jnp.minimum(kv_len, of_run - begin) - before, 0)
-        work = work_of(tiles, kv_len - before, num_keys, tiling, run, EVERYTHING)
+        work = work_of(tiles, kv_len - before, num_keys, tiling, run, FULL_ATTENTION)
         context = _Expanded(run, own_size, rank, expanded, latents, jnp.maximum(begin, 0) // run)
         out, weights = kernel.call(q, context, dtype, work)
         return out, None if weights is None else of_tokens(weights, tiles, tile_of_token, tiling, piece)

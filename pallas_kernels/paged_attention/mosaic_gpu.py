@@ -36,7 +36,7 @@ from pallas_kernels.paged_attention.mosaic_multiplier import Multiplier, Options
 from pallas_kernels.paged_attention.mosaic_new_token import NewToken, NewTokens
 from pallas_kernels.paged_attention.mosaic_tiling import Tiling, num_row_tiles, padded, tiling_for
 from pallas_kernels.paged_attention.tokens import by_kv_head, by_token, num_tokens
-from pallas_kernels.span import EVERYTHING, Span
+from pallas_kernels.span import FULL_ATTENTION, Span
 
 _COLUMNS = 256  # of the result that a warpgroup has registers to sum up
 
@@ -84,7 +84,7 @@ def paged_attention_and_lse(
     *,
     scale: float,
     pool_is_finite: bool,
-    span: Span = EVERYTHING,
+    span: Span = FULL_ATTENTION,
     soft_cap: float | None = None,
     kv_scales: Float[Array, "L S K"] | None = None,
     value_size: int | None = None,
@@ -127,7 +127,7 @@ def _attend(
     pool_is_finite: bool,
     tiling: Tiling,
     interpreted: bool,
-    span: Span = EVERYTHING,
+    span: Span = FULL_ATTENTION,
     soft_cap: float | None = None,
     kv_scales: Array | None = None,
     value_size: int | None = None,

@@ -18,7 +18,7 @@ from pallas_kernels.mosaic.warpgroup import ROWS, Warpgroup
 from pallas_kernels.paged_attention.mosaic_new_token import NewToken
 from pallas_kernels.paged_attention.mosaic_tiling import Tiling
 from pallas_kernels.seen import first_seen
-from pallas_kernels.span import EVERYTHING, Span
+from pallas_kernels.span import FULL_ATTENTION, Span
 
 Sums = tuple[Array, Array, Array]  # of values, [ROWS, columns], and of the softmax its maximum and sum, [ROWS]
 
@@ -48,7 +48,7 @@ class Part:
     def of_share(cls, options: Options, context: Array, share: Array, tiling: Tiling, num_new: int) -> Part:
         span = options.span
         first = first_seen(span, jnp.maximum(context - options.num_tokens, 0))
-        first_tile = 0 if span == EVERYTHING else lax.div(first, tiling.tokens)
+        first_tile = 0 if span == FULL_ATTENTION else lax.div(first, tiling.tokens)
         context = jnp.maximum(context - num_new, 0)
         num_tiles = _ceil_div(context, tiling.tokens) - first_tile
         of_share = _ceil_div(num_tiles, tiling.splits)
@@ -231,7 +231,7 @@ class Multiplier:
         """Whether any query doesn't see all of a tile that begins at this position: most tiles are spared the mask."""
         context, num_tokens, span = self.part.context, self.options.num_tokens, self.options.span
         is_cut = position + tokens > jnp.maximum(context - num_tokens, 0) + 1
-        if span == EVERYTHING:
+        if span == FULL_ATTENTION:
             return is_cut
         return is_cut | (position < (self.part.first if num_tokens == 1 else first_seen(span, context - 1)))
 
@@ -248,7 +248,7 @@ class Multiplier:
         token = lax.div(self.warpgroup.places() + self.first_row, self.options.num_queries // self.options.num_tokens)
         own = token + (self.part.context - self.options.num_tokens)
         is_past = place <= lax.broadcast_in_dim(own - position, place.shape, [0])
-        if self.options.span == EVERYTHING:
+        if self.options.span == FULL_ATTENTION:
             return is_past
         first = first_seen(self.options.span, own) - position
         return is_past & (place >= lax.broadcast_in_dim(first, place.shape, [0]))
@@ -256,13 +256,13 @@ class Multiplier:
     def _is_anyones(self, place: Array, position: Array) -> Array:
         """Which of them are attended to at all."""
         is_before_end = place < self.part.context - position
-        return is_before_end if self.options.span == EVERYTHING else (place >= self.part.first - position) & is_before_end
+        return is_before_end if self.options.span == FULL_ATTENTION else (place >= self.part.first - position) & is_before_end
 
     def _clear(self, values: Any, position: Array) -> None:
         """Zeros for values that no weight but 0 goes to: 0 times NaN is NaN."""
         is_cut = position + values.shape[0] > self.part.context
 
-        @pl.when(is_cut if self.options.span == EVERYTHING else is_cut | (position < self.part.first))
+        @pl.when(is_cut if self.options.span == FULL_ATTENTION else is_cut | (position < self.part.first))
         def _clear_values() -> None:
             is_anyones = self._is_anyones(self.warpgroup.iota(values.shape, 0), position)
             values[...] = jnp.where(is_anyones, self.warpgroup.load(values), 0)

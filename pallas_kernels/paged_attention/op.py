@@ -13,7 +13,7 @@ from pallas_kernels.mosaic.card import Card, card_of, compiled_for
 from pallas_kernels.page_write import write
 from pallas_kernels.paged_attention import llvm_cpu, mosaic_gpu, mosaic_tiling, reference, xla
 from pallas_kernels.paged_attention.llvm_tiles import LANES
-from pallas_kernels.span import EVERYTHING, Span
+from pallas_kernels.span import FULL_ATTENTION, Span
 
 _IMPLEMENTATIONS: dict[Backend, Callable[..., tuple[Array, Array]]] = {
     "mosaic_gpu": mosaic_gpu.paged_attention_and_lse,
@@ -31,7 +31,7 @@ def paged_attention(
     *,
     scale: float,
     pool_is_finite: bool = False,
-    span: Span = EVERYTHING,
+    span: Span = FULL_ATTENTION,
     soft_cap: float | None = None,
     kv_scales: Float[Array, "L S K"] | None = None,
     value_size: int | None = None,
@@ -66,7 +66,7 @@ def paged_attention(
             f"paged_attention: kv_scales {kv_scales.shape} must be [L, {kv_pages.shape[1]}, K], a number a layer, side and KV head "
             f"of {kv_pages.shape}"
         )
-    is_plain = q.ndim == 3 and span == EVERYTHING and soft_cap is None and kv_scales is None and value_size is None
+    is_plain = q.ndim == 3 and span == FULL_ATTENTION and soft_cap is None and kv_scales is None and value_size is None
     _check_backend(backend, q, kv_pages, is_plain=is_plain, is_latent=value_size is not None)
     arguments = q, kv_pages, layer, page_table, kv_len
     if backend == "llvm_cpu":
@@ -88,7 +88,7 @@ def write_and_attend(
     *,
     scale: float,
     pool_is_finite: bool = False,
-    span: Span = EVERYTHING,
+    span: Span = FULL_ATTENTION,
     soft_cap: float | None = None,
     backend: Backend = "xla",
 ) -> tuple[Float[Array, "B N H"], Float[Array, "L 2 P K G H"]]:

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.paged_attention.tokens import by_kv_head, by_token, ends_of_rows, num_tokens
 from pallas_kernels.seen import first_seen
-from pallas_kernels.span import EVERYTHING, Span
+from pallas_kernels.span import FULL_ATTENTION, Span
 
 
 def paged_attention(*arguments: Any, **options: Any) -> Float[Array, "B *T N V"]:
@@ -27,7 +27,7 @@ def paged_attention_and_lse(
     *,
     scale: float,
     pool_is_finite: bool,
-    span: Span = EVERYTHING,
+    span: Span = FULL_ATTENTION,
     soft_cap: float | None = None,
     kv_scales: Float[Array, "L S K"] | None = None,
     value_size: int | None = None,

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.paged_attention.tokens import by_kv_head, by_token, ends_of_rows, num_tokens
 from pallas_kernels.seen import first_seen
-from pallas_kernels.span import EVERYTHING, Span
+from pallas_kernels.span import FULL_ATTENTION, Span
 
 # Context tokens gathered at once over all rows: small enough to stay in a core's cache, large enough to hide the loop. A row gathers up to
 # a whole run too many, so the more rows, the shorter the run.
@@ -36,7 +36,7 @@ def paged_attention_and_lse(
     *,
     scale: float,
     pool_is_finite: bool,
-    span: Span = EVERYTHING,
+    span: Span = FULL_ATTENTION,
     soft_cap: float | None = None,
     kv_scales: Float[Array, "L S K"] | None = None,
     value_size: int | None = None,
@@ -70,7 +70,7 @@ def paged_attention_and_lse(
 
         position = i * run_tokens + jnp.arange(run_tokens)
         valid = position < ends  # [B, 1, R, S]
-        if span != EVERYTHING:
+        if span != FULL_ATTENTION:
             valid &= position >= first_seen(span, ends - 1)
         # Multiply and reduce rather than a batched matmul of a few rows: XLA on CPU runs B*K tiny matmuls one after another.
         scores = (queries[:, :, :, None] * gathered(rows + first_key_row)[:, :, None]).sum(-1)
@@ -94,7 +94,7 @@ def paged_attention_and_lse(
     num_runs = (jnp.max(kv_len) + run_tokens - 1) // run_tokens
     # Runs that no row's span reaches are skipped; a padded row has no say.
     first_runs = first_seen(span, jnp.maximum(kv_len - tokens, 0)) // run_tokens
-    first_run = 0 if span == EVERYTHING else jnp.min(jnp.where(kv_len > 0, first_runs, num_runs))
+    first_run = 0 if span == FULL_ATTENTION else jnp.min(jnp.where(kv_len > 0, first_runs, num_runs))
     top, total, out = jax.lax.fori_loop(first_run, num_runs, one_run, start)
     out = jnp.where(ends > 0, out / jnp.maximum(total, 1e-30)[..., None], 0.0)
     if kv_scales is not None:

@@ -28,7 +28,7 @@ from pallas_kernels.ragged_prefill_attention.mosaic_work import (
     tiling_for,
     work_of,
 )
-from pallas_kernels.span import EVERYTHING, Span
+from pallas_kernels.span import FULL_ATTENTION, Span
 
 _LARGEST_HEAD = 256
 _COPIED_ROWS = 8  # rows of shared memory are copied by eights
@@ -66,7 +66,7 @@ def ragged_prefill_attention(
     scale: float,
     query_tile: int,
     pool_is_finite: bool,
-    span: Span = EVERYTHING,
+    span: Span = FULL_ATTENTION,
     soft_cap: float | None = None,
     tiling: Tiling | None = None,
     splits: int | None = None,

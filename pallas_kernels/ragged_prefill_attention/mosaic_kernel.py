@@ -24,7 +24,7 @@ from pallas_kernels.mosaic.attention import LOG2_E, LOWEST, NOTHING, SMALLEST_FA
 from pallas_kernels.mosaic.warpgroup import ROWS, Warpgroup, compiler_params, interleaved
 from pallas_kernels.ragged_prefill_attention.mosaic_work import TILE_ROWS, WARPGROUPS, Tiling, Work, share_of
 from pallas_kernels.seen import first_seen
-from pallas_kernels.span import EVERYTHING, Span
+from pallas_kernels.span import FULL_ATTENTION, Span
 
 
 class Context(Protocol):
@@ -67,7 +67,7 @@ class Kernel:
     piece: int  # query tokens that are copied at once
     scale: float
     pool_is_finite: bool
-    span: Span = EVERYTHING
+    span: Span = FULL_ATTENTION
     soft_cap: float | None = None
     is_part: bool = False  # of a context, so that what rows weigh is wanted
 
@@ -240,7 +240,7 @@ class Kernel:
         pl.when(index == 1)(take_turn)  # half a tile behind the other
         shape = ROWS, context.value_size
         carry = warpgroup.full(shape, 0.0), warpgroup.full((ROWS,), LOWEST), warpgroup.full((ROWS,), 0.0)
-        if self.span != EVERYTHING:
+        if self.span != FULL_ATTENTION:
             carry = lax.fori_loop(0, work.whole, lambda i, carry: one(i, carry, is_whole=False), carry)
         carry = lax.fori_loop(work.whole, work.edge, lambda i, carry: one(i, carry, is_whole=True), carry)
         total, top, sum_ = lax.fori_loop(work.edge, work.num_tiles, lambda i, carry: one(i, carry, is_whole=False), carry)
@@ -284,7 +284,7 @@ class Kernel:
         shape = (ROWS, self.tiling.tokens)
         query, keys = self._query(shape, index) + work.position, self.warpgroup.iota(shape, 1) + key
         last = jnp.minimum(query, work.last) if ends_early else query
-        return keys <= last if self.span == EVERYTHING else (keys <= last) & (keys >= first_seen(self.span, query))
+        return keys <= last if self.span == FULL_ATTENTION else (keys <= last) & (keys >= first_seen(self.span, query))
 
     def _clear(self, values: Any, work: Work, key: Array, index: Array, both: Any) -> None:
         """Zeros for values after the last that is seen, by both warpgroups together: a weight of 0 times NaN is NaN."""

@@ -11,7 +11,7 @@ from pallas_kernels.dispatch import Backend
 from pallas_kernels.mosaic.card import Card, card_of, compiled_for
 from pallas_kernels.ragged_prefill_attention import llvm_cpu, mosaic_gpu, reference, xla
 from pallas_kernels.ragged_prefill_attention.llvm_sizes import LANES
-from pallas_kernels.span import EVERYTHING, Span
+from pallas_kernels.span import FULL_ATTENTION, Span
 
 _IMPLEMENTATIONS: dict[Backend, Callable[..., Array]] = {
     "mosaic_gpu": mosaic_gpu.ragged_prefill_attention,
@@ -33,7 +33,7 @@ def ragged_prefill_attention(
     scale: float,
     query_tile: int,
     pool_is_finite: bool = False,
-    span: Span = EVERYTHING,
+    span: Span = FULL_ATTENTION,
     soft_cap: float | None = None,
     backend: Backend = "xla",
 ) -> Float[Array, "T N H"]:
@@ -70,7 +70,7 @@ def ragged_prefill_attention(
     if against := unsupported_reason(backend, kv_pages.dtype, q.shape[2], kv_pages.shape[4], query_tile, span, soft_cap):
         raise ValueError(f"ragged_prefill_attention: {backend} can't run: {against}")
     rows = (page_table, query_start, query_len, kv_len)
-    options = {} if span == EVERYTHING and soft_cap is None else {"span": span, "soft_cap": soft_cap}
+    options = {} if span == FULL_ATTENTION and soft_cap is None else {"span": span, "soft_cap": soft_cap}
     return _IMPLEMENTATIONS[backend](
         q, kv_pages, layer, *rows, scale=scale, query_tile=query_tile, pool_is_finite=pool_is_finite, **options
     )
@@ -82,7 +82,7 @@ def unsupported_reason(
     head_size: int,
     page_size: int,
     query_tile: int,
-    span: Span = EVERYTHING,
+    span: Span = FULL_ATTENTION,
     soft_cap: float | None = None,
     card: Card | None = None,
 ) -> str | None:
@@ -96,6 +96,6 @@ def unsupported_reason(
         return f"ragged_prefill_attention has a kernel for float32 pages, not {dtype.name}"
     if head_size % LANES:
         return f"ragged_prefill_attention has a kernel for head sizes in multiples of {LANES}, not {head_size}"
-    if span != EVERYTHING or soft_cap is not None:
+    if span != FULL_ATTENTION or soft_cap is not None:
         return "ragged_prefill_attention has no kernel for windows, chunks or soft caps"
     return None

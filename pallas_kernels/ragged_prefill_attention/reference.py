@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.seen import first_seen
-from pallas_kernels.span import EVERYTHING, Span
+from pallas_kernels.span import FULL_ATTENTION, Span
 
 
 def ragged_prefill_attention(
@@ -22,7 +22,7 @@ def ragged_prefill_attention(
     scale: float,
     query_tile: int,
     pool_is_finite: bool,
-    span: Span = EVERYTHING,
+    span: Span = FULL_ATTENTION,
     soft_cap: float | None = None,
 ) -> Float[Array, "T N H"]:
     """See op.py."""

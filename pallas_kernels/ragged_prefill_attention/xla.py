@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.seen import first_seen
-from pallas_kernels.span import EVERYTHING, Span
+from pallas_kernels.span import FULL_ATTENTION, Span
 
 RUN_TOKENS = 128  # context tokens gathered at once
 _MASKED = -1e30
@@ -32,7 +32,7 @@ def ragged_prefill_attention(
     scale: float,
     query_tile: int,
     pool_is_finite: bool,
-    span: Span = EVERYTHING,
+    span: Span = FULL_ATTENTION,
     soft_cap: float | None = None,
 ) -> Float[Array, "T N H"]:
     """See op.py."""
@@ -98,7 +98,7 @@ def _attend(
         if soft_cap is not None:
             scores = jnp.tanh(scores / soft_cap) * soft_cap
         valid = context <= limit[:, :, None]
-        if span != EVERYTHING:
+        if span != FULL_ATTENTION:
             valid &= context >= first_seen(span, limit[:, :, None])
         scores = jnp.where(valid[:, None], scores, _MASKED)
         new_top = jnp.maximum(top, scores.max(-1))
@@ -107,7 +107,7 @@ def _attend(
         values = gathered(rows + first_value_row)
         if not pool_is_finite:
             cached = context <= position.max(axis=1)[:, None]
-            if span != EVERYTHING:
+            if span != FULL_ATTENTION:
                 cached &= context >= tile_first[:, None]
             values = jnp.where(cached[:, None, :, None], values, 0.0)  # a weight of 0 times NaN would be NaN
         shrink = jnp.exp(top - new_top)
@@ -117,7 +117,7 @@ def _attend(
     shape = (num_tiles, num_kv_heads, group * query_tile)
     start = (jnp.full(shape, _MASKED), jnp.zeros(shape), jnp.zeros((*shape, head_size)))
     num_runs = jnp.max(position) // run_tokens + 1
-    first_run = 0 if span == EVERYTHING else jnp.min(tile_first) // run_tokens
+    first_run = 0 if span == FULL_ATTENTION else jnp.min(tile_first) // run_tokens
     _, total, out = jax.lax.fori_loop(first_run, num_runs, one_run, start)
     out = jnp.where((limit >= 0)[:, None, :, None], out / jnp.maximum(total, 1e-30)[..., None], 0.0)
     out = out.reshape(num_tiles, num_kv_heads, group, query_tile, head_size).transpose(0, 3, 1, 2, 4)

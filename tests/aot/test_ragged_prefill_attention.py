@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.ragged_prefill_attention.mosaic_gpu import ragged_prefill_attention
-from pallas_kernels.span import EVERYTHING, Span
+from pallas_kernels.span import FULL_ATTENTION, Span
 from tests.aot.conftest import num_kernels
 
 pytestmark = pytest.mark.aot
@@ -66,7 +66,7 @@ def compile_ragged(
     *,
     query_tile=32,
     pool_is_finite=True,
-    span=EVERYTHING,
+    span=FULL_ATTENTION,
     soft_cap=None,
     page_size=16,
     dtype=jnp.bfloat16,

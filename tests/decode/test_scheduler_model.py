@@ -92,19 +92,19 @@ class DecodeSchedulerAgainstModel(RuleBasedStateMachine):
         self.running.remove(sequence)
         found: list[int] = []
         num_written = len(sequence.token_ids) - 1
-        num_found = self.manager.take_cached(found, sequence.token_ids, num_written, sequence.context)
+        num_found = self.manager.match_prefix(found, sequence.token_ids, num_written, sequence.context)
         assert num_found == (num_written // PAGE_SIZE * PAGE_SIZE if self.keeps else 0)
         self.manager.free(found)
 
     def hand_over(self, sequence: Sequence) -> bool:
         table, num_tokens = sequence.decode_pages, len(sequence.token_ids) - 1
-        held = self.manager.take_cached(table, sequence.token_ids, num_tokens, sequence.context)
+        held = self.manager.match_prefix(table, sequence.token_ids, num_tokens, sequence.context)
         if not self.manager.grow(table, num_tokens):
             self.manager.free(table)
             return False
         for place in range(held, num_tokens):
             self.write(sequence, place)
-        self.manager.keep(table, sequence.token_ids, num_tokens, sequence.context)
+        self.manager.insert(table, sequence.token_ids, num_tokens, sequence.context)
         used = {other.slot for other in self.running}
         self.scheduler.join(sequence)
         assert sequence.slot == min(set(range(NUM_SLOTS)) - used)

@@ -27,7 +27,7 @@ class Recorder:
     def __init__(self) -> None:
         self.batches: list[DecodeBatch] = []
 
-    def seat(self, slot: int, page_ids: list[int]) -> None:
+    def assign_slot(self, slot: int, page_ids: list[int]) -> None:
         pass
 
     def put(self, rows: SamplingRows, num_generated: np.ndarray) -> SamplingRows:

@@ -29,7 +29,7 @@ from jaxinfer.kv_transfer.cross_mesh import CrossMeshTransfer
 from jaxinfer.kv_transfer.handoff import KVTransfer
 from jaxinfer.kv_transfer.same_mesh import SameMeshTransfer
 from jaxinfer.kv_transfer.tiers import TierTransfer
-from jaxinfer.plan import most_tokens
+from jaxinfer.plan import max_context_tokens
 from jaxinfer.prefill.batch import PrefillBatch
 from jaxinfer.prefill.chunk_size import ChunkSizeController
 from jaxinfer.prefill.queue import WaitingQueue
@@ -42,7 +42,7 @@ from jaxinfer.sampling.params import SamplingRows
 from jaxinfer.sampling.sampler import Sampled
 from jaxinfer.sequence import Sequence as EngineSequence
 from jaxinfer.stats import EngineStats
-from pallas_kernels.span import EVERYTHING, Span
+from pallas_kernels.span import FULL_ATTENTION, Span
 from tests.kv_transfer.fake_mover import FakeMover
 from tests.server.fakes import byte_tokenizer
 
@@ -56,7 +56,7 @@ def checksum(values: Sequence[int]) -> int:
 
 def kept(token: int, before: Sequence[int], span: Span) -> int:
     """What a group of layers keeps of a token, from what it kept of those that the token attends to."""
-    return token if span == EVERYTHING else checksum([token, *before])
+    return token if span == FULL_ATTENTION else checksum([token, *before])
 
 
 def next_token(context: Sequence[int], seed: int, choice: Sequence[int] = range(VOCAB)) -> int:
@@ -83,7 +83,7 @@ def allowed_next(params: SamplingParams, generated: Sequence[int]) -> Sequence[i
 
 
 def expected_tokens(
-    prompt: Sequence[int], params: SamplingParams, index: int, max_model_len: int, spans: Sequence[Span] = (EVERYTHING,)
+    prompt: Sequence[int], params: SamplingParams, index: int, max_model_len: int, spans: Sequence[Span] = (FULL_ATTENTION,)
 ) -> list[int]:
     """The tokens of a request's sequence, worked out without an engine."""
     assert params.seed is not None
@@ -169,7 +169,7 @@ class FakeRunner:
 
     def next(self, context: Sequence[int], rows: SamplingRows, row: int, counted_at: int) -> int:
         """Choose the next token from the whole context."""
-        if rows.repetition_penalty[row] != 1.0 and tuple(self.spans) == (EVERYTHING,):
+        if rows.repetition_penalty[row] != 1.0 and tuple(self.spans) == (FULL_ATTENTION,):
             assert sorted(self._counted[counted_at]) == sorted(context)
         return next_token(context, int(rows.seed[row, 0]) << 32 | int(rows.seed[row, 1]), _choice(rows, row, context[-1]))
 
@@ -221,7 +221,7 @@ class FakePrefill(FakeRunner):
 
 
 class FakeDecode(FakeRunner):
-    def seat(self, slot: int, page_ids: Sequence[int]) -> None:
+    def assign_slot(self, slot: int, page_ids: Sequence[int]) -> None:
         self._page_table[slot] = 0
         self._page_table[slot, : len(page_ids)] = page_ids
 
@@ -288,14 +288,14 @@ def fake_engine(
     seed: int = 0,
     devices: Sequence[Device] = (),
     clock: Callable[[], float] = time.monotonic,
-    spans: Sequence[Span] = (EVERYTHING,),
+    spans: Sequence[Span] = (FULL_ATTENTION,),
 ) -> Engine:
     """An engine over pools of `num_pages` pages, that can hold one whole context at least. `devices` are those of the meshes, prefill's
     first; if not given, `seed` decides what comes late. `spans` are those of the model's groups of layers."""
     random = np.random.default_rng(seed)
     size = config.cache.page_size or 16
     spec, chunk_size = PageSpec(1, 1, 1, size, 8, tuple(spans)), config.schedule.prefill_buckets[-1]
-    most = most_tokens(spec, num_pages, chunk_size, config.model.max_model_len or num_pages * size)
+    most = max_context_tokens(spec, num_pages, chunk_size, config.model.max_model_len or num_pages * size)
     max_model_len = min(config.model.max_model_len or most, most)
     shares_mesh = config.devices.prefill_devices == config.devices.decode_devices
 

@@ -60,12 +60,12 @@ def audit(engine: Engine) -> None:
 def check_spans(spec: PageSpec, table: list[int], num_tokens: int) -> None:
     """Assert that a page table holds so many tokens: in every group what the next one attends to, and of a bounded one little else."""
     assert len(table) % spec.num_groups == 0
-    assert len(table) >= spec.num_groups * spec.runs_for(num_tokens)
+    assert len(table) >= spec.num_groups * spec.blocks_for(num_tokens)
     for group in range(spec.num_groups):
         pages = table[group :: spec.num_groups]
-        assert NULL_PAGE not in pages[spec.first_run(group, num_tokens) : spec.runs_for(num_tokens)]
+        assert NULL_PAGE not in pages[spec.first_run(group, num_tokens) : spec.blocks_for(num_tokens)]
         if spec.is_bounded[group]:
-            assert len(pages) - pages.count(NULL_PAGE) <= spec.most_runs(group, 1) + 1
+            assert len(pages) - pages.count(NULL_PAGE) <= spec.max_blocks(group, 1) + 1
 
 
 def assert_all_free(engine: Engine) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine import Engine
 from jaxinfer.prefill.scheduler import Chunk
-from jaxinfer.request import ANYONE, FinishReason, OutputDelta, RequestContext, RequestOutput, SamplingParams
+from jaxinfer.request import DEFAULT_CONTEXT, FinishReason, OutputDelta, RequestContext, RequestOutput, SamplingParams
 from tests.engine.fake_device import expected_tokens, fake_engine
 from tests.engine.page_audit import audit
 
@@ -81,7 +81,7 @@ class Driver:
         self.params: dict[str, SamplingParams] = {}
         self.deltas: list[OutputDelta] = []
 
-    def add(self, request_id: str, prompt: Sequence[int], params: SamplingParams, context: RequestContext = ANYONE) -> None:
+    def add(self, request_id: str, prompt: Sequence[int], params: SamplingParams, context: RequestContext = DEFAULT_CONTEXT) -> None:
         self.engine.add_request(request_id, prompt, params, context)
         self.outputs[request_id] = RequestOutput.empty(request_id, None, list(prompt), params)
         self.params[request_id] = params
@@ -104,7 +104,9 @@ class Driver:
             self.step()
         raise AssertionError(f"no end in {most_steps} steps")
 
-    def ask(self, request_id: str, prompt: Sequence[int], params: SamplingParams, context: RequestContext = ANYONE) -> RequestOutput:
+    def ask(
+        self, request_id: str, prompt: Sequence[int], params: SamplingParams, context: RequestContext = DEFAULT_CONTEXT
+    ) -> RequestOutput:
         """Serve a request to its end."""
         self.add(request_id, prompt, params, context)
         self.finish(request_id)

@@ -15,7 +15,7 @@ from jaxinfer.engine import Engine
 from jaxinfer.kv_cache.spec import PageSpec
 from jaxinfer.kv_tiers.disk_file import ALIGNMENT, ENTRY_SIZE
 from jaxinfer.request import FinishReason, OutputDelta, RequestContext, RequestError, SamplingParams
-from pallas_kernels.span import EVERYTHING, Span
+from pallas_kernels.span import FULL_ATTENTION, Span
 from tests.engine.fake_device import TOKENIZER, VOCAB, LateArray, expected_tokens, fake_engine
 from tests.engine.page_audit import assert_all_free, audit
 from tests.engine.simulated import Clock
@@ -219,12 +219,12 @@ def test_prefill_keeps_all_stages_busy_though_nothing_decodes(clock, layout):
 
 
 MIXES = {
-    "windows": (EVERYTHING, Span(window=9)),
-    "chunks": (EVERYTHING, Span(chunk=12), Span(chunk=12)),
+    "windows": (FULL_ATTENTION, Span(window=9)),
+    "chunks": (FULL_ATTENTION, Span(chunk=12), Span(chunk=12)),
     "windows alone": (Span(window=20),),
     "chunks alone": (Span(chunk=16),),
-    "a window of one": (EVERYTHING, Span(window=1)),
-    "two kinds": (EVERYTHING, EVERYTHING, Span(window=30), Span(chunk=7)),
+    "a window of one": (FULL_ATTENTION, Span(window=1)),
+    "two kinds": (FULL_ATTENTION, FULL_ATTENTION, Span(window=30), Span(chunk=7)),
 }
 
 
@@ -244,18 +244,18 @@ def test_layers_of_bounded_spans_keep_what_they_attend_to_and_no_more(clock, mes
         prefill_chunk_size=32,
     )
     of_groups = MIXES[spans]
-    num_pages = PageSpec(1, 1, 1, 4, 8, of_groups).most_pages(120, 32)  # one context, or several short ones
+    num_pages = PageSpec(1, 1, 1, 4, 8, of_groups).max_pages(120, 32)  # one context, or several short ones
     engine = fake_engine(config, num_pages, clock=clock, spans=of_groups)
     check(engine, run(engine, np.random.default_rng(8), clock), of_groups)
     assert engine.max_model_len == 120
-    if EVERYTHING in of_groups:
+    if FULL_ATTENTION in of_groups:
         assert engine.stats.num_preemptions > 0
     assert (engine.stats.num_cached_tokens > 20) == prefix_cache
     if meshes == "two":
         assert engine.stats.num_pages_moved > 100
 
 
-def check(engine: Engine, followed: dict[str, Followed], spans: tuple[Span, ...] = (EVERYTHING,)) -> None:
+def check(engine: Engine, followed: dict[str, Followed], spans: tuple[Span, ...] = (FULL_ATTENTION,)) -> None:
     assert_all_free(engine)
     assert len(followed) > 50
     num_finished = 0

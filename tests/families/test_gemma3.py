@@ -12,7 +12,7 @@ from jaxinfer.layers.matrices import MatrixFormat
 from jaxinfer.models.config import LinearScaling, UnsupportedModelError
 from jaxinfer.models.gemma3 import Gemma3
 from jaxinfer.models.registry import read_config
-from pallas_kernels.span import EVERYTHING, Span
+from pallas_kernels.span import FULL_ATTENTION, Span
 from tests.families import checkpoint
 
 # Of gemma-3-4b-it, all that says anything of its text model.
@@ -36,8 +36,8 @@ def test_what_a_published_configuration_leaves_out_is_known() -> None:
     assert (read.num_heads, read.num_kv_heads, read.head_size, read.vocab_size) == (8, 4, 256, 262_208)
     assert (read.max_position_embeddings, read.rms_norm_eps, read.tie_word_embeddings) == (131_072, 1e-6, True)
     assert (read.rope_theta, read.rope_scaling, read.family.local_rope) == (1e6, LinearScaling(8.0), (10_000.0, None))
-    assert [layer for layer, span in enumerate(read.spans) if span == EVERYTHING] == [5, 11, 17, 23, 29]
-    assert set(read.spans) == {EVERYTHING, Span(window=1024)}
+    assert [layer for layer, span in enumerate(read.spans) if span == FULL_ATTENTION] == [5, 11, 17, 23, 29]
+    assert set(read.spans) == {FULL_ATTENTION, Span(window=1024)}
     assert (read.family.query_scalar, read.soft_cap, read.family.final_soft_cap) == (256.0, None, None)
 
 

@@ -23,7 +23,7 @@ CONTEXT = 104  # tokens: the longest prompt and its answer
 def test_preemption_changes_no_token_and_pages_stay_bounded(tmp_path: Path, family: str, is_shared: bool) -> None:
     spec = PageSpec.of(read_config(checkpoint.config_of(family)), SETTINGS["page_size"], 4)
     assert any(spec.is_bounded)
-    num_pages = spec.most_pages(CONTEXT, 32) + 1
+    num_pages = spec.max_pages(CONTEXT, 32) + 1
     devices = {} if is_shared else {"prefill_devices": (0,), "decode_devices": (1,)}
     llm = serve(tmp_path, family, kv_memory=f"{num_pages * spec.page_bytes}B", max_model_len=CONTEXT, **devices)
     assert llm.engine.stats.decode_pages == num_pages - 1
@@ -51,9 +51,9 @@ def test_a_long_context_holds_the_pages_of_its_spans_alone(tmp_path: Path, famil
         for sequence in engine._parts.decode.scheduler.running:
             for group, is_bounded in enumerate(spec.is_bounded):
                 held = sum(page != NULL_PAGE for page in sequence.decode_pages[group :: spec.num_groups])
-                assert held <= (spec.most_runs(group, 1) + 1 if is_bounded else spec.runs_for(len(sequence.token_ids)))
+                assert held <= (spec.max_blocks(group, 1) + 1 if is_bounded else spec.blocks_for(len(sequence.token_ids)))
             most = max(most, manager.num_used)
-    assert 0 < most < spec.num_groups * spec.runs_for(CONTEXT - 2)
+    assert 0 < most < spec.num_groups * spec.blocks_for(CONTEXT - 2)
 
 
 def test_tiers_are_refused(tmp_path: Path) -> None:

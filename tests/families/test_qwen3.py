@@ -9,7 +9,7 @@ import pytest
 from jaxinfer.models.config import Routing, UnsupportedModelError
 from jaxinfer.models.qwen3 import Qwen3Experts
 from jaxinfer.models.registry import read_config
-from pallas_kernels.span import EVERYTHING, Span
+from pallas_kernels.span import FULL_ATTENTION, Span
 from tests.families import checkpoint
 
 DENSE, EXPERTS = checkpoint.config_of("qwen3"), checkpoint.config_of("qwen3_moe")
@@ -46,7 +46,7 @@ PUBLISHED: dict[str, Any] = {
 def test_a_published_configuration_has_experts_in_every_layer_and_no_window() -> None:
     read = read_config(PUBLISHED)
     assert read.family == Qwen3Experts(Routing(128, 8, "softmax", normalises=True), 768, tuple(range(48)))
-    assert read.layer_spans == (EVERYTHING,) * 48
+    assert read.layer_spans == (FULL_ATTENTION,) * 48
     assert (read.head_size, read.num_kv_heads) == (128, 4)
 
 
@@ -64,11 +64,11 @@ def test_the_number_of_experts_goes_by_two_names() -> None:
 
 def test_a_window_is_in_the_later_layers_of_a_dense_model_and_in_all_of_one_of_experts() -> None:
     window = Span(window=20)
-    assert read_config(DENSE).spans == (EVERYTHING, window, window)
+    assert read_config(DENSE).spans == (FULL_ATTENTION, window, window)
     assert read_config({**DENSE, "max_window_layers": 0}).spans == (window,) * 3
-    assert read_config({**DENSE, "max_window_layers": 3}).layer_spans == (EVERYTHING,) * 3
+    assert read_config({**DENSE, "max_window_layers": 3}).layer_spans == (FULL_ATTENTION,) * 3
     assert read_config({**DENSE, "layer_types": ["sliding_attention", "full_attention", "full_attention"]}).spans[0] == window
-    assert read_config({**DENSE, "use_sliding_window": False}).layer_spans == (EVERYTHING,) * 3
+    assert read_config({**DENSE, "use_sliding_window": False}).layer_spans == (FULL_ATTENTION,) * 3
     assert set(read_config({**EXPERTS, "use_sliding_window": True, "sliding_window": 20}).spans) == {window}
 
 

@@ -14,7 +14,7 @@ from pallas_kernels.ragged_prefill_attention.mosaic_work import Tiling, Work, sh
 from pallas_kernels.ragged_prefill_attention.op import ragged_prefill_attention as op
 from pallas_kernels.ragged_prefill_attention.op import unsupported_reason
 from pallas_kernels.seen import first_seen
-from pallas_kernels.span import EVERYTHING, Span
+from pallas_kernels.span import FULL_ATTENTION, Span
 from tests.kernels.compiled import compiled
 from tests.kernels.poisoned_pool import LAYER, poisoned_pool
 
@@ -98,7 +98,7 @@ def test_groups_heads_and_pages_of_every_size(num_heads, num_kv_heads, head_size
     check(arguments((0,), (130,), (31,), 32, unused=0, **sizes))
 
 
-SPANS = (EVERYTHING, Span(window=1), Span(window=40), Span(chunk=1), Span(chunk=50))
+SPANS = (FULL_ATTENTION, Span(window=1), Span(window=40), Span(chunk=1), Span(chunk=50))
 
 
 @pytest.mark.parametrize("span", SPANS)
@@ -178,7 +178,7 @@ def test_runs_of_a_context_have_all_of_it_between_them(of_run):
     seen = np.zeros((192, 320), int)  # how often, of each token of q and each key
     for begin in range(0, 320, of_run):
         before = np.minimum(begin, kv_len)
-        work = work_of(tiles, jnp.asarray(kv_len - before), jnp.asarray(np.clip(kv_len - begin, 0, of_run)), tiling, 16, EVERYTHING)
+        work = work_of(tiles, jnp.asarray(kv_len - before), jnp.asarray(np.clip(kv_len - begin, 0, of_run)), tiling, 16, FULL_ATTENTION)
         work = Work(*map(np.asarray, work))
         for tile in range(len(work.first)):
             for i in range(work.num_queries[tile]):

@@ -1,7 +1,7 @@
 from jaxinfer.kv_cache.manager import KVManager
 from jaxinfer.kv_cache.radix_cache import digests, token_bytes
 from jaxinfer.kv_cache.spec import PageSpec
-from jaxinfer.request import ANYONE, RequestContext
+from jaxinfer.request import DEFAULT_CONTEXT, RequestContext
 
 SPEC = PageSpec(num_layers=2, num_kv_heads=1, head_size=4, page_size=4, bytes_per_value=4)
 
@@ -25,20 +25,20 @@ def test_growing_too_far_changes_nothing():
     pages, table = manager(), []
     assert pages.grow(table, 16)
     assert not pages.grow(table, 41)
-    assert not pages.grow(table, 24, keep_free=5)
+    assert not pages.grow(table, 24, reserved_pages=5)
     assert len(table) == 4
-    assert pages.grow(table, 24, keep_free=4)
-    assert pages.grow(table, 24, keep_free=100), "nothing is needed"
+    assert pages.grow(table, 24, reserved_pages=4)
+    assert pages.grow(table, 24, reserved_pages=100), "nothing is needed"
 
 
 def test_a_finished_sequences_pages_are_found_by_the_next_and_go_when_room_is_needed():
     pages, table, tokens = manager(), [], list(range(13))
     pages.grow(table, 13)
     first = list(table)
-    pages.keep(table, tokens, 13, ANYONE)
+    pages.insert(table, tokens, 13, DEFAULT_CONTEXT)
     pages.free(table)
     assert (pages.num_used, pages.num_cached, pages.num_free) == (0, 3, 10)
-    assert pages.take_cached(table, [*tokens[:8], 99, 99, 99, 99, 99], 12, ANYONE) == 8
+    assert pages.match_prefix(table, [*tokens[:8], 99, 99, 99, 99, 99], 12, DEFAULT_CONTEXT) == 8
     assert table == first[:2]
     other: list[int] = []
     assert not pages.grow(other, 4 * 9), "two of ten are read"
@@ -52,12 +52,12 @@ def test_a_finished_sequences_pages_are_found_by_the_next_and_go_when_room_is_ne
 def test_no_more_is_taken_than_asked_for_and_only_within_a_namespace():
     pages, table, tokens = manager(), [], list(range(12))
     pages.grow(table, 12)
-    pages.keep(table, tokens, 12, ANYONE)
+    pages.insert(table, tokens, 12, DEFAULT_CONTEXT)
     found: list[int] = []
-    assert pages.take_cached(found, tokens, 11, ANYONE) == 8
+    assert pages.match_prefix(found, tokens, 11, DEFAULT_CONTEXT) == 8
     pages.free(found)
-    assert pages.take_cached(found, tokens, 3, ANYONE) == 0
-    assert pages.take_cached(found, tokens, 12, RequestContext(namespace="another")) == 0
+    assert pages.match_prefix(found, tokens, 3, DEFAULT_CONTEXT) == 0
+    assert pages.match_prefix(found, tokens, 12, RequestContext(namespace="another")) == 0
     assert pages.num_used == 3
 
 
@@ -66,7 +66,7 @@ def test_pages_that_are_about_to_be_used_anew_can_be_saved():
     pages.save_evicted = saved.extend
     pages.grow(table, 12)
     held = list(table)
-    pages.keep(table, list(range(12)), 12, ANYONE)
+    pages.insert(table, list(range(12)), 12, DEFAULT_CONTEXT)
     pages.free(table)
     pages.grow(table, 40)
     assert [node.page for node in saved] == held[::-1], "leaves first"
@@ -76,24 +76,24 @@ def test_pages_that_are_about_to_be_used_anew_can_be_saved():
 def test_pages_of_a_session_stay_longer():
     now = [0.0]
     pages = KVManager(SPEC, 11, session_seconds=60, clock=lambda: now[0])
-    for start, context in ((0, RequestContext(session="s")), (100, ANYONE)):
+    for start, context in ((0, RequestContext(session="s")), (100, DEFAULT_CONTEXT)):
         table: list[int] = []
         pages.grow(table, 20)
-        pages.keep(table, range(start, start + 20), 20, context)
+        pages.insert(table, range(start, start + 20), 20, context)
         pages.free(table)
     table = []
     pages.grow(table, 20)
-    assert pages.take_cached([], range(100, 120), 20, ANYONE) == 0, "younger, but of no session"
+    assert pages.match_prefix([], range(100, 120), 20, DEFAULT_CONTEXT) == 0, "younger, but of no session"
     pages.free(table)
     kept: list[int] = []
-    assert pages.take_cached(kept, range(20), 20, ANYONE) == 20
+    assert pages.match_prefix(kept, range(20), 20, DEFAULT_CONTEXT) == 20
     pages.free(kept)
 
 
 def test_without_a_prefix_cache_nothing_is_kept():
     pages, table = KVManager(SPEC, 11, prefix_cache=False), []
     pages.grow(table, 12)
-    pages.keep(table, range(12), 12, ANYONE)
+    pages.insert(table, range(12), 12, DEFAULT_CONTEXT)
     pages.free(table)
-    assert pages.take_cached(table, range(12), 12, ANYONE) == 0
+    assert pages.match_prefix(table, range(12), 12, DEFAULT_CONTEXT) == 0
     assert pages.num_cached == 0

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from jaxinfer.kv_cache import radix_cache
 from jaxinfer.kv_cache.allocator import PageAllocator
-from jaxinfer.kv_cache.radix_cache import CachedRun, RadixCache, digests, token_bytes
+from jaxinfer.kv_cache.radix_cache import CachedBlock, RadixCache, digests, token_bytes
 
 PAGE_SIZE = 2
 
@@ -42,8 +42,8 @@ class Pool:
             self.allocator.release(table)
         return table
 
-    def match(self, text: str, namespace: str = "", most_pages: int = 99, warm_until: float = 0.0) -> list[int]:
-        return self.cache.match(tokens(text), namespace, most_pages, warm_until)
+    def match(self, text: str, namespace: str = "", max_pages: int = 99, warm_until: float = 0.0) -> list[int]:
+        return self.cache.match(tokens(text), namespace, max_pages, warm_until)
 
     def evict(self, count: int) -> list[str]:
         """The letters that each evicted page held."""
@@ -54,7 +54,7 @@ def tokens(text: str) -> bytes:
     return token_bytes(map(ord, text))
 
 
-def text_of(node: CachedRun) -> str:
+def text_of(node: CachedBlock) -> str:
     return node.tokens.decode("utf-32-le")
 
 
@@ -66,7 +66,7 @@ def test_the_longest_known_run_of_whole_pages_is_found():
     assert pool.match("abcdexy") == table[:2]
     assert pool.match("abc") == table[:1]
     assert pool.match("a") == pool.match("") == pool.match("bcde") == []
-    assert pool.match("abcdefgh", most_pages=2) == table[:2]
+    assert pool.match("abcdefgh", max_pages=2) == table[:2]
 
 
 def test_runs_that_begin_alike_share_pages_and_part_where_they_differ():
@@ -293,9 +293,9 @@ class RadixCacheAgainstModel(RuleBasedStateMachine):
     def use(self, known: Known, warm_until: float) -> None:
         known.last_used, known.warm_until = self.num_uses, max(known.warm_until, warm_until)
 
-    def expect_match(self, text: str, namespace: str, most_pages: int, warm_until: float) -> list[int]:
+    def expect_match(self, text: str, namespace: str, max_pages: int, warm_until: float) -> list[int]:
         self.num_uses += 1
-        runs = self.runs(text, namespace, min(most_pages, len(text) // PAGE_SIZE))
+        runs = self.runs(text, namespace, min(max_pages, len(text) // PAGE_SIZE))
         found = [self.known[run] for run in itertools.takewhile(self.known.__contains__, runs)]
         for known in found:
             self.use(known, warm_until)
@@ -330,10 +330,10 @@ class RadixCacheAgainstModel(RuleBasedStateMachine):
 
     # What a manager does.
 
-    def match(self, text: str, namespace: str, most_pages: int, warm_for: float) -> list[int]:
+    def match(self, text: str, namespace: str, max_pages: int, warm_for: float) -> list[int]:
         warm_until = warm_for and self.pool.now + warm_for
-        found = self.pool.match(text, namespace, most_pages, warm_until)
-        assert found == self.expect_match(text, namespace, most_pages, warm_until)
+        found = self.pool.match(text, namespace, max_pages, warm_until)
+        assert found == self.expect_match(text, namespace, max_pages, warm_until)
         return found
 
     def insert(self, sequence: Running) -> None:
@@ -376,9 +376,9 @@ class RadixCacheAgainstModel(RuleBasedStateMachine):
         if not self.take_pages(table, len(text)):
             self.stop(-1)
 
-    @rule(text=TEXTS, namespace=NAMESPACES, most_pages=st.integers(0, 5), warm_for=WARM_FOR)
-    def look_without_starting(self, text: str, namespace: str, most_pages: int, warm_for: float) -> None:
-        self.match(text, namespace, most_pages, warm_for)
+    @rule(text=TEXTS, namespace=NAMESPACES, max_pages=st.integers(0, 5), warm_for=WARM_FOR)
+    def look_without_starting(self, text: str, namespace: str, max_pages: int, warm_for: float) -> None:
+        self.match(text, namespace, max_pages, warm_for)
 
     @precondition(lambda self: self.running)
     @rule(which=ANY, letter=st.sampled_from("ab"))

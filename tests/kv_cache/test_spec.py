@@ -3,7 +3,7 @@ import pytest
 from jaxinfer.kv_cache.spec import LayerGroups, PageSpec, default_page_size
 from jaxinfer.models.registry import read_config
 from jaxinfer.models.shapes import model_shape
-from pallas_kernels.span import EVERYTHING, Span
+from pallas_kernels.span import FULL_ATTENTION, Span
 
 SPEC = PageSpec(num_layers=30, num_kv_heads=3, head_size=64, page_size=16, bytes_per_value=4)
 
@@ -14,7 +14,7 @@ def test_bytes():
 
 
 def test_runs_for_tokens():
-    assert [SPEC.runs_for(n) for n in (0, 1, 16, 17)] == [0, 1, 1, 2]
+    assert [SPEC.blocks_for(n) for n in (0, 1, 16, 17)] == [0, 1, 1, 2]
 
 
 def test_pages_in_a_budget():
@@ -32,7 +32,7 @@ def test_a_device_has_its_heads_of_a_page_or_its_tokens_of_latents():
         of_device = latents.on_device(num_devices, num_devices, 61)
         assert (of_device.num_parts, of_device.part_size) == (parts, 128 // parts)
         assert of_device.page_bytes == latents.page_bytes // parts
-        assert of_device.runs_for(129) == 2, "a run is as long on every device"
+        assert of_device.blocks_for(129) == 2, "a run is as long on every device"
     with pytest.raises(ValueError, match=f"a page of 128 tokens takes {16 * 61 * 576 * 2} bytes"):
         latents.on_device(8, 8, 61).num_pages(1000)
 
@@ -44,18 +44,18 @@ def test_pages_of_latents_are_as_large_as_their_devices_need():
 
 
 def test_layers_of_one_kind_are_one_group():
-    groups = LayerGroups.of((EVERYTHING,) * 30)
-    assert (groups.size, groups.spans) == (30, (EVERYTHING,))
+    groups = LayerGroups.of((FULL_ATTENTION,) * 30)
+    assert (groups.size, groups.spans) == (30, (FULL_ATTENTION,))
     assert groups.places == tuple((0, layer) for layer in range(30))
 
 
 def test_a_mix_is_cut_into_groups_of_one_size_that_waste_little():
     chunk = Span(chunk=8192)
-    scout = LayerGroups.of(tuple(EVERYTHING if layer % 4 == 3 else chunk for layer in range(48)))
-    assert (scout.size, sorted(scout.spans, key=str)) == (12, [chunk] * 3 + [EVERYTHING]) or scout.spans.count(chunk) == 3
-    assert scout.spans.count(EVERYTHING) == 1
+    scout = LayerGroups.of(tuple(FULL_ATTENTION if layer % 4 == 3 else chunk for layer in range(48)))
+    assert (scout.size, sorted(scout.spans, key=str)) == (12, [chunk] * 3 + [FULL_ATTENTION]) or scout.spans.count(chunk) == 3
+    assert scout.spans.count(FULL_ATTENTION) == 1
     assert sorted(scout.places) == [(group, place) for group in range(4) for place in range(12)]
-    assert all(scout.spans[group] == (EVERYTHING if layer % 4 == 3 else chunk) for layer, (group, _) in enumerate(scout.places))
+    assert all(scout.spans[group] == (FULL_ATTENTION if layer % 4 == 3 else chunk) for layer, (group, _) in enumerate(scout.places))
 
 
 @pytest.mark.parametrize(
@@ -64,19 +64,19 @@ def test_a_mix_is_cut_into_groups_of_one_size_that_waste_little():
 )
 def test_what_has_no_bound_wastes_nothing(num_layers, every, size, num_groups):
     window = Span(window=512)
-    groups = LayerGroups.of(tuple(EVERYTHING if layer % every == every - 1 else window for layer in range(num_layers)))
+    groups = LayerGroups.of(tuple(FULL_ATTENTION if layer % every == every - 1 else window for layer in range(num_layers)))
     assert (groups.size, len(groups.spans)) == (size, num_groups)
-    assert groups.spans.count(EVERYTHING) * size == num_layers // every
+    assert groups.spans.count(FULL_ATTENTION) * size == num_layers // every
     assert len(set(groups.places)) == num_layers
 
 
 def test_bytes_a_token_of_llama_4_scout():
     """48 layers of 8 KV heads of 128 in bfloat16, of which 12 attend to everything: what a long context costs."""
-    spans = LayerGroups.of(tuple(EVERYTHING if layer % 4 == 3 else Span(chunk=8192) for layer in range(48))).spans
+    spans = LayerGroups.of(tuple(FULL_ATTENTION if layer % 4 == 3 else Span(chunk=8192) for layer in range(48))).spans
     spec = PageSpec(12, 8, 128, 16, 2, spans)
     assert spec.token_bytes == 48 * 2 * 8 * 128 * 2
     assert spec.lasting_token_bytes == 12 * 2 * 8 * 128 * 2
-    most = spec.most_pages(1_000_000, 4096)
+    most = spec.max_pages(1_000_000, 4096)
     assert most * spec.page_bytes == pytest.approx(1_000_000 * spec.lasting_token_bytes + 36 * 2 * 8 * 128 * 2 * (8192 + 4096), rel=1e-3)
     latents = PageSpec(61, 1, 576, 16, 2, num_sides=1)
     assert latents.token_bytes == 61 * 576 * 2
@@ -87,6 +87,6 @@ def test_bytes_a_token_of_llama_4_scout():
 def test_the_most_runs_of_a_chunk_are_enough_wherever_it_starts(span, page_size):
     spec = PageSpec(1, 1, 1, page_size, 1, (span,))
     for num_tokens in (1, 2, 7, 32):
-        needed = [spec.runs_for(start + num_tokens) - spec.first_run(0, start) for start in range(200)]
-        assert max(needed) <= spec.most_runs(0, num_tokens)
-    assert max(needed) >= spec.most_runs(0, 32) - 1 - (span.chunk is not None) * (page_size > 1)
+        needed = [spec.blocks_for(start + num_tokens) - spec.first_run(0, start) for start in range(200)]
+        assert max(needed) <= spec.max_blocks(0, num_tokens)
+    assert max(needed) >= spec.max_blocks(0, 32) - 1 - (span.chunk is not None) * (page_size > 1)

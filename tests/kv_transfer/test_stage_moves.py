@@ -13,15 +13,15 @@ from jaxinfer.kv_cache.pages import PagePool
 from jaxinfer.kv_cache.spec import LayerGroups, PageSpec
 from jaxinfer.kv_transfer.stage_moves import StageMoves, routes
 from jaxinfer.runtime.compilation import compile_programs
-from pallas_kernels.span import EVERYTHING, Span
+from pallas_kernels.span import FULL_ATTENTION, Span
 from sharding.mesh import make_mesh
 from sharding.rules import TENSOR_PARALLEL
 
 WINDOW = Span(window=8)
 MODELS = {
-    "one kind": (EVERYTHING,) * 6,
-    "a window in five of six": tuple(EVERYTHING if layer % 6 == 5 else WINDOW for layer in range(14)),
-    "chunks in three of four": tuple(EVERYTHING if layer % 4 == 3 else Span(chunk=4) for layer in range(8)),
+    "one kind": (FULL_ATTENTION,) * 6,
+    "a window in five of six": tuple(FULL_ATTENTION if layer % 6 == 5 else WINDOW for layer in range(14)),
+    "chunks in three of four": tuple(FULL_ATTENTION if layer % 4 == 3 else Span(chunk=4) for layer in range(8)),
 }
 
 

@@ -18,7 +18,7 @@ from jaxinfer.kv_cache.spec import PageSpec
 from jaxinfer.kv_tiers.tiers import Tiers
 from jaxinfer.kv_transfer import tiers as module
 from jaxinfer.kv_transfer.tiers import TierTransfer
-from jaxinfer.request import ANYONE, RequestContext
+from jaxinfer.request import DEFAULT_CONTEXT, RequestContext
 from jaxinfer.sequence import Sequence
 from tests import sequences
 from tests.kv_tiers.made_pages import disk_size
@@ -37,14 +37,14 @@ class Mesh:
         self.manager = KVManager(PageSpec(1, 1, 1, PAGE_SIZE, 8), num_pages + 1)
         self.mover = FakeMover(self.pool)
 
-    def compute(self, tokens: list[int], context: RequestContext = ANYONE) -> None:
+    def compute(self, tokens: list[int], context: RequestContext = DEFAULT_CONTEXT) -> None:
         """Serve a prompt and leave its pages in the cache."""
         table: list[int] = []
-        self.manager.take_cached(table, tokens, len(tokens), context)
+        self.manager.match_prefix(table, tokens, len(tokens), context)
         assert self.manager.grow(table, len(tokens))
         for place, token in enumerate(tokens):
             self.pool[table[place // PAGE_SIZE], place % PAGE_SIZE] = token
-        self.manager.keep(table, tokens, len(tokens), context)
+        self.manager.insert(table, tokens, len(tokens), context)
         self.manager.free(table)
 
     def evict(self, num_pages: int | None = None) -> None:
@@ -59,7 +59,7 @@ class Mesh:
 
     def held(self, tokens: list[int]) -> int:
         """How many leading pages of a prompt are in the cache."""
-        return self.manager.missing(tokens, len(tokens), ANYONE)[0]
+        return self.manager.missing(tokens, len(tokens), DEFAULT_CONTEXT)[0]
 
 
 class Rig:
@@ -85,13 +85,13 @@ class Rig:
     def admit(self, sequence: Sequence) -> int:
         """Give a sequence its page table as the scheduler does; returns how many of its pages came from the tiers, each of which is right."""
         table, before = sequence.prefill_pages, self.mesh.mover.num_scattered
-        num_cached = self.mesh.manager.take_cached(table, sequence.token_ids, len(sequence.token_ids) - 1, sequence.context)
+        num_cached = self.mesh.manager.match_prefix(table, sequence.token_ids, len(sequence.token_ids) - 1, sequence.context)
         assert self.mesh.manager.grow(table, len(sequence.token_ids))
         num_filled = self.transfer.fill(sequence, table, num_cached)
         held = self.mesh.pool[table].reshape(-1)[:num_filled].tolist()
         assert held == sequence.token_ids[:num_filled]
         assert num_filled < len(sequence.token_ids), "the last is computed, to sample from"
-        self.mesh.manager.keep(table, sequence.token_ids, num_filled, sequence.context)
+        self.mesh.manager.insert(table, sequence.token_ids, num_filled, sequence.context)
         assert (num_filled - num_cached) // PAGE_SIZE == self.mesh.mover.num_scattered - before
         return self.mesh.mover.num_scattered - before
 
@@ -120,7 +120,7 @@ def make() -> Iterator[MakeRig]:
         rig.transfer.close()
 
 
-def prompt(length: int, start: int = 0, context: RequestContext = ANYONE, **params: Any) -> Sequence:
+def prompt(length: int, start: int = 0, context: RequestContext = DEFAULT_CONTEXT, **params: Any) -> Sequence:
     """A waiting sequence with the tokens `start`, `start` + 1, ..."""
     sequence = sequences.make(length, context=context, **params)
     sequence.token_ids = list(range(start, start + length))
@@ -285,7 +285,7 @@ def test_a_fetch_that_nobody_needs_any_more_is_cancelled(make, hold_reads):
 
 def test_of_a_damaged_prefix_the_pages_before_the_damage_come_back(make, tmp_path):
     rig, sequence = on_disk_only(make, tmp_path, 30), prompt(30)
-    keys = rig.mesh.manager.missing(sequence.token_ids, 28, ANYONE)[1]
+    keys = rig.mesh.manager.missing(sequence.token_ids, 28, DEFAULT_CONTEXT)[1]
     slot = rig.tiers._disk.slots.hold(keys[3])
     with open(tmp_path / "kv", "r+b") as file:
         file.seek((2 + slot) * 4096 + 5)
@@ -523,8 +523,8 @@ def test_of_more_than_the_file_holds_what_was_used_last_is_saved_from_its_beginn
     first.mesh.compute(list(range(16)))
     first.transfer.close()
     second = make(disk=str(tmp_path / "kv"), num_disk=5)
-    assert second.tiers.find(second.mesh.manager.missing(list(range(16)), 16, ANYONE)[1]).num_pages == 4
-    assert second.tiers.find(second.mesh.manager.missing(list(range(100, 124)), 24, ANYONE)[1]).num_pages == 1
+    assert second.tiers.find(second.mesh.manager.missing(list(range(16)), 16, DEFAULT_CONTEXT)[1]).num_pages == 4
+    assert second.tiers.find(second.mesh.manager.missing(list(range(100, 124)), 24, DEFAULT_CONTEXT)[1]).num_pages == 1
 
 
 def test_without_a_file_close_copies_nothing(make):

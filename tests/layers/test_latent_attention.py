@@ -16,15 +16,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxinfer.decode import program as decode
 from jaxinfer.kv_cache.pages import PagePool
 from jaxinfer.kv_cache.spec import NULL_PAGE, LayerGroups, PageSpec
-from jaxinfer.layers.attention_over_pages import AttendOverPages
 from jaxinfer.layers.latent_attention import LatentAttention, absorbed, expanded, over_parts
 from jaxinfer.layers.matrices import MatrixFormat
+from jaxinfer.layers.paged_attention import PagedAttentionBackend
 from jaxinfer.layers.rope import CosSin, angles, inverse_frequencies
 from jaxinfer.models.config import AnyRopeScaling, LatentSizes, YarnScaling
 from jaxinfer.prefill import program as prefill
 from pallas_kernels.latent_prefill_attention.op import latent_prefill_attention
 from pallas_kernels.paged_attention.op import paged_attention
-from pallas_kernels.span import EVERYTHING
+from pallas_kernels.span import FULL_ATTENTION
 from sharding.mesh import TENSOR, make_mesh
 from sharding.partition import partition_spec
 from sharding.rules import TENSOR_PARALLEL
@@ -297,9 +297,9 @@ def over_pages(num_devices: int, role: str) -> tuple[np.ndarray, np.ndarray, boo
     ]
 
     def step(q: jax.Array, latents: jax.Array, up: jax.Array, pages: jax.Array) -> tuple[jax.Array, jax.Array]:
-        groups = LayerGroups.of((EVERYTHING,) * 2)
-        attend = AttendOverPages(mesh, kernels, groups, (tables,), (jnp.asarray(ids),), jnp.asarray(positions % 64), rows)
-        return attend.at(attend.place(1)).latents(q, latents, up, pages, 0.2)
+        groups = LayerGroups.of((FULL_ATTENTION,) * 2)
+        attend = PagedAttentionBackend(mesh, kernels, groups, (tables,), (jnp.asarray(ids),), jnp.asarray(positions % 64), rows)
+        return attend.at(attend.location(1)).latents(q, latents, up, pages, 0.2)
 
     with jax.set_mesh(mesh):
         out, pages = jax.jit(step)(*placed, jax.device_put(contents, pool.abstract.sharding))

@@ -9,7 +9,7 @@ import pytest
 from jaxinfer.models.config import UnsupportedModelError
 from jaxinfer.models.registry import read_config
 from jaxinfer.models.shapes import model_shape
-from pallas_kernels.span import EVERYTHING, Span
+from pallas_kernels.span import FULL_ATTENTION, Span
 
 TEXT: dict[str, Any] = model_shape("llama-4-scout")["text_config"] | {"architectures": ["Llama4ForCausalLM"], "num_hidden_layers": 6}
 CHUNK = Span(chunk=8192)
@@ -18,7 +18,7 @@ CHUNK = Span(chunk=8192)
 def test_layers_without_positions_attend_to_everything() -> None:
     config = read_config(TEXT | {"no_rope_layers": [1, 0, 1, 1, 0, 1]})
     assert config.family.is_rotated == (True, False, True, True, False, True)
-    assert config.spans == (CHUNK, EVERYTHING, CHUNK, CHUNK, EVERYTHING, CHUNK)
+    assert config.spans == (CHUNK, FULL_ATTENTION, CHUNK, CHUNK, FULL_ATTENTION, CHUNK)
 
 
 @pytest.mark.parametrize("absent", [[], None])
@@ -29,12 +29,12 @@ def test_one_in_so_many_has_no_positions_where_no_list_says_which(absent: list[i
 
 def test_layer_types_say_what_is_attended_to_whatever_rotates() -> None:
     config = read_config(TEXT | {"layer_types": ["full_attention"] * 5 + ["chunked_attention"]})
-    assert config.spans == (EVERYTHING,) * 5 + (CHUNK,)
+    assert config.spans == (FULL_ATTENTION,) * 5 + (CHUNK,)
     assert config.family.is_rotated == (True, True, True, False, True, True)
 
 
 def test_without_a_chunk_size_every_layer_attends_to_everything() -> None:
-    assert set(read_config(TEXT | {"attention_chunk_size": None}).spans) == {EVERYTHING}
+    assert set(read_config(TEXT | {"attention_chunk_size": None}).spans) == {FULL_ATTENTION}
 
 
 def test_which_layers_have_experts() -> None:

@@ -11,8 +11,8 @@ from jaxinfer.layers.rope import inverse_frequencies
 from jaxinfer.models.config import LatentSizes, Routing, YarnScaling
 from jaxinfer.models.registry import read_config
 from jaxinfer.models.shapes import model_shape
-from jaxinfer.plan import most_tokens
-from pallas_kernels.span import EVERYTHING, Span
+from jaxinfer.plan import max_context_tokens
+from pallas_kernels.span import FULL_ATTENTION, Span
 
 CHUNK_SIZE = 2048
 
@@ -40,7 +40,7 @@ def test_kimi_k25() -> None:
 def test_llama_4_scout() -> None:
     config = read_config(model_shape("llama-4-scout"))
     chunk = Span(chunk=8192)
-    assert config.spans == (chunk, chunk, chunk, EVERYTHING) * 12
+    assert config.spans == (chunk, chunk, chunk, FULL_ATTENTION) * 12
     assert config.family.is_rotated == (True, True, True, False) * 12
     assert config.family.has_experts == (True,) * 48
     assert (config.family.tempering, config.family.normalises) == ((8192.0, 0.1), True)
@@ -66,10 +66,10 @@ def test_bytes_a_token_of_llama_4_scout() -> None:
 def test_a_context_of_a_million_tokens_of_llama_4_scout() -> None:
     """Costs what its global layers keep, and in others of two chunks at most."""
     spec, million = page_spec("llama-4-scout"), 1_000_000
-    held = spec.most_pages(million, CHUNK_SIZE) * spec.page_bytes
+    held = spec.max_pages(million, CHUNK_SIZE) * spec.page_bytes
     assert million * 49152 < held < million * 49152 + 2 * 8192 * 196608
     assert held / (million * 196608) < 0.27
     # As many pages hold it, and one fewer do not.
-    pages = spec.most_pages(million, CHUNK_SIZE)
-    assert most_tokens(spec, pages + 1, CHUNK_SIZE, million) >= million
-    assert most_tokens(spec, pages - spec.num_groups, CHUNK_SIZE, million) < million
+    pages = spec.max_pages(million, CHUNK_SIZE)
+    assert max_context_tokens(spec, pages + 1, CHUNK_SIZE, million) >= million
+    assert max_context_tokens(spec, pages - spec.num_groups, CHUNK_SIZE, million) < million

@@ -19,8 +19,8 @@ class Scheduler(PrefillScheduler):
 
     chunk_size = 128
 
-    def next(self, num_free_slots: int = 9, keep_free: int = 0, make_room: MakeRoom = NO_ROOM) -> list[Chunk]:
-        chunks = self.schedule(self.chunk_size, num_free_slots, keep_free, make_room)
+    def next(self, num_free_slots: int = 9, reserved_pages: int = 0, make_room: MakeRoom = NO_ROOM) -> list[Chunk]:
+        chunks = self.schedule(self.chunk_size, num_free_slots, reserved_pages, make_room)
         self.launched([chunk for chunk in chunks if not isinstance(chunk, Fork)])
         return chunks
 
@@ -61,8 +61,8 @@ def test_admission_stops_at_slots_rows_and_pages():
     few = scheduler(num_pages=5)
     for length in (33, 1, 1):
         few.add(sequences.make(length))
-    assert len(few.next(keep_free=2)) == 1, "3 pages of 5, and 2 are to stay free"
-    assert len(few.next(keep_free=1)) == 1
+    assert len(few.next(reserved_pages=2)) == 1, "3 pages of 5, and 2 are to stay free"
+    assert len(few.next(reserved_pages=1)) == 1
     assert len(few.waiting) == 1
 
 

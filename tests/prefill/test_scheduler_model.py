@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from jaxinfer.kv_cache.manager import KVManager
-from jaxinfer.kv_cache.radix_cache import CachedRun, digests, token_bytes
+from jaxinfer.kv_cache.radix_cache import CachedBlock, digests, token_bytes
 from jaxinfer.kv_cache.spec import PageSpec
 from jaxinfer.prefill.queue import WaitingQueue
 from jaxinfer.prefill.scheduler import FORK_TOKENS, Chunk, Fork, PrefillScheduler
@@ -52,19 +52,19 @@ class Manager(KVManager):
         num_pages = num_tokens // PAGE_SIZE
         return digests(context.namespace, token_bytes(token_ids[: num_pages * PAGE_SIZE]), PAGE_SIZE, num_pages)
 
-    def take_cached(self, table: list[int], token_ids: list[int], most_tokens: int, context: RequestContext) -> int:
+    def match_prefix(self, table: list[int], token_ids: list[int], max_tokens: int, context: RequestContext) -> int:
         num_known = 0
-        for key in self.keys_of(token_ids, most_tokens, context):
+        for key in self.keys_of(token_ids, max_tokens, context):
             if key not in self.known:
                 break
             num_known += PAGE_SIZE
-        found = super().take_cached(table, token_ids, most_tokens, context)
+        found = super().match_prefix(table, token_ids, max_tokens, context)
         assert found == num_known == len(table) * PAGE_SIZE
         assert table == [self.known[key] for key in self.keys_of(token_ids, found, context)]
         self.num_found = found
         return found
 
-    def keep(self, table: list[int], token_ids: list[int], num_tokens: int, context: RequestContext) -> None:
+    def insert(self, table: list[int], token_ids: list[int], num_tokens: int, context: RequestContext) -> None:
         """What is known takes a table's own page's place, unless siblings read that, and with it what follows."""
         expected = list(table)
         for place, key in enumerate(self.keys_of(token_ids, num_tokens, context) if self.is_caching else []):
@@ -72,27 +72,27 @@ class Manager(KVManager):
             if page != table[place] and self._allocator.references(table[place]) > 1:
                 break
             expected[place] = page
-        super().keep(table, token_ids, num_tokens, context)
+        super().insert(table, token_ids, num_tokens, context)
         assert table == expected
 
-    def forget_evicted(self, evicted: list[CachedRun]) -> None:
+    def forget_evicted(self, evicted: list[CachedBlock]) -> None:
         for node in evicted:
             assert self.known.pop(node.digest) == node.page
 
-    def grow(self, table: list[int], num_tokens: int, keep_free: int = 0) -> bool:
+    def grow(self, table: list[int], num_tokens: int, reserved_pages: int = 0) -> bool:
         missing = -(-num_tokens // PAGE_SIZE) - len(table)
-        has_room = missing <= 0 or NUM_PAGES - len(self.machine.pages_held()) - missing >= keep_free
-        self.check_given_up(missing + keep_free if has_room else 0)
-        assert super().grow(table, num_tokens, keep_free) == has_room
+        has_room = missing <= 0 or NUM_PAGES - len(self.machine.pages_held()) - missing >= reserved_pages
+        self.check_given_up(missing + reserved_pages if has_room else 0)
+        assert super().grow(table, num_tokens, reserved_pages) == has_room
         assert list(self._shared._tables) == self.still_shared
         self.machine.events.append(("room" if has_room else "no room", self.num_found))
         return has_room
 
-    def fork(self, name: object, table: list[int], num_tokens: int, keep_free: int = 0) -> list[tuple[int, int]] | None:
+    def fork(self, name: object, table: list[int], num_tokens: int, reserved_pages: int = 0) -> list[tuple[int, int]] | None:
         missing = int(num_tokens % PAGE_SIZE > 0)
-        has_room = NUM_PAGES - len(self.machine.pages_held() + Counter(self._shared[name])) - missing >= keep_free
-        self.check_given_up(missing + keep_free if has_room else 0, spare=name)
-        copies = super().fork(name, table, num_tokens, keep_free)
+        has_room = NUM_PAGES - len(self.machine.pages_held() + Counter(self._shared[name])) - missing >= reserved_pages
+        self.check_given_up(missing + reserved_pages if has_room else 0, spare=name)
+        copies = super().fork(name, table, num_tokens, reserved_pages)
         assert (copies is not None) == has_room
         assert list(self._shared._tables) == self.still_shared
         self.machine.events.append(("fork" if has_room else "no fork", 0))
@@ -232,7 +232,7 @@ class PrefillSchedulerAgainstModel(RuleBasedStateMachine):
 
     def give_back_decode_pages(self, sequence: Sequence) -> None:
         if sequence.decode_pages:
-            self.manager.keep(sequence.decode_pages, sequence.token_ids, len(sequence.token_ids) - 1, sequence.context)
+            self.manager.insert(sequence.decode_pages, sequence.token_ids, len(sequence.token_ids) - 1, sequence.context)
             self.manager.free(sequence.decode_pages)
 
     def write(self, table: list[int], start: int, tokens: list[int]) -> None:
@@ -276,15 +276,17 @@ class PrefillSchedulerAgainstModel(RuleBasedStateMachine):
             leader = leader or sequence
 
     @rule(
-        part=st.sampled_from([0.1, 0.4, 1.0, 1.0]), num_free_slots=st.sampled_from([0, 1, 2, 9, 9]), keep_free=st.sampled_from([0, 0, 0, 3])
+        part=st.sampled_from([0.1, 0.4, 1.0, 1.0]),
+        num_free_slots=st.sampled_from([0, 1, 2, 9, 9]),
+        reserved_pages=st.sampled_from([0, 0, 0, 3]),
     )
-    def start_step(self, part: float, num_free_slots: int, keep_free: int) -> None:
+    def start_step(self, part: float, num_free_slots: int, reserved_pages: int) -> None:
         if len(self.steps) == 2:
             self.end_step()
         budget, prefilling = int(part * self.buckets[-1]), self.in_state(PREFILLING)
         self.events.clear()
         self.changes.clear()
-        chunks = self.scheduler.schedule(budget, num_free_slots, keep_free, self.make_room)
+        chunks = self.scheduler.schedule(budget, num_free_slots, reserved_pages, self.make_room)
         self.check_step(chunks, prefilling, budget, num_free_slots)
         if not chunks:
             return

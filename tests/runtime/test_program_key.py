@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxinfer.decode.program import decode_step, seat
+from jaxinfer.decode.program import assign_slot, decode_step
 from jaxinfer.kv_transfer.page_moves import gather, scatter
 from jaxinfer.layers.matrices import MatrixFormat
 from jaxinfer.models.registry import read_config
@@ -49,7 +49,7 @@ def array(shape: tuple[int, ...], dtype: str = "float32", mesh: Any = MESH) -> j
 DIFFERENT = [
     None, True, 1, 1.0, "1", b"1", np.dtype("int8"), np.dtype("uint8"), int, float, Color.RED, Color.BLUE,
     (), (1,), (1, 2), (2, 1), [1, 2], (1, (2,)), ((1,), 2), Pair(1, 2), {1, 2}, frozenset((1, 2)), {1: 2}, {2: 1}, {"1": 2},
-    Setting(1), Setting(2), partial(gather, 1), partial(gather, x=1), partial(scatter, 1), gather, scatter, seat,
+    Setting(1), Setting(2), partial(gather, 1), partial(gather, x=1), partial(scatter, 1), gather, scatter, assign_slot,
     MESH, OTHER_MESH, array((2,)), array((3,)), array((2,), "int32"), array((2,), mesh=OTHER_MESH),
 ]  # fmt: skip
 

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from jaxinfer.chat_template import ChatTemplate
 from jaxinfer.encode.text_batching import Embedded, TextReader, TokenIds
-from jaxinfer.request import ANYONE, DeviceUsage, FinishReason, OutputDelta, RequestContext, SamplingParams, TokenLogprob
+from jaxinfer.request import DEFAULT_CONTEXT, DeviceUsage, FinishReason, OutputDelta, RequestContext, SamplingParams, TokenLogprob
 from jaxinfer.stats import EngineStats
 from jaxinfer.tokenizer import Tokenizer
 from server.backend import Overloaded, Unavailable
@@ -82,7 +82,7 @@ class FakeBackend:
         self.stopped = True
 
     async def generate(
-        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, context: RequestContext = ANYONE
+        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, context: RequestContext = DEFAULT_CONTEXT
     ) -> AsyncGenerator[OutputDelta]:
         if self.is_full:
             raise Overloaded(6.2)
@@ -113,7 +113,7 @@ class FakeBackend:
             if not is_complete:
                 self.aborted.append(request_id)
 
-    async def embed(self, request_id: str, token_lists: Sequence[TokenIds], context: RequestContext = ANYONE) -> Embedded:
+    async def embed(self, request_id: str, token_lists: Sequence[TokenIds], context: RequestContext = DEFAULT_CONTEXT) -> Embedded:
         if self.is_full:
             raise Overloaded(6.2)
         if self.failed:

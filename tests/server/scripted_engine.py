@@ -5,7 +5,7 @@ from collections import deque
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine_access import EngineAccess
-from jaxinfer.request import ANYONE, FinishReason, OutputDelta, RequestError
+from jaxinfer.request import DEFAULT_CONTEXT, FinishReason, OutputDelta, RequestError
 from jaxinfer.stats import EngineStats
 from tests.server.fakes import MAX_MODEL_LEN, byte_tokenizer
 
@@ -42,7 +42,7 @@ class ScriptedEngine:
         if not prompt_token_ids:
             raise RequestError("the prompt is empty", "prompt")
 
-    def add_request(self, request_id, prompt_token_ids, params, context=ANYONE):
+    def add_request(self, request_id, prompt_token_ids, params, context=DEFAULT_CONTEXT):
         self.threads.add(threading.current_thread().name)
         if len(prompt_token_ids) > 300:
             raise RequestError("found out late", "prompt")

@@ -8,7 +8,7 @@ from contextlib import aclosing, asynccontextmanager
 import pytest
 
 from jaxinfer.multi_process.peer_failure import ProcessLostError
-from jaxinfer.request import ANYONE, RequestContext, RequestError, SamplingParams
+from jaxinfer.request import DEFAULT_CONTEXT, RequestContext, RequestError, SamplingParams
 from server.backend import Overloaded, Unavailable
 from server.local_backend import LocalBackend
 from tests.server.scripted_engine import ScriptedEngine
@@ -25,7 +25,7 @@ async def running(engine):
         await asyncio.wait_for(backend.stop(), 5)
 
 
-async def text_of(backend, request_id, max_tokens=5, n=1, context=ANYONE):
+async def text_of(backend, request_id, max_tokens=5, n=1, context=DEFAULT_CONTEXT):
     texts = [""] * n
     async for delta in backend.generate(request_id, [1], SamplingParams(max_tokens=max_tokens, n=n), context):
         assert delta.request_id == request_id
