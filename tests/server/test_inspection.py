@@ -114,7 +114,7 @@ NORM = "model.layers.1.input_layernorm.weight"
 
 
 @pytest.mark.parametrize(
-    ("change", "why_not"),
+    ("change", "unsupported_reason"),
     [
         (_configured(architectures=["MambaForCausalLM"]), "architectures is ['MambaForCausalLM']: supported are DeepseekV3ForCausalLM"),
         (_configured(hidden_act="relu"), "hidden_act is 'relu'"),
