@@ -21,7 +21,7 @@ class Filling:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ParameterSlice:
     """A tensor's part of a parameter: `size` places along the weight's axis from `start` on."""
 
     shape: Shape
@@ -61,13 +61,13 @@ def fillings(source: TensorSource, shapes: Mapping[str, Shape], weight_map: Weig
     return found
 
 
-def places(source: TensorSource, weight: Weight, shape: Shape) -> dict[str, Place]:
+def places(source: TensorSource, weight: Weight, shape: Shape) -> dict[str, ParameterSlice]:
     """Of each tensor of a parameter of `shape`, in order."""
     axis = weight.axis % len(shape)
     found, start = {}, 0
     for name in weight.tensors:
         size = prod(_shape(source, name, weight)) * shape[axis] // prod(shape) if len(weight.tensors) > 1 else shape[axis]
-        found[name] = Place((*shape[:axis], size, *shape[axis + 1 :]), start, size)
+        found[name] = ParameterSlice((*shape[:axis], size, *shape[axis + 1 :]), start, size)
         start += size
     return found
 

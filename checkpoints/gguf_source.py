@@ -15,7 +15,7 @@ from gguf.quants import dequantize
 from checkpoints.gguf_config import ROPE_FACTORS, Metadata, hugging_face_config
 from checkpoints.gguf_file import GGUFFile, TensorInfo
 from checkpoints.gguf_parts import open_parts
-from checkpoints.source import ByteCounter, CheckpointError, Index, Part, Ranges, Stored, bounds, last_word
+from checkpoints.source import ByteCounter, CheckpointError, Index, Ranges, Stored, StoredArray, bounds, last_word
 
 _OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER = {
@@ -105,7 +105,7 @@ class GGUFSource:
     def stored(self, name: str) -> Stored:
         tensor = self._tensor(name)
         type_ = tensor.info.type
-        part = Part(tensor.shape, _PLAIN[type_]) if type_ in _PLAIN else Part(tensor.blocks.shape, np.dtype(np.uint8))
+        part = StoredArray(tensor.shape, _PLAIN[type_]) if type_ in _PLAIN else StoredArray(tensor.blocks.shape, np.dtype(np.uint8))
         return Stored(type_.name, {last_word(name): part})
 
     def read(self, name: str, index: Index | None = None, part: str | None = None) -> np.ndarray:

@@ -11,7 +11,7 @@ import numpy as np
 import tensorstore as ts
 
 from checkpoints.json_file import read_json
-from checkpoints.source import ByteCounter, CheckpointError, Index, Part, Ranges, Stored, bounds, last_word
+from checkpoints.source import ByteCounter, CheckpointError, Index, Ranges, Stored, StoredArray, bounds, last_word
 
 WEIGHTS = "weights"  # the checkpoint's folder beside config.json
 _METADATA = "_METADATA"  # the file that makes a folder an Orbax checkpoint
@@ -57,7 +57,9 @@ class OrbaxSource:
 
     def stored(self, name: str) -> Stored:
         dtype = self._array(name).dtype.numpy_dtype
-        return Stored(_FORMATS.get(dtype.name, dtype.name.upper().replace("INT", "I")), {last_word(name): Part(self.shape(name), dtype)})
+        return Stored(
+            _FORMATS.get(dtype.name, dtype.name.upper().replace("INT", "I")), {last_word(name): StoredArray(self.shape(name), dtype)}
+        )
 
     def read(self, name: str, index: Index | None = None, part: str | None = None) -> np.ndarray:
         array = self._array(name)

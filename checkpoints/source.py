@@ -23,7 +23,7 @@ BY_HAND = "give the model's bf16 checkpoint or a GGUF file of it"
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StoredArray:
     """One array of those that a tensor is stored as."""
 
     shape: tuple[int, ...]
@@ -42,7 +42,7 @@ class Stored:
     GGUF tensor has the bytes of its blocks, uint8 [..., blocks of a row, bytes of a block]."""
 
     format: str
-    parts: Mapping[str, Part]
+    parts: Mapping[str, StoredArray]
 
     @property
     def num_bytes(self) -> int:

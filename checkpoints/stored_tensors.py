@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from checkpoints.safetensors_file import FileTensor
-from checkpoints.source import FP8_BLOCKS, INT4_GROUPS, PLAIN, CheckpointError, Part, Ranges, Stored, last_word
+from checkpoints.source import FP8_BLOCKS, INT4_GROUPS, PLAIN, CheckpointError, Ranges, Stored, StoredArray, last_word
 
 _BLOCK, _GROUP = 128, 32  # values that share a scale: of each side of a block, of a row
 _PER_WORD = 8  # codes of 4 bits
@@ -132,7 +132,7 @@ def model_tensors(tensors: Mapping[str, FileTensor], quantisation: str | None) -
 
 
 def stored(tensor: StoredTensor) -> Stored:
-    return Stored(tensor.format, {part: Part(of_file.shape, of_file.dtype) for part, of_file in tensor.parts.items()})
+    return Stored(tensor.format, {part: StoredArray(of_file.shape, of_file.dtype) for part, of_file in tensor.parts.items()})
 
 
 def _part(tensors: Mapping[str, FileTensor], name: str, beside: str) -> FileTensor:

@@ -24,14 +24,14 @@ from jaxinfer.kv_cache.manager import KVManager
 from jaxinfer.kv_cache.pages import PagePool
 from jaxinfer.kv_cache.spec import LayerGroups
 from jaxinfer.kv_tiers.tiers import Tiers
-from jaxinfer.kv_transfer.cross_mesh import CrossMeshTransfer, MeshMoves, Moves
+from jaxinfer.kv_transfer.cross_mesh import CrossMeshTransfer, MeshPageTransport, PageTransport
 from jaxinfer.kv_transfer.handoff import KVTransfer
 from jaxinfer.kv_transfer.page_moves import PageMover, gather_programs, scatter_programs
 from jaxinfer.kv_transfer.same_mesh import SameMeshTransfer
-from jaxinfer.kv_transfer.stage_moves import StageMoves, routes
+from jaxinfer.kv_transfer.stage_moves import StagePageTransport, routes
 from jaxinfer.kv_transfer.tiers import TierTransfer
 from jaxinfer.models.registry import config_of
-from jaxinfer.multi_process.processes import Alone, Processes, lead
+from jaxinfer.multi_process.processes import Processes, SingleProcess, lead
 from jaxinfer.plan import Plan, RolePlan, make_plan
 from jaxinfer.prefill.chunk_size import ChunkSizeController
 from jaxinfer.prefill.queue import WaitingQueue
@@ -56,7 +56,7 @@ _FETCHED_SHARE = 4  # of host memory for pages one part is for those on their wa
 
 
 @dataclass(frozen=True)
-class Parts:
+class EngineComponents:
     """What an engine drives."""
 
     config: EngineConfig
@@ -70,11 +70,11 @@ class Parts:
     weights: StagedWeights  # decode's
     tiers: TierTransfer | None = None
     encode: EncodeWorker | None = None  # on the prefill mesh
-    processes: Processes = field(default_factory=Alone)
+    processes: Processes = field(default_factory=SingleProcess)
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)  # of `SamplingParams`, by name
 
 
-def assemble(config: EngineConfig, stats: EngineStats, processes: Processes | None = None) -> Parts:
+def build(config: EngineConfig, stats: EngineStats, processes: Processes | None = None) -> EngineComponents:
     """Load and compile everything; after it nothing compiles. Without `processes` it is the first of as many as are configured.
 
     Raises `ConfigError`, `CheckpointError` or `UnsupportedModelError` with what to change.
@@ -83,13 +83,13 @@ def assemble(config: EngineConfig, stats: EngineStats, processes: Processes | No
     split_cpu(config.devices.cpu_devices)
     processes = processes or lead(config)
     try:
-        return _assemble(config, stats, processes)
+        return _build(config, stats, processes)
     except BaseException:
         processes.close()
         raise
 
 
-def _assemble(config: EngineConfig, stats: EngineStats, processes: Processes) -> Parts:
+def _build(config: EngineConfig, stats: EngineStats, processes: Processes) -> EngineComponents:
     clocks = [DeviceClock(), DeviceClock()]
     # First, so that the plan's pages are of the memory that it leaves.
     encode = load_encoder(config, stats, clocks[0]) if config.model.embedding_model else None
@@ -165,9 +165,9 @@ def _assemble(config: EngineConfig, stats: EngineStats, processes: Processes) ->
         if chunk_size.steers or tiers is not None:
             measure(prefill_runner, chunk_size)
         if not plan.shares_mesh:
-            ways: Sequence[Moves]
+            ways: Sequence[PageTransport]
             if of_stages is None:
-                ways = [MeshMoves(movers[0], movers[1]), MeshMoves(movers[1], movers[0])]
+                ways = [MeshPageTransport(movers[0], movers[1]), MeshPageTransport(movers[1], movers[0])]
             else:
                 for moves in of_stages:
                     moves.start(programs)
@@ -189,8 +189,8 @@ def _assemble(config: EngineConfig, stats: EngineStats, processes: Processes) ->
         stats.read_tiers = tiers.stats
         with COUNTER.compiling():
             tier_transfer.warm_up()
-    processes.assembled()
-    return Parts(
+    processes.wait_until_built()
+    return EngineComponents(
         config,
         plan,
         tokenizer,
@@ -235,12 +235,12 @@ def _pools(plan: Plan, role: RolePlan) -> list[PagePool]:
     ]
 
 
-def _stage_moves(plan: Plan, pools: list[list[PagePool]]) -> list[StageMoves]:
+def _stage_moves(plan: Plan, pools: list[list[PagePool]]) -> list[StagePageTransport]:
     """From prefill's pools to decode's, and back."""
     groups = LayerGroups.of(plan.template.layer_spans)
     prefill, decode = ([stage.template.layers for stage in role.stages] for role in (plan.prefill, plan.decode))
-    there = StageMoves("prefill to decode", routes(groups, prefill, decode), pools[0], pools[1])
-    return [there, StageMoves("decode to prefill", routes(groups, decode, prefill), pools[1], pools[0])]
+    there = StagePageTransport("prefill to decode", routes(groups, prefill, decode), pools[0], pools[1])
+    return [there, StagePageTransport("decode to prefill", routes(groups, decode, prefill), pools[1], pools[0])]
 
 
 def _summary(plan: Plan) -> str:

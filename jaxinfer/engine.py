@@ -10,7 +10,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 from functools import lru_cache, partial
 
-from jaxinfer.builder import Parts, assemble
+from jaxinfer.builder import EngineComponents, build
 from jaxinfer.config import ConfigError, EngineConfig
 from jaxinfer.detokenizer import IncrementalDetokenizer
 from jaxinfer.engine_access import EngineAccess
@@ -41,7 +41,7 @@ class Engine:
         self,
         config: EngineConfig | None = None,
         *,
-        assemble: Callable[[EngineConfig, EngineStats], Parts] = assemble,
+        build: Callable[[EngineConfig, EngineStats], EngineComponents] = build,
         progress: StartProgress | None = None,
     ) -> None:
         self.config = config or EngineConfig()
@@ -49,13 +49,15 @@ class Engine:
         self.stats = EngineStats(start=progress, target_ttft=schedule.target_ttft, target_itl=schedule.target_itl)
         devices = self.config.devices
         self._profile = Profile(devices.profile, devices.profile_seconds) if devices.profile is not None else None
-        self._parts = assemble(self.config, self.stats)
-        self.tokenizer = self._parts.tokenizer
-        self.sampling_defaults = self._parts.sampling_defaults  # of `SamplingParams`, by name; for callers to apply where they say nothing
-        self.encode = self._parts.encode
-        self.max_model_len = self._parts.plan.max_model_len
+        self._components = build(self.config, self.stats)
+        self.tokenizer = self._components.tokenizer
+        self.sampling_defaults = (
+            self._components.sampling_defaults
+        )  # of `SamplingParams`, by name; for callers to apply where they say nothing
+        self.encode = self._components.encode
+        self.max_model_len = self._components.plan.max_model_len
         # Some checkpoints' tokenizers know more tokens than the model has embeddings for, some models have spare ones.
-        self._vocab_size = min(self.tokenizer.vocab_size, self._parts.plan.template.config.vocab_size)
+        self._vocab_size = min(self.tokenizer.vocab_size, self._components.plan.template.config.vocab_size)
         self._requests: dict[str, list[Sequence]] = {}  # the unfinished sequences of each request
         self._prefilled: list[Sequence] = []  # hand-offs that wait for decode pages, in turn
         self._deadlines: list[tuple[float, str]] = []  # a heap
@@ -73,12 +75,12 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do: the last steps are still under way when the last request has ended."""
-        return bool(self._requests) or self._parts.decode.num_in_flight > 0 or self._parts.prefill.num_in_flight > 0
+        return bool(self._requests) or self._components.decode.num_in_flight > 0 or self._components.prefill.num_in_flight > 0
 
     def on_process_loss(self, listener: Callable[[ProcessLostError], None]) -> None:
         """Where the engine spans processes: have it called with the `ProcessLostError`, in a thread of its own, when one is gone. A step under
         way may then never return, and this process ends within seconds."""
-        self._parts.processes.on_loss(listener)
+        self._components.processes.on_loss(listener)
 
     def close(self) -> None:
         """Save what the prefix cache keeps to `kv_disk`, if there is one, for some seconds at most, and let go of it; write a profile that is
@@ -89,22 +91,22 @@ class Engine:
             self.access.close()
             if self._profile is not None:
                 self._profile.stop()
-            if self._parts.tiers is not None:
-                self._parts.tiers.close()
-            self._parts.processes.close()
+            if self._components.tiers is not None:
+                self._components.tiers.close()
+            self._components.processes.close()
 
     @property
     def shares_mesh(self) -> bool:
         """Whether prefill and decode run on the same devices."""
-        return self._parts.plan.shares_mesh
+        return self._components.plan.shares_mesh
 
     def reference_forward(self) -> ReferenceForward:
         """The model without cache or batch, on the decode mesh's weights: what the engine's numbers are checked against. Raises
         `ConfigError` for an engine that spans processes: the others would have to launch it too."""
-        parts = self._parts
+        components = self._components
         if self.config.devices.num_processes > 1:
             raise ConfigError("the reference forward pass (logits, logprobs) can't span processes: ask for logprobs while generating")
-        return ReferenceForward([(stage.template, stage.mesh) for stage in parts.plan.decode.stages], parts.weights)
+        return ReferenceForward([(stage.template, stage.mesh) for stage in components.plan.decode.stages], components.weights)
 
     def validate(self, prompt_token_ids: Tokens[int], params: SamplingParams) -> None:
         """Raise `RequestError` for a request that could never be served. `max_tokens` over the room is none: it is clamped to it."""
@@ -165,12 +167,12 @@ class Engine:
         self._num_arrived += params.n
         self._requests[request_id] = sequences
         for sequence in sequences:
-            self._parts.prefill.scheduler.add(sequence)
+            self._components.prefill.scheduler.add(sequence)
         if context.deadline is not None:
             heapq.heappush(self._deadlines, (context.deadline, request_id))
         self.stats.num_requests += 1
         self.stats.num_prompt_tokens += len(request.prompt_token_ids)
-        self.stats.num_waiting = self._parts.prefill.scheduler.num_waiting
+        self.stats.num_waiting = self._components.prefill.scheduler.num_waiting
 
     def abort(self, request_id: str) -> bool:
         """Drop a request wherever it stands and free its pages on both meshes; False if there is none of that id (any more)."""
@@ -184,17 +186,17 @@ class Engine:
             return True
 
     def step(self) -> list[OutputDelta]:
-        """One turn: start a prefill chunk, hand over what is prefilled, start a decode step, read the decode step before it.
+        """One iteration: start a prefill chunk, hand over what is prefilled, start a decode step, read the decode step before it.
 
         Raises `ProcessLostError` where the engine spans processes and one is gone; this process then ends within seconds."""
-        with self.access.call(), self._parts.processes.surface_peer_failure():
-            return self._turn()
+        with self.access.call(), self._components.processes.surface_peer_failure():
+            return self._iterate()
 
-    def _turn(self) -> list[OutputDelta]:
+    def _iterate(self) -> list[OutputDelta]:
         if self._profile is not None and self.has_work:
             self._profile.tick()
         unexpected, stats = COUNTER.num_unexpected_compilations, self.stats
-        prefill, decode = self._parts.prefill, self._parts.decode
+        prefill, decode = self._components.prefill, self._components.decode
         # This thread's own time: waiting for the device, or for a core that the device keeps, is not the host's work.
         began = time.thread_time()
         deltas = self._time_out()
@@ -207,7 +209,7 @@ class Engine:
         # One decode step of each lane stays under way; the last one of a batch is read as soon as nothing follows it.
         is_due = decode.num_in_flight > (decode.depth if launched else 0)
         wait, until = int(not (is_due or launched or started)), math.inf
-        if self._parts.plan.shares_mesh and decode.num_in_flight:
+        if self._components.plan.shares_mesh and decode.num_in_flight:
             # On one mesh steps end in the order of their launches: reading them in that order costs no time and tells theirs.
             wait, until = prefill.num_in_flight if is_due else wait, decode.oldest_launch
         for first in prefill.collect(wait=wait, until=until):
@@ -247,19 +249,21 @@ class Engine:
 
     def _launch_prefill(self) -> tuple[bool, bool]:
         """Whether any sequence waits or prefills, and whether a step was started."""
-        parts, scheduler = self._parts, self._parts.prefill.scheduler
+        components, scheduler = self._components, self._components.prefill.scheduler
         if not scheduler.num_waiting and not scheduler.prefilling:
-            if parts.tiers is not None:
-                parts.tiers.poll(0.0)
+            if components.tiers is not None:
+                components.tiers.poll(0.0)
             return False, False
         # With nothing else to do the engine would turn idly until a fetch ends.
-        is_idle = not (self._num_admitted or len(scheduler.queue) or parts.prefill.num_in_flight or parts.decode.num_in_flight)
+        is_idle = not (self._num_admitted or len(scheduler.queue) or components.prefill.num_in_flight or components.decode.num_in_flight)
         scheduler.poll_tiers(_IDLE_WAIT if is_idle else 0.0)
-        num_running = len(parts.decode.scheduler.running) + len(self._prefilled)
+        num_running = len(components.decode.scheduler.running) + len(self._prefilled)
         # Running sequences grow: leave each a page, or what is admitted now would be preempted at once.
-        reserved_pages = num_running if parts.plan.shares_mesh else 0
+        reserved_pages = num_running if components.plan.shares_mesh else 0
         free_slots = self.config.schedule.max_batch_size - self._num_admitted
-        chunks = parts.prefill.launch(self._prefill_budget(num_running), free_slots, reserved_pages, self._make_room, self._make_way)
+        chunks = components.prefill.launch(
+            self._prefill_budget(num_running), free_slots, reserved_pages, self._preempt_for_admission, self._preempt_for_progress
+        )
         now = time.monotonic()
         for chunk in chunks:
             sequence = chunk.sequence
@@ -275,42 +279,42 @@ class Engine:
     @property
     def _num_admitted(self) -> int:
         """Sequences that hold pages."""
-        parts = self._parts
-        return len(parts.decode.scheduler.running) + len(self._prefilled) + len(parts.prefill.scheduler.prefilling)
+        components = self._components
+        return len(components.decode.scheduler.running) + len(self._prefilled) + len(components.prefill.scheduler.prefilling)
 
     def _prefill_budget(self, num_running: int) -> int:
-        chunk_size, decode = self._parts.prefill.chunk_size, self._parts.decode
+        chunk_size, decode = self._components.prefill.chunk_size, self._components.decode
         if not chunk_size.steers:
             return self.config.schedule.prefill_chunk_size
         now = time.monotonic()
         chunk_size.observe_decode(decode.step_seconds)
         return chunk_size.budget(
-            num_running, [(tokens, now - arrival_time) for tokens, arrival_time in self._parts.prefill.scheduler.backlog()]
+            num_running, [(tokens, now - arrival_time) for tokens, arrival_time in self._components.prefill.scheduler.backlog()]
         )
 
-    def _make_room(self, waiting: Sequence, prefilling: list[Sequence]) -> bool:
+    def _preempt_for_admission(self, waiting: Sequence, prefilling: list[Sequence]) -> bool:
         """Preempt what is less urgent than a sequence that waits: it holds the place or the pages that are short."""
-        parts = self._parts
+        components = self._components
         holders = self._prefilled + prefilling
         # On two meshes a running sequence holds none of the pages that a prompt needs.
-        if parts.plan.shares_mesh or self._num_admitted >= self.config.schedule.max_batch_size:
-            holders += parts.decode.scheduler.running
-        return self._preempt_above(parts.prefill.scheduler.queue.level(waiting), holders)
+        if components.plan.shares_mesh or self._num_admitted >= self.config.schedule.max_batch_size:
+            holders += components.decode.scheduler.running
+        return self._preempt_above(components.prefill.scheduler.queue.level(waiting), holders)
 
-    def _make_way(self, sequence: Sequence, prefilling: list[Sequence]) -> bool:
+    def _preempt_for_progress(self, sequence: Sequence, prefilling: list[Sequence]) -> bool:
         """Preempt the last in turn of those that are served after an admitted sequence, which lacks pages to go on."""
-        parts = self._parts
-        holders = self._prefilled + prefilling + (parts.decode.scheduler.running if parts.plan.shares_mesh else [])
+        components = self._components
+        holders = self._prefilled + prefilling + (components.decode.scheduler.running if components.plan.shares_mesh else [])
         return self._preempt_after(sequence.turn, holders)
 
     def _hand_over(self) -> None:
         while self._prefilled and self._move(self._prefilled[0]):
-            self._parts.decode.join(self._prefilled.pop(0))
-        self.stats.num_pages_moved = self._parts.transfer.num_pages_moved
+            self._components.decode.join(self._prefilled.pop(0))
+        self.stats.num_pages_moved = self._components.transfer.num_pages_moved
 
     def _move(self, sequence: Sequence) -> bool:
-        running = self._parts.decode.scheduler.running
-        while not self._parts.transfer.move(sequence, reserved_pages=len(running)):
+        running = self._components.decode.scheduler.running
+        while not self._components.transfer.move(sequence, reserved_pages=len(running)):
             if not self._preempt_above(sequence.turn[0], running):
                 return False
         return True
@@ -329,9 +333,9 @@ class Engine:
 
     def _preempt_last(self) -> Sequence | None:
         """Preempt the last in turn of those that hold pages of the decode pool."""
-        holders = list(self._parts.decode.scheduler.running)
-        if self._parts.plan.shares_mesh:
-            holders += [s for s in self._prefilled if s.prefill_pages] + self._parts.prefill.scheduler.prefilling
+        holders = list(self._components.decode.scheduler.running)
+        if self._components.plan.shares_mesh:
+            holders += [s for s in self._prefilled if s.prefill_pages] + self._components.prefill.scheduler.prefilling
         if not holders:
             return None
         victim = max(holders, key=lambda s: s.turn)
@@ -344,16 +348,16 @@ class Engine:
         victim.epoch += 1
         victim.num_computed = victim.num_in_flight = 0
         victim.state = SequenceState.WAITING
-        self._parts.prefill.scheduler.add(victim)
+        self._components.prefill.scheduler.add(victim)
         self.stats.num_preemptions += 1
 
     def _release(self, sequence: Sequence) -> None:
         """Give back whatever a sequence holds on either mesh."""
         if sequence.state is SequenceState.RUNNING:
-            self._parts.decode.leave(sequence)
+            self._components.decode.leave(sequence)
         elif sequence in self._prefilled:
             self._prefilled.remove(sequence)
-        self._parts.prefill.scheduler.remove(sequence)
+        self._components.prefill.scheduler.remove(sequence)
 
     def _take_first(self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None, now: float) -> OutputDelta:
         """A sequence's prompt is in the cache: take the token sampled at its end."""
@@ -376,7 +380,7 @@ class Engine:
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         self._release(sequence)
         sequence.state = SequenceState.FINISHED
-        self._parts.prefill.scheduler.queue.charge(sequence.context.tenant, sequence.num_output)
+        self._components.prefill.scheduler.queue.charge(sequence.context.tenant, sequence.num_output)
         unfinished = self._requests[sequence.request.request_id]
         unfinished.remove(sequence)
         if not unfinished:
@@ -384,13 +388,13 @@ class Engine:
         self.stats.finished[reason] = self.stats.finished.get(reason, 0) + 1
 
     def _update_gauges(self) -> None:
-        stats, parts = self.stats, self._parts
-        stats.num_waiting = parts.prefill.scheduler.num_waiting
-        stats.num_prefilling = len(parts.prefill.scheduler.prefilling) + len(self._prefilled)
-        stats.num_running = len(parts.decode.scheduler.running)
-        stats.prefill_pages_used, stats.decode_pages_used = parts.prefill_manager.num_used, parts.decode_manager.num_used
-        stats.prefill_pages_cached, stats.decode_pages_cached = parts.prefill_manager.num_cached, parts.decode_manager.num_cached
+        stats, components = self.stats, self._components
+        stats.num_waiting = components.prefill.scheduler.num_waiting
+        stats.num_prefilling = len(components.prefill.scheduler.prefilling) + len(self._prefilled)
+        stats.num_running = len(components.decode.scheduler.running)
+        stats.prefill_pages_used, stats.decode_pages_used = components.prefill_manager.num_used, components.decode_manager.num_used
+        stats.prefill_pages_cached, stats.decode_pages_cached = components.prefill_manager.num_cached, components.decode_manager.num_cached
         stats.peak_pages_used = max(stats.peak_pages_used, stats.decode_pages_used)
-        if parts.tiers is not None:
-            stats.num_restored_tokens = parts.tiers.num_tokens_restored
+        if components.tiers is not None:
+            stats.num_restored_tokens = components.tiers.num_tokens_restored
         stats.num_compilations = TOTAL.num_compilations

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 from jaxinfer.kv_cache.pages import Pages
 from jaxinfer.layers.attention import AttentionParams, LayerAttention
 from jaxinfer.layers.latent_attention import expanded
-from jaxinfer.models.base import run_part
+from jaxinfer.models.base import run_slice
 from jaxinfer.runtime.compilation import ProgramSource, compile_program
 from jaxinfer.runtime.template import ModelTemplate, Weights
 from pallas_kernels.seen import first_seen
@@ -71,7 +71,7 @@ class ReferenceForward:
 def _forward(template: ModelTemplate, mesh: Mesh, weights: Weights, handed: Int[Array, " T"] | Float[Array, "T D"]) -> Float[Array, "T X"]:
     """A stage: logits of the last, hidden states of others."""
     model, hidden = template.merge(weights), None if template.is_first else handed
-    x, _ = run_part(model, template.part, handed, hidden, jnp.arange(len(handed)), jnp.zeros(0), _Everywhere(mesh))
+    x, _ = run_slice(model, template.part, handed, hidden, jnp.arange(len(handed)), jnp.zeros(0), _Everywhere(mesh))
     return jax.sharding.reshard(model.logits(x), PartitionSpec()) if template.is_last else x
 
 

@@ -30,7 +30,7 @@ class Outcome(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RequestIdentity:
     """Which request it was and whose, as its record says."""
 
     id: str  # the answer's, which the body of a reply has
@@ -63,7 +63,7 @@ class UsageMeter:
         self.totals = {tenant: TenantTotals() for tenant in tenants}
         self._log = log
 
-    def measure(self, asked: Asked, prompts: Sequence[Sequence[int]], n: int) -> RequestUsage:
+    def measure(self, asked: RequestIdentity, prompts: Sequence[Sequence[int]], n: int) -> RequestUsage:
         """To be entered when a request that passed its checks goes to the backend."""
         return RequestUsage(self, asked, [len(prompt) for prompt in prompts], n)
 
@@ -129,7 +129,7 @@ class RequestUsage:
     """What one HTTP request takes, all its prompts and sequences together. As a context manager around its deltas it is recorded
     when left, however that happens."""
 
-    def __init__(self, meter: UsageMeter, asked: Asked, prompt_sizes: list[int], n: int) -> None:
+    def __init__(self, meter: UsageMeter, asked: RequestIdentity, prompt_sizes: list[int], n: int) -> None:
         self.asked = asked
         self.output_tokens = 0
         self.finish_reasons: list[str | None] = [None] * (len(prompt_sizes) * n)  # prompt by prompt; None: unfinished

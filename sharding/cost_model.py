@@ -30,7 +30,7 @@ class Matrices:
 
 
 @dataclass(frozen=True)
-class Experts:
+class ExpertWork:
     """A mixture's, of which each token takes a few; all alike."""
 
     num_experts: int
@@ -49,7 +49,7 @@ _GATHERED_TOKENS = 4096  # whose latents prefill gathers at once
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionWork:
     """Over the keys and values of one layer."""
 
     token_bytes: int  # kept of a token, by all devices together where heads are split over them
@@ -88,12 +88,12 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class Part:
+class LayerWork:
     """What a step does in one layer, in the embedding or in the head."""
 
     matrices: Matrices = Matrices()
-    experts: Experts | None = None
-    attention: Attention | None = None
+    experts: ExpertWork | None = None
+    attention: AttentionWork | None = None
     reduced_bytes: tuple[int, ...] = ()  # of a token, in each all-reduce over tp devices
     split_moved: int = 0  # bytes of a token that lie between products, read and written: of which each of tp devices has its part
     whole_moved: int = 0  # the same of what each device does for itself
@@ -127,7 +127,7 @@ _BOUNDS = {
 
 
 @dataclass(frozen=True)
-class Cost:
+class StepCost:
     """Seconds. Where reads and products of one thing go on at the same time they add up to more than `seconds`."""
 
     seconds: float = 0.0
@@ -139,11 +139,11 @@ class Cost:
     starts: float = 0.0
     activations: float = 0.0
 
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
+    def __add__(self, other: StepCost) -> StepCost:
+        return StepCost(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
 
-    def __mul__(self, count: int) -> Cost:
-        return Cost(*(getattr(self, each.name) * count for each in fields(self)))
+    def __mul__(self, count: int) -> StepCost:
+        return StepCost(*(getattr(self, each.name) * count for each in fields(self)))
 
     @property
     def bound(self) -> str:
@@ -151,7 +151,7 @@ class Cost:
         return _BOUNDS[max(_BOUNDS, key=lambda name: getattr(self, name))]
 
 
-def part_cost(part: Part, step: Step, tp: int, ep: int, hardware: Hardware) -> Cost:
+def part_cost(part: LayerWork, step: Step, tp: int, ep: int, hardware: Hardware) -> StepCost:
     """Of one part of a model in one step, split over `tp` devices, or with experts whole on `ep` of them."""
     weight_bytes, products = _matrices(part, step, tp, hardware)
     if part.experts is not None:
@@ -171,7 +171,7 @@ def part_cost(part: Part, step: Step, tp: int, ep: int, hardware: Hardware) -> C
     both = max if hardware.overlaps else add
     of_weights = max if part.matrices.dtype in hardware.product_rates else both
     seconds = of_weights(weight_reads, products) + both(kv_reads, attention) + collectives + starts + activations
-    return Cost(seconds, weight_reads, products, kv_reads, attention, collectives, starts, activations)
+    return StepCost(seconds, weight_reads, products, kv_reads, attention, collectives, starts, activations)
 
 
 def all_reduce_seconds(num_bytes: float, num_devices: int, hardware: Hardware) -> float:
@@ -181,7 +181,7 @@ def all_reduce_seconds(num_bytes: float, num_devices: int, hardware: Hardware) -
     return hardware.link_seconds + 2 * (num_devices - 1) / num_devices * num_bytes / hardware.link_bandwidth
 
 
-def exchange_seconds(attention: Attention, step: Step, tp: int, hardware: Hardware) -> float:
+def exchange_seconds(attention: AttentionWork, step: Step, tp: int, hardware: Hardware) -> float:
     """What attention to latents that devices share out sends: in decode queries to all and results back, in prefill the context's latents, some
     thousands at a time."""
     if tp == 1 or not attention.exchanged_bytes:
@@ -203,7 +203,7 @@ def most_of(mean: float, deviation: float, num_devices: int) -> float:
     return mean + deviation * math.sqrt(2 * math.log(num_devices))
 
 
-def _collectives(part: Part, step: Step, tp: int, ep: int, hardware: Hardware) -> float:
+def _collectives(part: LayerWork, step: Step, tp: int, ep: int, hardware: Hardware) -> float:
     """All-reduces; what experts on devices of their own give may come together by an all-to-all instead, where that is quicker."""
     seconds = [all_reduce_seconds(_rows(part, step) * size, tp, hardware) for size in part.reduced_bytes]
     if part.experts is not None and ep > 1 and seconds:
@@ -214,7 +214,7 @@ def _collectives(part: Part, step: Step, tp: int, ep: int, hardware: Hardware) -
     return sum(seconds)
 
 
-def _splits_tokens(part: Part, step: Step, tp: int, hardware: Hardware) -> bool:
+def _splits_tokens(part: LayerWork, step: Step, tp: int, hardware: Hardware) -> bool:
     """Whether between a layer's sums each device has its share of the tokens, as programs decide it: by data sheets, calibrated or not. Where that
     time isn't counted, neither is what this saves of it."""
     if step.role != "prefill" or part.attention is None or not part.reduced_bytes or math.isinf(hardware.activation_bandwidth):
@@ -222,11 +222,11 @@ def _splits_tokens(part: Part, step: Step, tp: int, hardware: Hardware) -> bool:
     return splits_tokens("auto", step.num_tokens, part.reduced_bytes[0], tp, HARDWARE.get(hardware.name, hardware))
 
 
-def _rows(part: Part, step: Step) -> int:
+def _rows(part: LayerWork, step: Step) -> int:
     return step.num_sequences if part.of_sampled else step.num_tokens
 
 
-def _matrices(part: Part, step: Step, tp: int, hardware: Hardware) -> tuple[float, float]:
+def _matrices(part: LayerWork, step: Step, tp: int, hardware: Hardware) -> tuple[float, float]:
     """Bytes that a device reads, and seconds of its products."""
     matrices, num_rows = part.matrices, _rows(part, step)
     values = matrices.split_values / tp + matrices.whole_values
@@ -234,7 +234,7 @@ def _matrices(part: Part, step: Step, tp: int, hardware: Hardware) -> tuple[floa
     return num_bytes, 2 * num_rows * values / hardware.product_rate(matrices.dtype, num_rows)
 
 
-def _experts(experts: Experts, num_tokens: int, tp: int, ep: int, hardware: Hardware) -> tuple[float, float]:
+def _experts(experts: ExpertWork, num_tokens: int, tp: int, ep: int, hardware: Hardware) -> tuple[float, float]:
     """The same of experts: of those that the tokens take. Where they are whole on their devices, of the device that has most to do."""
     hit, rows = experts.num_hit(num_tokens), float(num_tokens * experts.top_k)
     if ep > 1:
@@ -246,7 +246,7 @@ def _experts(experts: Experts, num_tokens: int, tp: int, ep: int, hardware: Hard
     return hit * experts.expert_bytes / tp, 2 * rows * experts.expert_values / tp / hardware.rate(experts.dtype)
 
 
-def _attention(attention: Attention, step: Step, tp: int) -> tuple[float, float]:
+def _attention(attention: AttentionWork, step: Step, tp: int) -> tuple[float, float]:
     """Bytes of keys and values that a device reads, and values that it multiplies."""
     if step.num_queries == 1:
         read = num_pairs = attention.num_keys(step.context)

@@ -59,7 +59,7 @@ class Mixture:
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class ExchangeCost:
     num_bytes: float  # that each device sends
     num_launches: int
 
@@ -67,24 +67,24 @@ class Cost:
         return self.num_bytes / link.bytes_per_second + self.num_launches * link.launch_seconds
 
 
-def replicated(mixture: Mixture) -> Cost:
+def replicated(mixture: Mixture) -> ExchangeCost:
     """Of an all-reduce of all parts."""
     to_others = (mixture.num_devices - 1) / mixture.num_devices
-    return Cost(2 * to_others * mixture.num_tokens * mixture.token_bytes, 1)
+    return ExchangeCost(2 * to_others * mixture.num_tokens * mixture.token_bytes, 1)
 
 
-def exchanged(mixture: Mixture, link: Link) -> Cost:
+def exchanged(mixture: Mixture, link: Link) -> ExchangeCost:
     """Of an all-to-all of those that are there, and a gather."""
     num_devices, share = mixture.num_devices, -(-mixture.num_tokens // mixture.num_devices)
     of_share = mixture.devices_of_token / num_devices if link.is_ragged else 1  # parts, of its tokens, that a home gets from a device
-    return Cost((num_devices - 1) * share * (of_share + 1) * mixture.token_bytes, 2)
+    return ExchangeCost((num_devices - 1) * share * (of_share + 1) * mixture.token_bytes, 2)
 
 
 def choose(mixture: Mixture, link: Link) -> tuple[Exchange, str]:
     """The cheaper way, and why."""
     if mixture.has_shared:
         return "replicate", "the shared expert has a part of every token's result on every device"
-    ways: dict[Exchange, Cost] = {"replicate": replicated(mixture), "all_to_all": exchanged(mixture, link)}
+    ways: dict[Exchange, ExchangeCost] = {"replicate": replicated(mixture), "all_to_all": exchanged(mixture, link)}
     told = ", ".join(
         f"{name} {cost.seconds(link) * 1e6:.1f} us for {cost.num_bytes / 2**20:.2f} MiB a device in {cost.num_launches}"
         for name, cost in ways.items()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class StageWork:
     """A stage's work on one micro-batch in one of its rounds, in seconds from the start."""
 
     stage: int
@@ -20,7 +20,7 @@ class Work:
 @dataclass(frozen=True)
 class Timeline:
     num_stages: int
-    works: tuple[Work, ...]  # in the order they were given to the stages
+    works: tuple[StageWork, ...]  # in the order they were given to the stages
 
     @property
     def seconds(self) -> float:
@@ -63,7 +63,7 @@ def timeline(
             for stage, seconds in enumerate(stage_seconds):
                 start = max(free[stage], arrival)
                 free[stage] = start + seconds
-                works.append(Work(stage, micro_batch, round_, start, free[stage]))
+                works.append(StageWork(stage, micro_batch, round_, start, free[stage]))
                 arrival = free[stage] + move_seconds
             if return_seconds is not None:
                 back[micro_batch] = free[-1] + return_seconds

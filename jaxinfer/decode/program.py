@@ -15,9 +15,9 @@ from jaxinfer.decode.batch import ON_DEVICE, DecodeBatch
 from jaxinfer.kv_cache.pages import Pages, own_length
 from jaxinfer.kv_cache.spec import LayerGroups
 from jaxinfer.layers.attention import AttentionParams
-from jaxinfer.layers.latent_attention import absorbed, over_parts
+from jaxinfer.layers.latent_attention import absorbed, attend_over_token_shards
 from jaxinfer.layers.paged_attention import KVCacheLocation, PagedAttentionBackend
-from jaxinfer.models.base import CausalLM, Part, run_part
+from jaxinfer.models.base import CausalLM, ModelSlice, run_slice
 from jaxinfer.runtime.expert_loads import with_loads
 from jaxinfer.runtime.template import ModelTemplate, Weights
 from jaxinfer.sampling.params import SamplingRows
@@ -136,7 +136,7 @@ def forward(
     batch: DecodeBatch,
     page_table: Int[Array, "S+1 W"],
     attention: Backend = "xla",
-    part: Part | None = None,
+    part: ModelSlice | None = None,
     hidden: Float[Array, "B D"] | None = None,
 ) -> tuple[Float[Array, "B D"], Pages]:
     """Hidden states of the rows' tokens, and the pages with their keys and values written. See `prefill.program.forward`."""
@@ -148,7 +148,7 @@ def forward(
     page_ids = tuple(batch.pages[:, group] for group in range(len(groups.spans)))
     of_part = groups if part is None else groups.of_stage(part.layers)
     attend = PagedAttentionBackend(mesh, _AttentionKernels(attention), of_part, tables, page_ids, batch.positions % pages.shape[4], kv_len)
-    return run_part(model, part, tokens, hidden, batch.positions, pages, attend)
+    return run_slice(model, part, tokens, hidden, batch.positions, pages, attend)
 
 
 @dataclass(frozen=True)
@@ -202,6 +202,6 @@ class _AttentionKernels:
             if axis is None:
                 return paged_attention(q, *where, rows, **options)
             own_rows = own_length(rows, pages.shape[4], axis)
-            return over_parts(q, lambda every: paged_attention_and_lse(every, *where, own_rows, **options), axis)
+            return attend_over_token_shards(q, lambda every: paged_attention_and_lse(every, *where, own_rows, **options), axis)
 
         return absorbed(q, up, pages.shape[5], attend)

@@ -16,7 +16,7 @@ from jaxinfer.dry_run.predict import stage_costs
 from jaxinfer.dry_run.products import chains, rates
 from jaxinfer.dry_run.shapes import RoleShape, Shapes
 from jaxinfer.dry_run.target import CPU, Target
-from sharding.cost_model import Cost
+from sharding.cost_model import StepCost
 from sharding.hardware import HARDWARE, Hardware
 from sharding.layout import Parallel
 
@@ -126,7 +126,7 @@ def _counts(known: Hardware, case: Timed) -> list[float]:
     rate = {"attention_share": 1 / known.rate("bfloat16")}
     nothing = {"link_seconds": 0.0, "link_bandwidth": np.inf, "kernel_seconds": 0.0, "step_seconds": 0.0, "activation_bandwidth": np.inf}
 
-    def cost(**figures: float) -> Cost:
+    def cost(**figures: float) -> StepCost:
         hardware = replace(known, **{**nothing, **figures})  # type: ignore[arg-type]
         return stage_costs(case.shape, case.bench.step, hardware.shared_by(case.shape.layout.num_devices))[0]
 

@@ -11,7 +11,7 @@ from operator import add
 from jaxinfer.dry_run.shapes import RoleShape
 from jaxinfer.dry_run.workload import Kind, Workload
 from jaxinfer.runtime.buckets import prefill_rows
-from sharding.cost_model import Cost, Step, move_seconds, part_cost
+from sharding.cost_model import Step, StepCost, move_seconds, part_cost
 from sharding.hardware import Hardware
 from sharding.pipeline import round_seconds, steady_bubble_share, timeline
 
@@ -22,7 +22,7 @@ _TOKEN_BYTES = 4
 class Steps:
     """One role's steps, one for each stage and micro-batch, once the pipeline is full. Seconds."""
 
-    costs: tuple[Cost, ...]  # of each stage with one micro-batch
+    costs: tuple[StepCost, ...]  # of each stage with one micro-batch
     num_micro_batches: int
     move_seconds: float  # from one stage to the next
     return_seconds: float  # from the last to the first, which waits for it
@@ -61,11 +61,11 @@ class Speed:
     handoff_seconds: float  # of a mean prompt's pages, from mesh to mesh
 
 
-def stage_costs(shape: RoleShape, step: Step, hardware: Hardware) -> tuple[Cost, ...]:
+def stage_costs(shape: RoleShape, step: Step, hardware: Hardware) -> tuple[StepCost, ...]:
     """Of each stage's program in a step."""
-    layout, call = shape.layout, Cost(hardware.step_seconds, starts=hardware.step_seconds)
+    layout, call = shape.layout, StepCost(hardware.step_seconds, starts=hardware.step_seconds)
 
-    def of_stage(layers: range) -> Cost:
+    def of_stage(layers: range) -> StepCost:
         counted = Counter(shape.work.of_stage(layers))
         costs = (part_cost(part, step, layout.tp, layout.ep, hardware) * count for part, count in counted.items())
         return reduce(add, costs, call)

@@ -21,14 +21,14 @@ _NARROWEST, _FINE = 32, 128  # widths; from the latter on they grow by quarters
 _LEAST_FULL = 0.75  # of a batch's rows; fewer are quicker one by one
 
 
-class Place(NamedTuple):
+class JobText(NamedTuple):
     """A text: whose it is, and its number there."""
 
     job: EncodeJob
     number: int
 
 
-_Waiting = tuple[int, int, Place]  # a text's length, minus its order of arrival, and which it is: of the longest the oldest comes last
+_Waiting = tuple[int, int, JobText]  # a text's length, minus its order of arrival, and which it is: of the longest the oldest comes last
 
 
 @dataclass(eq=False, slots=True)
@@ -83,14 +83,14 @@ class EncodeQueue:
         job.num_waiting = job.num_left = len(job.token_lists)
         for number, token_ids in enumerate(job.token_lists):
             self._num_arrived += 1
-            self._texts.append((len(token_ids), -self._num_arrived, Place(job, number)))
+            self._texts.append((len(token_ids), -self._num_arrived, JobText(job, number)))
         self._texts.sort()
 
     def remove(self, job: EncodeJob) -> None:
         """Let go of a job's waiting texts, if there are any."""
         self._take_away({text for text in self._texts if text[2].job is job})
 
-    def take(self) -> tuple[Shape, list[list[Place]]] | None:
+    def take(self) -> tuple[Shape, list[list[JobText]]] | None:
         """The next batch: its shape, and the texts of its rows. None if nothing waits."""
         if not self._jobs:
             return None

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxinfer.encode.batch import build_batch
-from jaxinfer.encode.queue import EncodeJob, EncodeQueue, Place
+from jaxinfer.encode.queue import EncodeJob, EncodeQueue, JobText
 from jaxinfer.encode.runner import EncodeRunner
 from jaxinfer.encode.text_batching import Embedded, TextReader, TokenIds
 from jaxinfer.request import DeviceUsage
@@ -23,7 +23,7 @@ _MOST_IN_FLIGHT = 2  # one that runs and one that waits for it
 
 @dataclass(frozen=True, slots=True)
 class _InFlight:
-    texts: list[Place]
+    texts: list[JobText]
     result: Any  # float32 [S, D], on its way to the host
     launched_at: float  # seconds, of the mesh's clock
 

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class TierMatch:
     """What the tiers have of a prefix, and how long fetching it would take, by the rates of late."""
 
     num_pages: int  # leading ones
@@ -77,7 +77,7 @@ class Tiers:
         with self._changed:
             return self._touch(key)
 
-    def find(self, keys: Sequence[bytes]) -> Found:
+    def find(self, keys: Sequence[bytes]) -> TierMatch:
         """How many leading keys are all here. Changes nothing."""
         with self._changed:
             return self._find(keys)
@@ -147,7 +147,7 @@ class Tiers:
         is_on_disk = self._disk is not None and self._disk.slots.touch(key)
         return self._host.slots.touch(key) or is_on_disk
 
-    def _find(self, keys: Sequence[bytes]) -> Found:
+    def _find(self, keys: Sequence[bytes]) -> TierMatch:
         in_host = on_disk = 0
         for key in keys:
             if key in self._host.slots:
@@ -160,7 +160,7 @@ class Tiers:
         seconds = self._host.rate.seconds_for(host_bytes, now)
         if self._disk:
             seconds += self._disk.rate.seconds_for(disk_bytes, now)
-        return Found(in_host + on_disk, host_bytes, disk_bytes, seconds, sum(self._pending.values()))
+        return TierMatch(in_host + on_disk, host_bytes, disk_bytes, seconds, sum(self._pending.values()))
 
     def _forget_pending(self, fetched: Future[np.ndarray]) -> None:
         with self._changed:

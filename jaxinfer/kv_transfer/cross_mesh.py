@@ -11,7 +11,7 @@ from jaxinfer.kv_transfer.page_moves import MOVE_BUCKETS, PageMover
 from jaxinfer.sequence import Sequence as RunningSequence
 
 
-class Moves(Protocol):
+class PageTransport(Protocol):
     """One way between two roles."""
 
     def move(self, source_ids: Sequence[int], target_ids: Sequence[int], groups: Sequence[int]) -> None:
@@ -19,20 +19,20 @@ class Moves(Protocol):
         ...
 
 
-class MeshMoves:
+class MeshPageTransport:
     """From one mesh to another, which have all layers each."""
 
     def __init__(self, source: PageMover, target: PageMover) -> None:
         self._source, self._target = source, target
 
     def move(self, source_ids: Sequence[int], target_ids: Sequence[int], groups: Sequence[int]) -> None:
-        """See `Moves`."""
+        """See `PageTransport`."""
         del groups  # a page goes as a whole, whichever group's it is
         self._target.scatter(self._target.put(self._source.gather(source_ids)), target_ids)
 
 
 class CrossMeshTransfer:
-    def __init__(self, there: Moves, back: Moves, prefill_manager: KVManager, decode_manager: KVManager) -> None:
+    def __init__(self, there: PageTransport, back: PageTransport, prefill_manager: KVManager, decode_manager: KVManager) -> None:
         self._there, self._back = there, back
         self._prefill_manager, self._decode_manager = prefill_manager, decode_manager
         self.num_pages_moved = 0

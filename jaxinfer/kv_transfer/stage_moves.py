@@ -62,7 +62,7 @@ def scatter_layers(pages: Pages, moved: Gathered, page_ids: Int[Array, " X"], pl
     return pages.at[places, :, page_ids[:, None]].set(to_pool_heads(moved, heads, pages), mode="drop")
 
 
-class StageMoves:
+class StagePageTransport:
     """One way, from a role's pools to the other's, under a name. Like `PageMover`'s nothing here waits."""
 
     def __init__(self, name: str, all_routes: Sequence[Route], source: Sequence[PagePool], target: Sequence[PagePool]) -> None:

@@ -12,36 +12,36 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxinfer.layers.vocabulary import Part, over_parts
+from jaxinfer.layers.vocabulary import VocabShard, shard_over_vocab
 
 _LANES = 128
 
 
 def argmax_of_rows(x: Float[Array, "B X"]) -> Int[Array, " B"]:
     """For each row, the place of its largest value."""
-    return over_parts(argmax_over_parts, x, 1, x)
+    return shard_over_vocab(argmax_over_shards, x, 1, x)
 
 
 def argmax_of_columns(x: Float[Array, "X B"]) -> Int[Array, " B"]:
     """For each column, the place of its largest value."""
 
-    def of_part(part: Part, x: Float[Array, "X B"]) -> Int[Array, " B"]:
-        return _largest_of_parts(part, len(x), _of_columns(x), lambda: x.max(axis=0))
+    def on_shard(shard: VocabShard, x: Float[Array, "X B"]) -> Int[Array, " B"]:
+        return _largest_of_parts(shard, len(x), _of_columns(x), lambda: x.max(axis=0))
 
-    return over_parts(of_part, x, 0, x)
-
-
-def argmax_over_parts(part: Part, x: Float[Array, "B X"]) -> Int[Array, " B"]:
-    """For each row, the place of the largest value of all parts' rows."""
-    return _largest_of_parts(part, x.shape[1], _of_rows(x), lambda: x.max(axis=1))
+    return shard_over_vocab(on_shard, x, 0, x)
 
 
-def _largest_of_parts(part: Part, size: int, place: Int[Array, " B"], largest: Callable[[], Float[Array, " B"]]) -> Int[Array, " B"]:
+def argmax_over_shards(shard: VocabShard, x: Float[Array, "B X"]) -> Int[Array, " B"]:
+    """For each row, the place of the largest value of all shards' rows."""
+    return _largest_of_parts(shard, x.shape[1], _of_rows(x), lambda: x.max(axis=1))
+
+
+def _largest_of_parts(shard: VocabShard, size: int, place: Int[Array, " B"], largest: Callable[[], Float[Array, " B"]]) -> Int[Array, " B"]:
     """From each part's place of its largest value. One gather of pairs."""
-    if part.is_whole:
+    if shard.is_whole:
         return place
     value = jax.lax.bitcast_convert_type(largest().astype(jnp.float32), jnp.int32)
-    pairs = part.gathered(jnp.stack([value, part.first(size) + place]))
+    pairs = shard.all_gather(jnp.stack([value, shard.first(size) + place]))
     values, places = jax.lax.bitcast_convert_type(pairs[:, 0], jnp.float32), pairs[:, 1]
     return jnp.take_along_axis(places, _first_of_largest(values, axis=0)[None], axis=0, mode="promise_in_bounds")[0]
 

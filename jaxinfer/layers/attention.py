@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxinfer.kv_cache.pages import Pages
-from jaxinfer.layers.deferred_collectives import axis_of_tokens, gathered
+from jaxinfer.layers.deferred_collectives import all_gather, axis_of_tokens
 from jaxinfer.layers.heads import HeadLayout
 from jaxinfer.layers.linear import Linear
 from jaxinfer.layers.matrices import MatrixFormat
@@ -96,7 +96,7 @@ class Attention(nnx.Module):
 
     def project(self, x: Float[Array, "T D"]) -> tuple[Float[Array, "T N H"], Float[Array, "T K H"], Float[Array, "T K H"]]:
         """Queries, keys and values of all tokens."""
-        qkv, g = self.qkv(gathered(x)), self.heads_per_kv
+        qkv, g = self.qkv(all_gather(x)), self.heads_per_kv
         q, k, v = qkv[:, :, :g], qkv[:, :, g], qkv[:, :, g + 1]
         # Said outright: a reshape that takes away a single KV head takes its sharding away too.
         heads = PartitionSpec(None, jax.typeof(q).sharding.spec[1], None)

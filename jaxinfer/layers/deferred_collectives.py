@@ -12,22 +12,24 @@ import jax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-Parts: TypeAlias = Float[Array, "N ..."]  # each device's part of a sum, along a first axis that lies over them; or one that all have, whole
+PartialSums: TypeAlias = Float[
+    Array, "N ..."
+]  # each device's part of a sum, along a first axis that lies over them; or one that all have, whole
 
 
-def as_part(local: Callable[..., Array]) -> Callable[..., Array]:
+def as_partial_sum(local: Callable[..., Array]) -> Callable[..., Array]:
     """For `jax.shard_map`: what `local` gives on one device, as its part."""
     return lambda *args: local(*args)[None]
 
 
-def summed(parts: Parts, tokens: str | None = None) -> Float[Array, "T ..."]:
+def reduce_partial_sums(parts: PartialSums, tokens: str | None = None) -> Float[Array, "T ..."]:
     """On every device; or of tokens that are split over this mesh axis, each device's."""
     sharding = jax.typeof(parts).sharding
     axis = sharding.spec[0]
     if axis is None:
-        return parts[0] if tokens is None else split(parts[0], tokens)
+        return parts[0] if tokens is None else shard_tokens(parts[0], tokens)
 
-    def local(part: Parts) -> Float[Array, "T ..."]:
+    def local(part: PartialSums) -> Float[Array, "T ..."]:
         if tokens is not None:
             return jax.lax.psum_scatter(part[0], axis, scatter_dimension=0, tiled=True)
         return part[0] if sharding.mesh.shape[axis] == 1 else jax.lax.psum(part[0], axis)
@@ -43,11 +45,11 @@ def axis_of_tokens(x: Float[Array, "T ..."]) -> str | None:
     return axis
 
 
-def split(x: Float[Array, "T ..."], tokens: str) -> Float[Array, "T ..."]:
+def shard_tokens(x: Float[Array, "T ..."], tokens: str) -> Float[Array, "T ..."]:
     """Of tokens that all devices have, each device's share."""
     return jax.sharding.reshard(x, PartitionSpec(tokens))
 
 
-def gathered(x: Float[Array, "T ..."]) -> Float[Array, "T ..."]:
+def all_gather(x: Float[Array, "T ..."]) -> Float[Array, "T ..."]:
     """All tokens on every device."""
     return x if axis_of_tokens(x) is None else jax.sharding.reshard(x, PartitionSpec())

@@ -12,7 +12,7 @@ from jaxinfer.layers import int8, packed
 from jaxinfer.layers.argmax import argmax_of_columns, argmax_of_rows
 from jaxinfer.layers.linear import product
 from jaxinfer.layers.matrices import InStack, MatrixFormat, matrix, weight
-from jaxinfer.layers.vocabulary import Part, over_parts, split_axis
+from jaxinfer.layers.vocabulary import VocabShard, shard_over_vocab, split_axis
 from pallas_kernels.packed_matmul.layout import LANES
 
 
@@ -26,12 +26,12 @@ class Embedding(nnx.Module):
         """A table that is split over devices costs one sum of [T, D] over the mesh."""
         table, scale = self.table.get_value(), None if self.table_scale is None else self.table_scale[...]
         along = (table.stack, 1) if isinstance(table, InStack) else (table, 0)
-        return over_parts(self._rows, *along, table, scale, token_ids)
+        return shard_over_vocab(self._rows, *along, table, scale, token_ids)
 
-    def _rows(self, part: Part, table: Array | InStack, scale: Array | None, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
+    def _rows(self, shard: VocabShard, table: Array | InStack, scale: Array | None, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
         """Each device gives those of its own part, and zeros for others."""
         size = table.stack.shape[1] * LANES if isinstance(table, InStack) else len(table)
-        places, whole = part.places(token_ids, size), PartitionSpec() if part.is_whole else None
+        places, whole = shard.places(token_ids, size), PartitionSpec() if shard.is_whole else None
         if isinstance(table, InStack):
             rows = packed.rows(table, places, whole)
         else:
@@ -39,7 +39,7 @@ class Embedding(nnx.Module):
         rows = rows.astype(self.activation_dtype)
         if scale is not None:
             rows = rows * scale.at[places].get(mode="clip", out_sharding=whole)[:, None].astype(rows.dtype)
-        return rows if part.axis is None else jax.lax.psum(jnp.where(places[:, None] < size, rows, 0), part.axis)
+        return rows if shard.axis is None else jax.lax.psum(jnp.where(places[:, None] < size, rows, 0), shard.axis)
 
     def logits(self, x: Float[Array, "X D"]) -> Float[Array, "X V"]:
         """Scores over the vocabulary, float32; of several devices each has those of its part."""

@@ -49,7 +49,7 @@ def through_experts(
     return of_tokens.sum(1).astype(x.dtype)
 
 
-def sent_home(part: Float[Array, "T D"], has_part: Bool[Array, "T N"], axis: str) -> Float[Array, "T D"]:
+def combine_expert_outputs(part: Float[Array, "T D"], has_part: Bool[Array, "T N"], axis: str) -> Float[Array, "T D"]:
     """The sum, on every device, of the parts of N devices along this mesh axis; `has_part`: which devices have one of each token. Each device
     is home to a share of the tokens: it gets their parts, adds them up in the order of devices, and all get its sums."""
     (num_tokens, num_devices), me = has_part.shape, lax.axis_index(axis)

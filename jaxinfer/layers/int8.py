@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Int8
 
-from jaxinfer.layers.deferred_collectives import as_part
+from jaxinfer.layers.deferred_collectives import as_partial_sum
 from jaxinfer.layers.matrices import INT8
 
 _MOST = 127  # of either sign, so that zero is exact
@@ -34,13 +34,13 @@ def quantize(matrix: Float[Array, "*O I"]) -> tuple[Int8[Array, "*O I"], Float[A
 def product(
     x: Float[Array, "T I"], matrix: Int8[Array, "*O I"], scale: Float[Array, "*O"], *, is_summed: bool = True
 ) -> Float[Array, "..."]:
-    """x times the matrix, [T, *O] in x's type. Inputs that are split over devices are summed over them, or else come as `parts.Parts`;
+    """x times the matrix, [T, *O] in x's type. Inputs that are split over devices are summed over them, or else come as `deferred_collectives.PartialSums`;
     outputs stay split."""
     sharding = jax.typeof(matrix).sharding
     *outputs, inputs = sharding.spec
     local = partial(_local, split_over=inputs if is_summed else None)
     over_shards = jax.shard_map(
-        local if is_summed else as_part(local),
+        local if is_summed else as_partial_sum(local),
         mesh=sharding.mesh,
         in_specs=(PartitionSpec(None, inputs), sharding.spec, PartitionSpec(*outputs)),
         out_specs=PartitionSpec(*(() if is_summed else (inputs,)), None, *outputs),

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from jaxinfer.kv_cache.pages import Pages
 from jaxinfer.layers.attention import LayerAttention
-from jaxinfer.layers.deferred_collectives import axis_of_tokens, gathered
+from jaxinfer.layers.deferred_collectives import all_gather, axis_of_tokens
 from jaxinfer.layers.linear import Linear
 from jaxinfer.layers.matrices import MatrixFormat, weight
 from jaxinfer.layers.norm import RMSNorm
@@ -53,7 +53,7 @@ class LatentAttention(nnx.Module):
 
     def project(self, x: Float[Array, "T D"], cos_sin: CosSin) -> tuple[Float[Array, "T N H"], Float[Array, "T C"]]:
         """Queries and latents of all tokens, both rotated."""
-        x = gathered(x)
+        x = all_gather(x)
         sizes, rank = self.sizes, self.sizes.query_rank
         if self.kv_down is not None and self.queries is not None:
             q = self.queries(x)
@@ -99,7 +99,7 @@ def absorbed(
     return _by_head(outputs, jnp.swapaxes(by_head[:, nope_size:], 1, 2))
 
 
-def over_parts(
+def attend_over_token_shards(
     q: Float[Array, "T N C"], attend: Callable[[Float[Array, "T M C"]], tuple[Float[Array, "T M R"], Float[Array, "T M"]]], axis: str
 ) -> Float[Array, "T N R"]:
     """What each device's own heads attend to of a context whose tokens are split over a mesh axis, within a `shard_map`. `attend` is given the

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxinfer.layers import int8, packed
-from jaxinfer.layers.deferred_collectives import Parts, as_part, summed
+from jaxinfer.layers.deferred_collectives import PartialSums, as_partial_sum, reduce_partial_sums
 from jaxinfer.layers.matrices import InStack, MatrixFormat, matrix, weight
 
 
@@ -47,10 +47,10 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "T ..."], tokens: str | None = None) -> Float[Array, "T ..."]:
         """`tokens`: the mesh axis that the result's tokens are to be split over; None: all on every device."""
-        y = self._product(x, is_summed=True) if tokens is None else summed(self._product(x, is_summed=False), tokens)
+        y = self._product(x, is_summed=True) if tokens is None else reduce_partial_sums(self._product(x, is_summed=False), tokens)
         return y if self.bias is None else y + self.bias[...].astype(y.dtype)
 
-    def parts(self, x: Float[Array, "T ..."]) -> Parts:
+    def parts(self, x: Float[Array, "T ..."]) -> PartialSums:
         """Each device's partial sums, yet to be added over the mesh, of a product without a bias."""
         assert self.bias is None
         return self._product(x, is_summed=False)
@@ -71,7 +71,7 @@ class Linear(nnx.Module):
         sharding = jax.typeof(plain).sharding
         inputs, *outputs = sharding.spec
         return jax.shard_map(
-            as_part(partial(product, equation="ti,i...->t...")),
+            as_partial_sum(partial(product, equation="ti,i...->t...")),
             mesh=sharding.mesh,
             in_specs=(PartitionSpec(None, inputs), sharding.spec),
             out_specs=PartitionSpec(inputs, None, *outputs),

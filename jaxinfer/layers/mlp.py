@@ -9,7 +9,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxinfer.layers.deferred_collectives import Parts, axis_of_tokens, gathered
+from jaxinfer.layers.deferred_collectives import PartialSums, all_gather, axis_of_tokens
 from jaxinfer.layers.linear import Linear, silu
 from jaxinfer.layers.matrices import MatrixFormat
 
@@ -25,9 +25,9 @@ class GatedMLP(nnx.Module):
         self.down = Linear({"mlp": inner_size}, {"embed": size}, form, use_bias=use_bias)
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        return self.down(self._inner(gathered(x)), axis_of_tokens(x))
+        return self.down(self._inner(all_gather(x)), axis_of_tokens(x))
 
-    def parts(self, x: Float[Array, "T D"]) -> Parts:
+    def parts(self, x: Float[Array, "T D"]) -> PartialSums:
         """Each device's part of the result, of tokens that all have."""
         return self.down.parts(self._inner(x))
 

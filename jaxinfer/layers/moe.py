@@ -13,8 +13,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jaxinfer.layers.deferred_collectives import Parts, as_part, axis_of_tokens, gathered, split, summed
-from jaxinfer.layers.expert_rows import sent_home, through_experts
+from jaxinfer.layers.deferred_collectives import PartialSums, all_gather, as_partial_sum, axis_of_tokens, reduce_partial_sums, shard_tokens
+from jaxinfer.layers.expert_rows import combine_expert_outputs, through_experts
 from jaxinfer.layers.matrices import MatrixFormat, weight
 from jaxinfer.layers.mlp import GatedMLP
 from jaxinfer.layers.router import Router
@@ -36,7 +36,7 @@ class MixtureOfExperts(nnx.Module):
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         # Shared and routed parts are added first: one sum over devices for both.
-        tokens, x = axis_of_tokens(x), gathered(x)
+        tokens, x = axis_of_tokens(x), all_gather(x)
         return self.experts(x, *self.router(x), None if self.shared is None else self.shared.parts(x), tokens)
 
 
@@ -61,7 +61,7 @@ class Experts(nnx.Module):
         x: Float[Array, "T D"],
         experts: Int[Array, "T k"],
         weights: Float[Array, "T k"],
-        also: Parts | None = None,
+        also: PartialSums | None = None,
         tokens: str | None = None,
     ) -> Float[Array, "T D"]:
         """Each token's sum over its experts, by their weights, with what these other parts come to added: on every device, or with tokens
@@ -70,10 +70,10 @@ class Experts(nnx.Module):
         part = partial(self._part, dealt_over=axis if is_dealt_out else None)
         if self._exchange(x, has_shared=also is not None) == "all_to_all":
             routed = self._over_shards(partial(_sent_home, part=part, axis=axis), PartitionSpec())(*inputs)
-            routed = routed if tokens is None else split(routed, tokens)
-            return routed if also is None else routed + summed(also, tokens)
-        parts = self._over_shards(as_part(part), PartitionSpec(axis))(*inputs)
-        return summed(parts if also is None else parts + also, tokens)
+            routed = routed if tokens is None else shard_tokens(routed, tokens)
+            return routed if also is None else routed + reduce_partial_sums(also, tokens)
+        parts = self._over_shards(as_partial_sum(part), PartitionSpec(axis))(*inputs)
+        return reduce_partial_sums(parts if also is None else parts + also, tokens)
 
     def _arrays(self) -> list[Array]:
         """Of gate and up, then of down."""
@@ -144,7 +144,7 @@ def _sent_home(
     """On one device."""
     assert axis is not None
     has_part = (experts[:, :, None] // len(arrays[0]) == jnp.arange(jax.lax.axis_size(axis))).any(1)
-    return sent_home(part(x, experts, weights, *arrays), has_part, axis)
+    return combine_expert_outputs(part(x, experts, weights, *arrays), has_part, axis)
 
 
 def _matrices(arrays: tuple[Array, ...], packing: Literal["int4", "fp8"] | None) -> tuple[Weights, Weights]:

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.layers import int8
-from jaxinfer.layers.deferred_collectives import as_part
+from jaxinfer.layers.deferred_collectives import as_partial_sum
 from jaxinfer.layers.matrices import InStack
 from pallas_kernels.packed_matmul.layout import LANES, ZERO
 from pallas_kernels.packed_matmul.op import packed_matmul
@@ -20,7 +20,7 @@ def product(
     x: Float[Array, "T I"], matrix: InStack, scale: Float[Array, "*O"] | None, output_axes: int, *, is_summed: bool = True
 ) -> Float[Array, "..."]:
     """x times the matrix, [T, *O] in x's type; integers come with a scale an output. Inputs that are split over devices are summed over
-    them, or else come as `parts.Parts`; outputs stay split."""
+    them, or else come as `deferred_collectives.PartialSums`; outputs stay split."""
     sharding = jax.typeof(matrix.stack).sharding
     _, *axes, _, _ = sharding.spec
     outputs, inputs = axes[:output_axes], axes[output_axes]
@@ -28,7 +28,7 @@ def product(
     local = partial(_local, output_axes=output_axes, split_over=inputs if is_split else None)
     of_scale = None if scale is None else PartitionSpec(*outputs)
     over_shards = jax.shard_map(
-        local if is_summed else as_part(local),
+        local if is_summed else as_partial_sum(local),
         mesh=sharding.mesh,
         in_specs=(PartitionSpec(None, inputs), sharding.spec, PartitionSpec(), of_scale),
         out_specs=PartitionSpec(*(() if is_summed else (inputs,)), None, *outputs),

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from checkpoints.weight_map import WeightMap
 from jaxinfer.kv_cache.pages import Pages
 from jaxinfer.layers.attention import AttentionBackend, LayerAttention
-from jaxinfer.layers.deferred_collectives import gathered, split
+from jaxinfer.layers.deferred_collectives import all_gather, shard_tokens
 from jaxinfer.layers.matrices import MatrixFormat
 from jaxinfer.models.config import ArchitectureConfig
 from sharding.mesh import TENSOR
@@ -60,7 +60,7 @@ class CausalLM(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ModelSlice:
     """What a pipeline's stage holds of a model."""
 
     layers: range
@@ -68,7 +68,7 @@ class Part:
     is_last: bool  # it has the head, and all else that comes after the layers
 
     @classmethod
-    def whole(cls, num_layers: int) -> Part:
+    def whole(cls, num_layers: int) -> ModelSlice:
         return cls(range(num_layers), True, True)
 
     def holds(self, path: str, *, is_tied: bool) -> bool:
@@ -81,9 +81,9 @@ class Part:
         return self.is_last
 
 
-def run_part(
+def run_slice(
     model: CausalLM,
-    part: Part | None,
+    part: ModelSlice | None,
     token_ids: Int[Array, " T"],
     hidden: Float[Array, "T D"] | None,
     positions: Int[Array, " T"],
@@ -95,10 +95,10 @@ def run_part(
     """A part of a model, or all of it, over packed tokens: from their ids where it is the first, else from the hidden states of the part
     before it; to final hidden states where it is the last. `splits_tokens`: between sums each device has its share of the tokens, which a
     multiple of the devices must be."""
-    part = part or Part.whole(model.config.num_layers)
+    part = part or ModelSlice.whole(model.config.num_layers)
     x = model.embed(token_ids) if hidden is None else hidden
-    x, pages = model.run(split(x, TENSOR) if splits_tokens else x, positions, pages, attend, part.layers)
-    return gathered(model.finish(x) if part.is_last else x), pages
+    x, pages = model.run(shard_tokens(x, TENSOR) if splits_tokens else x, positions, pages, attend, part.layers)
+    return all_gather(model.finish(x) if part.is_last else x), pages
 
 
 def run_blocks(

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 
 import jax
 
-from jaxinfer.multi_process.messages import Call, Held, decode, encode
+from jaxinfer.multi_process.messages import Call, RemoteArray, decode, encode
 
 Target = TypeVar("Target")
 
@@ -31,9 +31,9 @@ class Recorder:
         self._tell = tell
         self._is_on = False
         self._numbers = itertools.count()
-        self._held: dict[int, Held] = {}  # by the array's id
-        self._alive: dict[Held, weakref.ref[jax.Array]] = {}
-        self._released: deque[Held] = deque()
+        self._held: dict[int, RemoteArray] = {}  # by the array's id
+        self._alive: dict[RemoteArray, weakref.ref[jax.Array]] = {}
+        self._released: deque[RemoteArray] = deque()
 
     def start(self) -> None:
         """From now on calls are told of."""
@@ -52,17 +52,17 @@ class Recorder:
         result = function(*arguments, **keywords)
         for leaf, array in enumerate(jax.tree.leaves(result)):
             if isinstance(array, jax.Array):
-                self._hold(Held(number, leaf), array)
+                self._hold(RemoteArray(number, leaf), array)
         return result
 
-    def _find(self, value: Any) -> Held | None:
+    def _find(self, value: Any) -> RemoteArray | None:
         return self._held.get(id(value)) if isinstance(value, jax.Array) else None
 
-    def _hold(self, held: Held, array: jax.Array) -> None:
+    def _hold(self, held: RemoteArray, array: jax.Array) -> None:
         self._held[id(array)] = held
         self._alive[held] = weakref.ref(array, partial(self._release, held, id(array)))
 
-    def _release(self, held: Held, key: int, _: object) -> None:
+    def _release(self, held: RemoteArray, key: int, _: object) -> None:
         del self._alive[held]
         if self._held.get(key) == held:  # else a later call returned the same array
             del self._held[key]
@@ -86,7 +86,7 @@ class Replayer:
 
     def __init__(self) -> None:
         self._targets: dict[str, Any] = {}
-        self._held: dict[Held, jax.Array] = {}
+        self._held: dict[RemoteArray, jax.Array] = {}
 
     def add(self, name: str, target: object) -> None:
         """What a name stands for here."""
@@ -101,6 +101,6 @@ class Replayer:
         result = getattr(target, call.method)(*call.arguments, **call.keywords)
         for leaf, array in enumerate(jax.tree.leaves(result)):
             if isinstance(array, jax.Array):
-                self._held[Held(call.number, leaf)] = array
+                self._held[RemoteArray(call.number, leaf)] = array
         for held in call.released:
             self._held.pop(held, None)

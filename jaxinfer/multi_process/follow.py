@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxinfer.builder import assemble
+from jaxinfer.builder import build
 from jaxinfer.multi_process.peer_failure import ProcessLostError
 from jaxinfer.multi_process.processes import Follower, meet_leader
 from jaxinfer.stats import EngineStats
@@ -18,7 +18,7 @@ def follow(given: Mapping[str, Any], on_ready: Callable[[], None] = lambda: None
     follower = Follower(channel, messages)
     try:
         with follower.surface_peer_failure():
-            assemble(config, EngineStats(), follower)
+            build(config, EngineStats(), follower)
             on_ready()
             follower.follow()
     except ProcessLostError as error:

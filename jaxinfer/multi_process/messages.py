@@ -20,7 +20,7 @@ _HEADER = 4  # bytes of the header's length
 _ALIGNMENT = 64  # bytes; so aligned, JAX on a CPU takes an array where it is
 
 
-class Held(NamedTuple):
+class RemoteArray(NamedTuple):
     """An array on the devices, that each process has its part of: what call it came from, and which of that call's arrays it is."""
 
     call: int
@@ -35,10 +35,10 @@ class Call(NamedTuple):
     method: str
     arguments: tuple[Any, ...]
     keywords: dict[str, Any]
-    released: tuple[Held, ...]  # that nobody will name again
+    released: tuple[RemoteArray, ...]  # that nobody will name again
 
 
-def encode(call: Call, held: Callable[[Any], Held | None]) -> bytes:
+def encode(call: Call, held: Callable[[Any], RemoteArray | None]) -> bytes:
     """The call's bytes. `held` knows the arrays that lie on devices. Raises `TypeError` for an argument that can't be said."""
     arrays: list[bytes] = []
     place = 0
@@ -69,7 +69,7 @@ def encode(call: Call, held: Callable[[Any], Held | None]) -> bytes:
     return b"".join([len(header).to_bytes(_HEADER, "little"), header, *arrays])
 
 
-def decode(message: bytes, held: Mapping[Held, Any]) -> Call:
+def decode(message: bytes, held: Mapping[RemoteArray, Any]) -> Call:
     """The call that was encoded, with this process's arrays for those that are held."""
     start = _HEADER + int.from_bytes(message[:_HEADER], "little")
     arrays = memoryview(message)[start:]
@@ -86,11 +86,11 @@ def decode(message: bytes, held: Mapping[Held, Any]) -> Call:
                 # A copy: of a view nobody knows how long the device goes on reading it.
                 return np.frombuffer(arrays, dtype, int(np.prod(shape)), at).reshape(shape).copy()
             case {"held": known}:
-                return held[Held(*known)]
+                return held[RemoteArray(*known)]
         return value
 
     number, target, method, arguments, keywords, released = json.loads(message[_HEADER:start])
-    return Call(number, target, method, tuple(meant(arguments)), meant(keywords), tuple(Held(*pair) for pair in released))
+    return Call(number, target, method, tuple(meant(arguments)), meant(keywords), tuple(RemoteArray(*pair) for pair in released))
 
 
 def _tuple(kind: str, values: Iterator[Any]) -> Any:

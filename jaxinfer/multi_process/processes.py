@@ -52,7 +52,7 @@ class Processes(Protocol):
         `ConfigError` where they have not all come to the same plan: their programs would not fit each other."""
         ...
 
-    def assembled(self) -> None:
+    def wait_until_built(self) -> None:
         """All processes have made the same calls by themselves until now, which warmed up their programs. From now on the first leads."""
         ...
 
@@ -73,7 +73,7 @@ class Processes(Protocol):
         ...
 
 
-class Alone:
+class SingleProcess:
     """One process with all devices. See `Processes`."""
 
     def share(self, name: str, target: Target) -> Target:
@@ -82,7 +82,7 @@ class Alone:
     def compiled(self, plan: str) -> None:
         pass
 
-    def assembled(self) -> None:
+    def wait_until_built(self) -> None:
         pass
 
     def check(self, what: str, mesh: Mesh) -> None:
@@ -111,7 +111,7 @@ class Leader:
     def compiled(self, plan: str) -> None:
         self._channel.meet(1, plan)
 
-    def assembled(self) -> None:
+    def wait_until_built(self) -> None:
         self._channel.meet(2, is_last=True)
         self._recorder.start()
 
@@ -143,7 +143,7 @@ class Follower:
         self._channel.report(1, plan)
         next(self._messages)
 
-    def assembled(self) -> None:
+    def wait_until_built(self) -> None:
         self._channel.report(2)
         next(self._messages)
 
@@ -169,7 +169,7 @@ def lead(config: EngineConfig) -> Processes:
     """Meet the others as the first process, before anything uses JAX's devices. Raises `ConfigError` if they don't all come."""
     devices = config.devices
     if devices.num_processes == 1:
-        return Alone()
+        return SingleProcess()
     if devices.process_id:
         raise ConfigError(f"process_id is {devices.process_id}, but only process 0 takes requests: run `jaxinfer follow` with these flags")
     assert devices.coordinator is not None, "checked by the configuration"

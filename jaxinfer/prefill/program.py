@@ -16,7 +16,7 @@ from jaxinfer.kv_cache.pages import Pages
 from jaxinfer.kv_cache.spec import NULL_PAGE, LayerGroups
 from jaxinfer.layers.attention import AttentionParams
 from jaxinfer.layers.paged_attention import KVCacheLocation, PagedAttentionBackend
-from jaxinfer.models.base import CausalLM, Part, run_part
+from jaxinfer.models.base import CausalLM, ModelSlice, run_slice
 from jaxinfer.prefill.batch import PackedTokens
 from jaxinfer.runtime.buckets import query_tile
 from jaxinfer.runtime.expert_loads import with_loads
@@ -45,7 +45,7 @@ PrefillStep = Callable[..., tuple[Pages, Given | Float[Array, "T D"], Int[Array,
 
 def prefill_step(template: ModelTemplate, mesh: Mesh, attention: Backend, *, splits_tokens: bool = False) -> PrefillStep:
     """The function of the program that fills pages, of the whole model or of a stage of it, which passes hidden states on to the next. It takes the
-    pages donated. `loads` are `runtime.expert_loads`'s; `splits_tokens` is `models.base.run_part`'s."""
+    pages donated. `loads` are `runtime.expert_loads`'s; `splits_tokens` is `models.base.run_slice`'s."""
 
     def step(
         weights: Weights,
@@ -125,7 +125,7 @@ def forward(
     pages: Pages,
     batch: PackedTokens,
     attention: Backend = "xla",
-    part: Part | None = None,
+    part: ModelSlice | None = None,
     hidden: Float[Array, "T D"] | None = None,
     *,
     splits_tokens: bool = False,
@@ -142,7 +142,7 @@ def forward(
     rows = (batch.query_start, batch.query_len, batch.kv_len)
     of_part = groups if part is None else groups.of_stage(part.layers)
     attend = PagedAttentionBackend(mesh, _AttentionKernels(attention), of_part, tables, page_ids, positions % page_size, rows)
-    return run_part(model, part, batch.token_ids, hidden, positions, pages, attend, splits_tokens=splits_tokens)
+    return run_slice(model, part, batch.token_ids, hidden, positions, pages, attend, splits_tokens=splits_tokens)
 
 
 def _rows_of_tokens(batch: PackedTokens, num_tokens: int) -> tuple[Int[Array, " T"], Int[Array, " T"], Bool[Array, " T"]]:

@@ -41,7 +41,7 @@ FORK_TOKENS = 8
 
 # Preempts a sequence that is less urgent than this one, which waits: a running one, or one of these, which this step leaves out so far;
 # False if there is none.
-MakeRoom = Callable[[Sequence, list[Sequence]], bool]
+PreemptForAdmission = Callable[[Sequence, list[Sequence]], bool]
 
 
 # Preempts what is served after this admitted sequence, which lacks pages to go on: a running one, or one of these; False if there is none.
@@ -167,7 +167,7 @@ class PrefillScheduler:
             self.queue.add(sibling)
 
     def schedule(
-        self, budget: int, num_free_slots: int, reserved_pages: int, make_room: MakeRoom, preempt: Preempt = _nobody
+        self, budget: int, num_free_slots: int, reserved_pages: int, preempt_for_admission: PreemptForAdmission, preempt: Preempt = _nobody
     ) -> list[Chunk]:
         """The next step's chunks, in order, of at most `budget` tokens, and after them the forks; admits at most `num_free_slots`
         waiting sequences and those that room is made for, leaving pages for `reserved_pages` runs in the pool."""
@@ -180,7 +180,7 @@ class PrefillScheduler:
             if head is None or (admitted and admitted[-1].turn <= (self.queue.level(head), head.order)):
                 if not admitted:
                     break
-                budget = self._add_chunk(chunks, admitted.pop(), budget, partial(self._make_way, preempt, admitted))
+                budget = self._add_chunk(chunks, admitted.pop(), budget, partial(self._preempt_for_progress, preempt, admitted))
             elif num_free_slots > 0 and (fork := self._fork(head, reserved_pages)) is not None:
                 num_free_slots -= 1
                 forks.append(fork)
@@ -190,7 +190,7 @@ class PrefillScheduler:
                     continue
                 num_free_slots -= 1
                 budget = self._add_chunk(chunks, head, budget, lambda sequence: False)  # it has just got its pages
-            elif make_room(head, admitted):
+            elif preempt_for_admission(head, admitted):
                 num_free_slots += 1
                 admitted = [s for s in admitted if s.state is SequenceState.PREFILLING]
             else:
@@ -198,7 +198,7 @@ class PrefillScheduler:
         return chunks + forks
 
     @staticmethod
-    def _make_way(preempt: Preempt, left_out: list[Sequence], sequence: Sequence) -> bool:
+    def _preempt_for_progress(preempt: Preempt, left_out: list[Sequence], sequence: Sequence) -> bool:
         is_made = preempt(sequence, left_out)
         left_out[:] = [s for s in left_out if s.state is SequenceState.PREFILLING]
         return is_made

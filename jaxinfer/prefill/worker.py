@@ -15,7 +15,7 @@ import numpy as np
 from jaxinfer.prefill.batch import build_batch, sampling_of_forks
 from jaxinfer.prefill.chunk_size import ChunkSizeController
 from jaxinfer.prefill.runner import PrefillResult, PrefillRunner
-from jaxinfer.prefill.scheduler import Chunk, Fork, MakeRoom, Preempt, PrefillScheduler
+from jaxinfer.prefill.scheduler import Chunk, Fork, Preempt, PreemptForAdmission, PrefillScheduler
 from jaxinfer.request import TokenLogprob
 from jaxinfer.runtime.device_clock import DeviceClock
 from jaxinfer.sampling.logprob_readback import read_logprob
@@ -54,11 +54,13 @@ class PrefillWorker:
     def num_in_flight(self) -> int:
         return len(self._in_flight)
 
-    def launch(self, budget: int, num_free_slots: int, reserved_pages: int, make_room: MakeRoom, preempt: Preempt) -> list[Chunk]:
+    def launch(
+        self, budget: int, num_free_slots: int, reserved_pages: int, preempt_for_admission: PreemptForAdmission, preempt: Preempt
+    ) -> list[Chunk]:
         """Start the next step, if there is one and not enough are under way already; returns its chunks. See `PrefillScheduler.schedule`."""
         if len(self._in_flight) >= self._runner.num_stages + _WAITING:
             return []
-        chunks = self.scheduler.schedule(budget, num_free_slots, reserved_pages, make_room, preempt)
+        chunks = self.scheduler.schedule(budget, num_free_slots, reserved_pages, preempt_for_admission, preempt)
         if computed := [chunk for chunk in chunks if not isinstance(chunk, Fork)]:
             self._compute(computed)
         for _, forks in groupby((chunk for chunk in chunks if isinstance(chunk, Fork)), key=lambda fork: fork.sequence.leader):

@@ -18,7 +18,7 @@ Ended = Future[float]  # when
 _BEGIN = "begin"  # to a stage's thread: count anew
 
 
-class Awaited(Protocol):
+class PendingArray(Protocol):
     """An array that devices are yet to fill."""
 
     def block_until_ready(self) -> Any: ...
@@ -27,7 +27,7 @@ class Awaited(Protocol):
 @dataclass(frozen=True, slots=True)
 class _Step:
     launched_at: float  # seconds
-    ready: Awaited
+    ready: PendingArray
     handed_at: Ended | None  # when it was given what another stage made; None: it is given nothing
     ended_at: Ended
 
@@ -49,7 +49,7 @@ class StageClock:
         """Seconds, of the clock that launches are told by."""
         return self._now()
 
-    def launched(self, number: int, at: float, array: Awaited, after: Ended | None) -> Ended:
+    def launched(self, number: int, at: float, array: PendingArray, after: Ended | None) -> Ended:
         """A step that was launched at a time fills this array on a stage, not before another has ended what it is to be given. Returns its own end
         on the stage. To be told of each stage's as soon as it is launched: a device may have ended by the time that the next one is."""
         step = _Step(at, array, after, Future())

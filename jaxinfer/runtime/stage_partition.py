@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from jaxinfer.models.base import Part
+from jaxinfer.models.base import ModelSlice
 from jaxinfer.models.config import ArchitectureConfig
 from jaxinfer.runtime.template import ModelTemplate, make_template
 from jaxinfer.runtime.work import ModelWork
-from sharding.cost_model import Part as Work
-from sharding.cost_model import Step, part_cost
+from sharding.cost_model import LayerWork, Step, part_cost
 from sharding.hardware import Hardware
 from sharding.layout import Parallel
 from sharding.stage_balancer import Costs, balance
@@ -25,7 +24,7 @@ def cut(template: ModelTemplate, stages: Sequence[range]) -> tuple[ModelTemplate
     if len(stages) == 1:
         return (template,)
     assert isinstance(template.config, ArchitectureConfig)
-    parts = [Part(layers, layers.start == 0, layers.stop == template.config.num_layers) for layers in stages]
+    parts = [ModelSlice(layers, layers.start == 0, layers.stop == template.config.num_layers) for layers in stages]
     return tuple(make_template(template.config, template.form, template.activation_dtype, part) for part in parts)
 
 
@@ -37,7 +36,7 @@ def stage_layers(work: ModelWork, layout: Parallel, roles: Sequence[str], hardwa
     if layout.pp == 1:
         return [range(num_layers)]
 
-    def seconds(part: Work) -> float:
+    def seconds(part: LayerWork) -> float:
         return sum(times * part_cost(part, step, layout.tp, layout.ep, hardware).seconds for step, times in (STEPS[role] for role in roles))
 
     known = {part: seconds(part) for part in {work.embedding, *work.layers, work.head}}

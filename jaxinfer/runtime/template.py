@@ -15,7 +15,7 @@ from checkpoints.weight_map import WeightMap
 from jaxinfer.kv_cache.spec import LayerGroups
 from jaxinfer.layers.heads import HeadLayout
 from jaxinfer.layers.matrices import InStack, MatrixFormat
-from jaxinfer.models.base import CausalLM, Part
+from jaxinfer.models.base import CausalLM, ModelSlice
 from jaxinfer.models.config import ArchitectureConfig
 from jaxinfer.models.encoder_config import EncoderConfig
 from jaxinfer.models.registry import model_class
@@ -83,7 +83,7 @@ class Template(Generic[Model]):
     graph: Any = field(compare=False)  # follows from what is above, as does the next
     structure: Any = field(compare=False)  # of the state, as a pytree
     leaves: tuple[Leaf, ...]
-    part: Part | None = None  # what it has leaves of, where that is not all
+    part: ModelSlice | None = None  # what it has leaves of, where that is not all
 
     @property
     def layers(self) -> range:
@@ -153,7 +153,7 @@ ModelTemplate = Template[CausalLM]
 
 
 def make_template(
-    config: ArchitectureConfig, form: MatrixFormat, activation_dtype: jnp.dtype | None = None, part: Part | None = None
+    config: ArchitectureConfig, form: MatrixFormat, activation_dtype: jnp.dtype | None = None, part: ModelSlice | None = None
 ) -> ModelTemplate:
     """Build the model abstractly, or a part of it: no array is made. Activations have the vectors' type unless another is given."""
     return template_of(model_class(config), config, form, activation_dtype or form.vector_dtype, part)
@@ -164,7 +164,7 @@ def template_of(
     config: ArchitectureConfig | EncoderConfig,
     form: MatrixFormat,
     activation_dtype: jnp.dtype,
-    part: Part | None = None,
+    part: ModelSlice | None = None,
 ) -> Template[Model]:
     """The same of any class with a weight map that is built from these."""
     graph, state = nnx.split(nnx.eval_shape(lambda: model(config, form, activation_dtype)))

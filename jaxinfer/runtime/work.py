@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from jaxinfer.layers.matrices import MatrixFormat
-from jaxinfer.models.base import Part as StagePart
+from jaxinfer.models.base import ModelSlice
 from jaxinfer.models.config import ArchitectureConfig, Routing
 from jaxinfer.runtime.template import ModelTemplate, make_template
-from sharding.cost_model import Attention, Experts, Matrices, Part
+from sharding.cost_model import AttentionWork, ExpertWork, LayerWork, Matrices
 from sharding.rules import Rules
 
 # What XLA leaves of a step once it has fused it, counted in decode and prefill programs of Llama 3.1 8B, Llama 4 Scout and Kimi K2.5 compiled for
@@ -28,15 +28,15 @@ _LAYER_MOVES, _HEAD_MOVES = 10, 3
 class ModelWork:
     """Of a whole model; a stage does its layers' part, the first the embedding's too, the last the head's."""
 
-    embedding: Part
-    layers: tuple[Part, ...]
-    head: Part
+    embedding: LayerWork
+    layers: tuple[LayerWork, ...]
+    head: LayerWork
     split_bytes: Mapping[str, int]  # of all arrays that are split over devices, by what they are part of, such as "blocks.3" or "head"
     whole_bytes: Mapping[str, int]  # of those that each device has whole
 
     def device_bytes(self, layers: range, num_devices: int) -> int:
-        """Of the weights that each of a stage's devices has; what a stage keeps is `models.base.Part`'s to say."""
-        part = StagePart(layers, layers.start == 0, layers.stop == len(self.layers))
+        """Of the weights that each of a stage's devices has; what a stage keeps is `models.base.ModelSlice`'s to say."""
+        part = ModelSlice(layers, layers.start == 0, layers.stop == len(self.layers))
         is_tied = "head" not in self.split_bytes and "head" not in self.whole_bytes
         names = [name for name in {*self.split_bytes, *self.whole_bytes} if part.holds(name, is_tied=is_tied)]
         return sum(self._part_bytes(name, num_devices) for name in names)
@@ -48,7 +48,7 @@ class ModelWork:
     def _part_bytes(self, name: str, num_devices: int) -> int:
         return self.split_bytes.get(name, 0) // num_devices + self.whole_bytes.get(name, 0)
 
-    def of_stage(self, layers: range) -> list[Part]:
+    def of_stage(self, layers: range) -> list[LayerWork]:
         """What a stage with these layers does."""
         first = [self.embedding] if layers.start == 0 else []
         last = [self.head] if layers.stop == len(self.layers) else []
@@ -69,7 +69,7 @@ def model_work(template: ModelTemplate, rules: Rules) -> ModelWork:
     value_bytes = template.activation_dtype.itemsize
     width = config.hidden_size * value_bytes
     layers = tuple(
-        Part(
+        LayerWork(
             matrices(f"blocks.{layer}"),
             _experts(template, routing, num_bytes[f"blocks.{layer}", None], num_values[f"blocks.{layer}", None]),
             _attention(config, layer, value_bytes),
@@ -81,8 +81,10 @@ def model_work(template: ModelTemplate, rules: Rules) -> ModelWork:
         for layer in range(config.num_layers)
     )
     of_row = config.hidden_size * template.form.dtype.itemsize
-    embedding = Part(Matrices(row_bytes=of_row, dtype=dtype), reduced_bytes=(width,), whole_moved=2 * width, num_kernels=_EMBEDDING_KERNELS)
-    head = Part(
+    embedding = LayerWork(
+        Matrices(row_bytes=of_row, dtype=dtype), reduced_bytes=(width,), whole_moved=2 * width, num_kernels=_EMBEDDING_KERNELS
+    )
+    head = LayerWork(
         matrices("embedding" if config.tie_word_embeddings else "head"),
         reduced_bytes=(8,),
         split_moved=2 * 4 * config.vocab_size,  # scores are written, and read again
@@ -128,19 +130,19 @@ def _part(path: str) -> str:
     return ".".join(names[:2]) if names[0] == "blocks" else names[0]
 
 
-def _experts(template: ModelTemplate, routing: Routing | None, num_bytes: int, num_values: int) -> Experts | None:
+def _experts(template: ModelTemplate, routing: Routing | None, num_bytes: int, num_values: int) -> ExpertWork | None:
     if routing is None or not num_values:
         return None
     dtype = template.form.experts.packing or str(template.form.expert_dtype)
     count = routing.num_experts
     has_shared = any(".mlp.shared." in path for leaf in template.leaves for path in leaf.paths)
-    return Experts(count, routing.top_k, num_bytes // count, num_values // count, dtype, has_shared)
+    return ExpertWork(count, routing.top_k, num_bytes // count, num_values // count, dtype, has_shared)
 
 
-def _attention(config: ArchitectureConfig, layer: int, value_bytes: int) -> Attention:
+def _attention(config: ArchitectureConfig, layer: int, value_bytes: int) -> AttentionWork:
     span, latent = config.layer_spans[layer], config.latent
     if latent is not None:
-        return Attention(
+        return AttentionWork(
             token_bytes=latent.latent_size * value_bytes,
             is_split=True,
             decode_values=config.num_heads * (latent.latent_size + latent.rank),
@@ -150,4 +152,4 @@ def _attention(config: ArchitectureConfig, layer: int, value_bytes: int) -> Atte
         )
     values = 2 * config.num_heads * config.head_size
     token_bytes = 2 * config.num_kv_heads * config.head_size * value_bytes
-    return Attention(token_bytes, True, values, values, window=span.window, chunk=span.chunk)
+    return AttentionWork(token_bytes, True, values, values, window=span.window, chunk=span.chunk)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxinfer.layers.vocabulary import Part, over_parts, specs
+from jaxinfer.layers.vocabulary import VocabShard, shard_over_vocab, specs
 from jaxinfer.sampling.params import SamplingRows
 from jaxinfer.sampling.token_counts import TokenCounts
 
@@ -25,7 +25,9 @@ def penalize(logits: Float[Array, "B V"], counts: TokenCounts, slots: Int[Array,
 def add_sampled(counts: TokenCounts, slots: Int[Array, " B"], tokens: Int[Array, " B"]) -> TokenCounts:
     """Count the step's tokens: of all rows, since a few additions in place cost less than to ask which rows need them."""
 
-    def on_part(part: Part, output: Int[Array, "S V"], slots: Int[Array, " B"], tokens: Int[Array, " B"]) -> Int[Array, "S V"]:
-        return output.at[slots, part.places(tokens, output.shape[1])].add(1, mode="drop")
+    def on_shard(shard: VocabShard, output: Int[Array, "S V"], slots: Int[Array, " B"], tokens: Int[Array, " B"]) -> Int[Array, "S V"]:
+        return output.at[slots, shard.places(tokens, output.shape[1])].add(1, mode="drop")
 
-    return counts._replace(output=over_parts(on_part, counts.output, 1, counts.output, slots, tokens, out_specs=specs(counts.output)))
+    return counts._replace(
+        output=shard_over_vocab(on_shard, counts.output, 1, counts.output, slots, tokens, out_specs=specs(counts.output))
+    )

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from jaxinfer.layers.argmax import argmax_over_parts, first_place
-from jaxinfer.layers.vocabulary import WHOLE, Part, over_parts
+from jaxinfer.layers.argmax import argmax_over_shards, first_place
+from jaxinfer.layers.vocabulary import WHOLE, VocabShard, shard_over_vocab
 from jaxinfer.request import MAX_TOP_LOGPROBS
 from jaxinfer.sampling.params import SamplingRows, are_greedy, has_bias, has_penalty
 from jaxinfer.sampling.penalties import penalize
@@ -104,11 +104,11 @@ def sample_from_logits(
     """One token a row. `num_generated` tokens came before it: with the seed it alone decides the random draw, so a sequence's
     tokens do not depend on what else is in the batch, nor on having been preempted. Penalties are by the counts of each row's slot; `newest` is the
     row's token before, which a bias may depend on."""
-    return over_parts(_sample_on_part, logits, 1, logits, rows, num_generated, counts, slots, newest)
+    return shard_over_vocab(_sample_on_shard, logits, 1, logits, rows, num_generated, counts, slots, newest)
 
 
-def _sample_on_part(
-    part: Part,
+def _sample_on_shard(
+    shard: VocabShard,
     logits: Float[Array, "B V"],
     rows: SamplingRows,
     num_generated: Int[Array, " B"],
@@ -118,70 +118,70 @@ def _sample_on_part(
 ) -> Sampled:
     scores = jax.lax.cond(has_penalty(rows).any(), lambda: penalize(logits, counts, slots, rows), lambda: logits)
     scores = jax.lax.cond(
-        has_bias(rows, num_generated).any(), lambda: _add_biases(part, scores, rows, num_generated, newest), lambda: scores
+        has_bias(rows, num_generated).any(), lambda: _add_biases(shard, scores, rows, num_generated, newest), lambda: scores
     )
-    greedy = argmax_over_parts(part, scores)
+    greedy = argmax_over_shards(shard, scores)
 
     def drawn() -> Int[Array, " B"]:
-        return jnp.where(rows.temperature > 0, _draw(part, scores, rows, num_generated), greedy)
+        return jnp.where(rows.temperature > 0, _draw(shard, scores, rows, num_generated), greedy)
 
-    tokens = _where_asked(part, jnp.any(rows.temperature > 0), drawn, lambda: greedy)
-    return Sampled.of(tokens, *_logprobs_on_part(part, logits, tokens, jnp.any(rows.wants_logprobs > 0), rows))
+    tokens = _where_asked(shard, jnp.any(rows.temperature > 0), drawn, lambda: greedy)
+    return Sampled.of(tokens, *_logprobs_on_shard(shard, logits, tokens, jnp.any(rows.wants_logprobs > 0), rows))
 
 
-def _where_asked(part: Part, is_asked: Bool[Array, ""], what: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
+def _where_asked(shard: VocabShard, is_asked: Bool[Array, ""], what: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
     """What is skipped where no row of a batch asks for it, on one device. With parts it exchanges something, and at a branch with an exchange a
     GPU's host waits until all before it has run, and launches the next step only then: so there it is worked out for every batch."""
-    return jax.lax.cond(is_asked, what, otherwise) if part.is_whole else what()
+    return jax.lax.cond(is_asked, what, otherwise) if shard.is_whole else what()
 
 
 def token_logprobs(
     logits: Float[Array, "B V"], tokens: Int[Array, " B"]
 ) -> tuple[Float[Array, " B"], Int[Array, "B 20"], Float[Array, "B 20"]]:
     """The tokens' log-probabilities, and the likeliest tokens with theirs."""
-    logprobs: tuple[Array, Array, Array] = over_parts(_logprobs_on_part, logits, 1, logits, tokens, jnp.asarray(True))
+    logprobs: tuple[Array, Array, Array] = shard_over_vocab(_logprobs_on_shard, logits, 1, logits, tokens, jnp.asarray(True))
     return logprobs
 
 
-def _logprobs_on_part(
-    part: Part, logits: Float[Array, "B V"], tokens: Int[Array, " B"], wanted: Bool[Array, ""], rows: SamplingRows | None = None
+def _logprobs_on_shard(
+    shard: VocabShard, logits: Float[Array, "B V"], tokens: Int[Array, " B"], wanted: Bool[Array, ""], rows: SamplingRows | None = None
 ) -> tuple[Float[Array, " B"], Int[Array, "B 20"], Float[Array, "B 20"]]:
     """Zeros unless `wanted`. Rows that list tokens have those instead of the likeliest, in any order."""
     batch, size = logits.shape
     num_top = min(MAX_TOP_LOGPROBS, size)
 
-    def of_part() -> tuple[Array, Array, Array, Array]:
-        place = part.places(tokens, size)  # a part of another's token has what it has at its end: the token's own is picked
+    def on_shard() -> tuple[Array, Array, Array, Array]:
+        place = shard.places(tokens, size)  # a part of another's token has what it has at its end: the token's own is picked
         chosen = jnp.take_along_axis(logits, place[:, None], axis=1, mode="clip")[:, 0]
         top, top_tokens = _highest(logits, num_top)
         if rows is not None:
             listed, is_listed = rows.listed_tokens[:, :num_top], rows.lists_tokens[:, None]
-            places = part.places(listed, size)
-            # Another part's tokens have no score here, as padding has none: those with one are the highest of all parts.
+            places = shard.places(listed, size)
+            # another shard's tokens have no score here, as padding has none: those with one are the highest of all shards.
             scores = jnp.take_along_axis(logits, places, axis=1, mode="fill", fill_value=-jnp.inf)
-            top, top_tokens = jnp.where(is_listed, scores, top), jnp.where(is_listed, listed - part.first(size), top_tokens)
+            top, top_tokens = jnp.where(is_listed, scores, top), jnp.where(is_listed, listed - shard.first(size), top_tokens)
         return jax.nn.logsumexp(logits, axis=-1), chosen, top, top_tokens
 
     def relative(total: Array, chosen: Array, top: Array, top_tokens: Array) -> tuple[Array, Array, Array]:
         return chosen - total, top_tokens, top - total[:, None]
 
-    none = partial(_no_logprobs, batch, size * part.num_parts)
-    if part.is_whole:
-        return jax.lax.cond(wanted, lambda: relative(*of_part()), none)
+    none = partial(_no_logprobs, batch, size * shard.num_shards)
+    if shard.is_whole:
+        return jax.lax.cond(wanted, lambda: relative(*on_shard()), none)
 
     def packed() -> Int[Array, "B 42"]:
-        total, chosen, top, top_tokens = of_part()
-        return jnp.concatenate([_bits(total)[:, None], _bits(chosen)[:, None], _bits(top), top_tokens + part.first(size)], axis=1)
+        total, chosen, top, top_tokens = on_shard()
+        return jnp.concatenate([_bits(total)[:, None], _bits(chosen)[:, None], _bits(top), top_tokens + shard.first(size)], axis=1)
 
     # One gather for all of it, in none of the two branches: see `_where_asked`.
-    every = part.gathered(jax.lax.cond(wanted, packed, lambda: jnp.zeros((batch, 2 + 2 * num_top), jnp.int32)))
+    every = shard.all_gather(jax.lax.cond(wanted, packed, lambda: jnp.zeros((batch, 2 + 2 * num_top), jnp.int32)))
 
     def of_all() -> tuple[Array, Array, Array]:
         totals, of_parts, top, top_tokens = jnp.split(every, (1, 2, 2 + num_top), axis=2)
         total = jax.nn.logsumexp(_floats(totals[..., 0]), axis=0)
         chosen = jnp.take_along_axis(_floats(of_parts[..., 0]), (tokens // size)[None], axis=0, mode="clip")[0]
         top, top_tokens = (jnp.swapaxes(of_parts, 0, 1).reshape(batch, -1) for of_parts in (_floats(top), top_tokens))
-        top, highest = _highest(top, min(MAX_TOP_LOGPROBS, size * part.num_parts))
+        top, highest = _highest(top, min(MAX_TOP_LOGPROBS, size * shard.num_shards))
         return relative(total, chosen, top, jnp.take_along_axis(top_tokens, highest, axis=1, mode="promise_in_bounds"))
 
     return jax.lax.cond(wanted, of_all, none)
@@ -217,11 +217,11 @@ def _no_logprobs(batch: int, vocab_size: int) -> tuple[Array, Array, Array]:
 
 
 def _add_biases(
-    part: Part, scores: Float[Array, "B V"], rows: SamplingRows, num_generated: Int[Array, " B"], newest: Int[Array, " B"]
+    shard: VocabShard, scores: Float[Array, "B V"], rows: SamplingRows, num_generated: Int[Array, " B"], newest: Int[Array, " B"]
 ) -> Float[Array, "B V"]:
     holds = (rows.bias_until > num_generated[:, None]) | (rows.bias_until == -1 - newest[:, None])
     values = jnp.where(holds, rows.bias_values, 0.0)
-    at = jnp.arange(scores.shape[0])[:, None], part.places(rows.bias_tokens, scores.shape[1])
+    at = jnp.arange(scores.shape[0])[:, None], shard.places(rows.bias_tokens, scores.shape[1])
     biased = scores.at[at].add(values, mode="drop")
     is_restricted = rows.is_restricted[:, None] > 0
 
@@ -232,25 +232,25 @@ def _add_biases(
     return jax.lax.cond(is_restricted.any(), restricted, lambda: biased)
 
 
-def _draw(part: Part, scores: Float[Array, "B V"], rows: SamplingRows, num_generated: Int[Array, " B"]) -> Int[Array, " B"]:
+def _draw(shard: VocabShard, scores: Float[Array, "B V"], rows: SamplingRows, num_generated: Int[Array, " B"]) -> Int[Array, " B"]:
     # The best becomes 0 before the division, so that no temperature, however low, makes it infinite.
     temperature = jnp.maximum(jnp.where(rows.temperature > 0, rows.temperature, 1.0), jnp.finfo(jnp.float32).tiny)
-    scaled = (scores - part.highest(jnp.max(scores, axis=1, keepdims=True))) / temperature[:, None]
+    scaled = (scores - shard.all_max(jnp.max(scores, axis=1, keepdims=True))) / temperature[:, None]
     weights = jnp.where(scaled >= jnp.log(rows.min_p)[:, None], jnp.exp(scaled), 0.0)
     order = _ordered_bits(scaled)
 
     def with_top_k() -> Float[Array, "B V"]:
-        least = _threshold(part, order, jnp.ones_like(weights), rows.top_k.astype(jnp.float32))
+        least = _threshold(shard, order, jnp.ones_like(weights), rows.top_k.astype(jnp.float32))
         return jnp.where((rows.top_k[:, None] == 0) | (order >= least[:, None]), weights, 0.0)
 
-    weights = _where_asked(part, jnp.any(rows.top_k > 0), with_top_k, lambda: weights)
+    weights = _where_asked(shard, jnp.any(rows.top_k > 0), with_top_k, lambda: weights)
 
     def with_top_p() -> Float[Array, "B V"]:
-        least = _threshold(part, order, weights, rows.top_p * part.summed(jnp.sum(weights, axis=1)))
+        least = _threshold(shard, order, weights, rows.top_p * shard.all_sum(jnp.sum(weights, axis=1)))
         return jnp.where((rows.top_p[:, None] >= 1) | (order >= least[:, None]), weights, 0.0)
 
-    weights = _where_asked(part, jnp.any(rows.top_p < 1), with_top_p, lambda: weights)
-    return pick(weights, _uniform(rows.seed, num_generated), part)
+    weights = _where_asked(shard, jnp.any(rows.top_p < 1), with_top_p, lambda: weights)
+    return pick(weights, _uniform(rows.seed, num_generated), shard)
 
 
 def _ordered_bits(x: Float[Array, "B V"]) -> UInt[Array, "B V"]:
@@ -259,18 +259,18 @@ def _ordered_bits(x: Float[Array, "B V"]) -> UInt[Array, "B V"]:
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
 
-def _threshold(part: Part, order: UInt[Array, "B V"], weights: Float[Array, "B V"], enough: Float[Array, " B"]) -> UInt[Array, " B"]:
+def _threshold(shard: VocabShard, order: UInt[Array, "B V"], weights: Float[Array, "B V"], enough: Float[Array, " B"]) -> UInt[Array, " B"]:
     """Of each row the largest t such that the weights of places with order >= t sum to at least `enough`, some bits at a time."""
     # A CPU pays for each comparison. Parts pay for each exchange of sums, and a GPU for each launch; its loops are unrolled, for XLA makes no
     # CUDA graph of what has one: the host would wait for every step of decode up to here before it may launch the rest.
     is_cpu = compiled_for().platform == "cpu"
-    num_bits = 1 if part.is_whole and is_cpu else 4
+    num_bits = 1 if shard.is_whole and is_cpu else 4
     digits = jnp.arange(1, 1 << num_bits, dtype=jnp.uint32)
 
     def one_digit(i: Int[Array, ""], found: UInt[Array, " B"]) -> UInt[Array, " B"]:
         shift = (32 - num_bits * (i + 1)).astype(jnp.uint32)
         tried = found[:, None] | (digits << shift)
-        mass = part.summed(jnp.sum(jnp.where(order[:, None] >= tried[:, :, None], weights[:, None], 0.0), axis=2))
+        mass = shard.all_sum(jnp.sum(jnp.where(order[:, None] >= tried[:, :, None], weights[:, None], 0.0), axis=2))
         # Of falling sums, which they are in floats too when all are made in one order: as many digits are low enough as the largest that is.
         return found | (jnp.sum(mass >= enough[:, None], axis=1, dtype=jnp.uint32) << shift)
 
@@ -286,7 +286,7 @@ def _uniform(seed: UInt[Array, "B 2"], num_generated: Int[Array, " B"]) -> Float
     return (jax.vmap(of_row)(seed, num_generated) >> 8).astype(jnp.float32) * 2**-24
 
 
-def pick(weights: Float[Array, "B V"], uniform: Float[Array, " B"], part: Part = WHOLE) -> Int[Array, " B"]:
+def pick(weights: Float[Array, "B V"], uniform: Float[Array, " B"], shard: VocabShard = WHOLE) -> Int[Array, " B"]:
     """The place at which each row's cumulative weight passes uniform * total, one whose weight is not 0: first the part, then the run of
     lanes, then the lane."""
     batch, size = weights.shape
@@ -294,15 +294,15 @@ def pick(weights: Float[Array, "B V"], uniform: Float[Array, " B"], part: Part =
     runs = lanes.sum(axis=2)
     up_to = jnp.cumsum(runs, axis=1)
     last = size - 1  # where no number is one any more, for a model that overflowed: a token all the same, and none of the padding
-    if part.is_whole:
+    if shard.is_whole:
         return jnp.minimum(_pick_in_runs(lanes, runs, up_to, uniform * up_to[:, -1]), last)
-    parts = part.gathered(up_to[:, -1]).T
+    parts = shard.all_gather(up_to[:, -1]).T
     up_to_part = jnp.cumsum(parts, axis=1)
     target = uniform * up_to_part[:, -1]
     hit, before = _narrowed(parts, up_to_part, target)
     # All look for it, and the one it is in is believed.
-    places = part.first(size) + jnp.minimum(_pick_in_runs(lanes, runs, up_to, target - before), last)
-    return jnp.take_along_axis(part.gathered(places), hit[None], axis=0, mode="promise_in_bounds")[0]
+    places = shard.first(size) + jnp.minimum(_pick_in_runs(lanes, runs, up_to, target - before), last)
+    return jnp.take_along_axis(shard.all_gather(places), hit[None], axis=0, mode="promise_in_bounds")[0]
 
 
 def _pick_in_runs(

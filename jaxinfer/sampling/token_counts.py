@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Int
 
-from jaxinfer.layers.vocabulary import Part, over_parts, specs
+from jaxinfer.layers.vocabulary import VocabShard, shard_over_vocab, specs
 from jaxinfer.runtime.compilation import ProgramSource, abstract_like
 from sharding.partition import named_sharding, replicated
 from sharding.rules import Rules
@@ -29,11 +29,16 @@ def reset(
 ) -> TokenCounts:
     """Count a sequence anew: `tokens` is padded, its first `num_prompt` are the prompt, those up to `num_tokens` were generated."""
     arguments = (counts, slot, tokens, num_prompt, num_tokens)
-    return over_parts(_reset, counts.prompt, 1, *arguments, out_specs=specs(counts))
+    return shard_over_vocab(_reset, counts.prompt, 1, *arguments, out_specs=specs(counts))
 
 
 def _reset(
-    part: Part, counts: TokenCounts, slot: Int[Array, ""], tokens: Int[Array, " C"], num_prompt: Int[Array, ""], num_tokens: Int[Array, ""]
+    part: VocabShard,
+    counts: TokenCounts,
+    slot: Int[Array, ""],
+    tokens: Int[Array, " C"],
+    num_prompt: Int[Array, ""],
+    num_tokens: Int[Array, ""],
 ) -> TokenCounts:
     size = counts.prompt.shape[1]
     place, of_part = jnp.arange(tokens.shape[0]), part.places(tokens, size)

@@ -20,7 +20,7 @@ CHARACTERS = {byte: character for character, byte in BYTES.items()}
 
 
 @dataclass(frozen=True)
-class Words:
+class PreTokenization:
     """`patterns` cut one after the other, each what the one before left; none stands for GPT-2's, built into the library.
 
     `ignore_merges`: a word that is a token is that token, whether or not merges lead to it.
@@ -57,20 +57,20 @@ _DEEPSEEK = (
 )
 
 # By GGUF's `tokenizer.ggml.pre`.
-WORDS: dict[str, Words] = {
-    "gpt-2": Words(),
-    "smollm": Words(splits_digits=True),
-    "llama-bpe": Words((_CLASSIC % r"\p{N}{1,3}",), ignore_merges=True, adds_bos=True),
-    "llama4": Words((_O200K,), ignore_merges=True),
-    "gpt-4o": Words((_O200K,), ignore_merges=True),
-    "qwen2": Words((_CLASSIC % r"\p{N}",), normalizes=True),
-    "tekken": Words((_TEKKEN,), ignore_merges=True, adds_bos=True),
-    "deepseek-v3": Words(_DEEPSEEK),
-    "kimi-k2": Words((_KIMI,), ignore_merges=True),
+WORDS: dict[str, PreTokenization] = {
+    "gpt-2": PreTokenization(),
+    "smollm": PreTokenization(splits_digits=True),
+    "llama-bpe": PreTokenization((_CLASSIC % r"\p{N}{1,3}",), ignore_merges=True, adds_bos=True),
+    "llama4": PreTokenization((_O200K,), ignore_merges=True),
+    "gpt-4o": PreTokenization((_O200K,), ignore_merges=True),
+    "qwen2": PreTokenization((_CLASSIC % r"\p{N}",), normalizes=True),
+    "tekken": PreTokenization((_TEKKEN,), ignore_merges=True, adds_bos=True),
+    "deepseek-v3": PreTokenization(_DEEPSEEK),
+    "kimi-k2": PreTokenization((_KIMI,), ignore_merges=True),
 }
 
 
-def byte_level(vocab: dict[str, int], merges: list[tuple[str, str]], words: Words) -> tokenizers.Tokenizer:
+def byte_level(vocab: dict[str, int], merges: list[tuple[str, str]], words: PreTokenization) -> tokenizers.Tokenizer:
     """The backend without its added tokens. Raises the library's plain Exception for merges that don't fit the vocabulary."""
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=words.ignore_merges))
     cuts: list[pre_tokenizers.PreTokenizer] = [pre_tokenizers.Digits(individual_digits=True)] if words.splits_digits else []

@@ -10,7 +10,7 @@ from tokenizers import processors
 from jaxinfer.chat_template import ChatTemplate
 
 
-class Parts(NamedTuple):
+class TokenizerComponents(NamedTuple):
     backend: tokenizers.Tokenizer
     bos: int | None
     eos: list[int]  # all that end a reply

@@ -13,7 +13,7 @@ from checkpoints.json_file import read_json
 from checkpoints.source import CheckpointError
 from jaxinfer.chat_template import ChatTemplate
 from jaxinfer.tokenizer.byte_level import WORDS
-from jaxinfer.tokenizer.components import Parts
+from jaxinfer.tokenizer.components import TokenizerComponents
 from jaxinfer.tokenizer.ranks import read_ranks
 
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -22,7 +22,7 @@ _KIMI_CODE = ("tokenization_kimi", "tokenization_moonshot")
 _OTHER_FORMS = ("tokenizer.model", "tekken.json", "vocab.json", "tiktoken.model")
 
 
-def read_folder(path: Path) -> Parts:
+def read_folder(path: Path) -> TokenizerComponents:
     """Raises `CheckpointError` where the tokenizer is missing, corrupt or of a kind not supported."""
     config = _settings(path)
     backend = _backend(path, config)
@@ -40,7 +40,7 @@ def read_folder(path: Path) -> Parts:
             break
     if "eos_token" in named and (eos := backend.token_to_id(named["eos_token"])) is not None:
         ends.append(eos)
-    return Parts(backend, bos, ends, ChatTemplate(_templates(path, config), named))
+    return TokenizerComponents(backend, bos, ends, ChatTemplate(_templates(path, config), named))
 
 
 def _settings(path: Path) -> dict[str, Any]:

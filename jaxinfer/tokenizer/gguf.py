@@ -13,7 +13,7 @@ from tokenizers import AddedToken
 from checkpoints.source import CheckpointError
 from jaxinfer.chat_template import ChatTemplate
 from jaxinfer.tokenizer.byte_level import WORDS, byte_level
-from jaxinfer.tokenizer.components import Parts, with_ends
+from jaxinfer.tokenizer.components import TokenizerComponents, with_ends
 from jaxinfer.tokenizer.sentencepiece import SPACE, merges_of, sentencepiece
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # `tokenizer.ggml.token_type`
@@ -22,7 +22,7 @@ _AGAIN = "fetch or convert the file again"
 _USE_FOLDER = "use the model's folder with tokenizer.json"
 
 
-def read_gguf(path: Path, metadata: Mapping[str, Any]) -> Parts:
+def read_gguf(path: Path, metadata: Mapping[str, Any]) -> TokenizerComponents:
     """Raises `CheckpointError` for a vocabulary that is missing, corrupt or of a kind not supported."""
     about = {key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items() if key.startswith("tokenizer.ggml.")}
     kind, pre, tokens = about.get("model"), about.get("pre"), about.get("tokens")
@@ -59,7 +59,7 @@ def read_gguf(path: Path, metadata: Mapping[str, Any]) -> Parts:
         backend.post_processor = with_ends(before, after)
     ends = [named[name] for name in ("eos", "eot", "eom") if name in named]
     variables = {_NAMES[name]: tokens[i] for name, i in named.items()}
-    return Parts(backend, bos, ends, ChatTemplate(_templates(metadata), variables))
+    return TokenizerComponents(backend, bos, ends, ChatTemplate(_templates(metadata), variables))
 
 
 def _of_merges(path: Path, about: Mapping[str, Any], tokens: list[str]) -> tokenizers.Tokenizer:

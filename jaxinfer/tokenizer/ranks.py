@@ -11,10 +11,10 @@ import tokenizers
 from tokenizers import AddedToken
 
 from checkpoints.source import CheckpointError
-from jaxinfer.tokenizer.byte_level import CHARACTERS, Words, byte_level
+from jaxinfer.tokenizer.byte_level import CHARACTERS, PreTokenization, byte_level
 
 
-def read_ranks(file: Path, words: Words, names: Mapping[int, str], num_special: int) -> tokenizers.Tokenizer:
+def read_ranks(file: Path, words: PreTokenization, names: Mapping[int, str], num_special: int) -> tokenizers.Tokenizer:
     """The backend. The `num_special` ids after the ranks are special tokens, by `names` or reserved. Raises `CheckpointError`."""
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(file.read_bytes().splitlines(), 1):

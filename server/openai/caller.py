@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from jaxinfer.request import RequestContext
 from server.openai.errors import ApiError, quoted
 from server.openai.protocol import TIERS, SamplingBody
-from server.usage import Asked
+from server.usage import RequestIdentity
 
 ANONYMOUS = "anonymous"  # the tenant of a server without keys
 SESSION_HEADER = "x-session-affinity"
@@ -61,6 +61,6 @@ def tier_of(context: RequestContext) -> str | None:
     return next((tier for tier, priority in reversed(TIERS.items()) if priority == context.priority), None)
 
 
-def asked(caller: Caller, context: RequestContext, id: str, endpoint: str, model: str) -> Asked:
+def asked(caller: Caller, context: RequestContext, id: str, endpoint: str, model: str) -> RequestIdentity:
     """Which request it is, as its usage record says."""
-    return Asked(id, caller.request_id, caller.tenant, caller.session, endpoint, model, tier_of(context), context.priority)
+    return RequestIdentity(id, caller.request_id, caller.tenant, caller.session, endpoint, model, tier_of(context), context.priority)

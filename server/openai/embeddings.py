@@ -13,7 +13,7 @@ from server.openai.protocol import EmbeddingRequest
 from server.openai.responses import Embedding, EmbeddingList, EmbeddingUsage
 from server.openai.service import Service, finished_by, new_id
 from server.openai.text_work import work_on
-from server.usage import Asked
+from server.usage import RequestIdentity
 
 ENDPOINT = "/v1/embeddings"
 
@@ -25,7 +25,7 @@ async def respond(service: Service, body: EmbeddingRequest, caller: Caller = UNK
     truncation = _truncation(service, reader, body)
     token_lists = await work_on(sum(map(len, body.inputs)), partial(reader.read, body.inputs, "input", truncation))
     id = new_id("embd")
-    asked = Asked(id, caller.request_id, caller.tenant, caller.session, ENDPOINT, body.model, "default", 0)
+    asked = RequestIdentity(id, caller.request_id, caller.tenant, caller.session, ENDPOINT, body.model, "default", 0)
     # To the books a request is one prompt, however many texts it has.
     with service.usage.measure(asked, [range(sum(map(len, token_lists)))], 1) as usage:
         try:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkpoints.gguf_source import GGUFSource
-from checkpoints.source import CheckpointError, Part
+from checkpoints.source import CheckpointError, StoredArray
 from tests.checkpoints import gguf_writing
 
 ROWS, COLUMNS = 12, 768
@@ -65,7 +65,7 @@ def test_the_blocks_themselves_can_be_read(files: dict[Type, tuple[Path, np.ndar
     assert (stored.format, stored.num_bytes) == (type_.name, ROWS * COLUMNS // size * num_bytes)
     blocks = gguf_writing.random_rows(type_, ROWS, COLUMNS)[0].reshape(ROWS, COLUMNS // size, num_bytes)
     if size > 1:
-        assert stored.parts == {"weight": Part((ROWS, COLUMNS // size, num_bytes), np.dtype(np.uint8))}
+        assert stored.parts == {"weight": StoredArray((ROWS, COLUMNS // size, num_bytes), np.dtype(np.uint8))}
         read = source.read(NAME, (slice(3, 5), slice(1, 2), slice(0, num_bytes)), "weight")
         np.testing.assert_array_equal(read, blocks[3:5, 1:2])
         assert source.bytes_read == 2 * num_bytes

@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 
 from checkpoints.loader import load
 from checkpoints.safetensors_source import SafetensorsSource
-from checkpoints.source import FP8_BLOCKS, INT4_GROUPS, CheckpointError, Part
+from checkpoints.source import FP8_BLOCKS, INT4_GROUPS, CheckpointError, StoredArray
 from checkpoints.weight_map import Weight, WeightMap
 
 X = "model.layers.0.mlp.experts.0.gate_proj."
@@ -177,8 +177,8 @@ def test_how_a_tensor_is_stored_and_its_parts_as_they_lie(folders: dict[str, Pat
     stored = source.stored(X + "weight")
     assert stored.format == FP8_BLOCKS
     assert stored.parts == {
-        "weight": Part((OUT, IN), np.dtype(ml_dtypes.float8_e4m3fn)),
-        "weight_scale_inv": Part((3, 4), np.dtype(np.float32)),
+        "weight": StoredArray((OUT, IN), np.dtype(ml_dtypes.float8_e4m3fn)),
+        "weight_scale_inv": StoredArray((3, 4), np.dtype(np.float32)),
     }
     assert stored.num_bytes == OUT * IN + 3 * 4 * 4
     for part in stored.parts:
@@ -195,9 +195,9 @@ def test_how_a_tensor_is_stored_and_its_parts_as_they_lie(folders: dict[str, Pat
     assert (stored.format, list(stored.parts)) == (INT4_GROUPS, ["weight_packed", "weight_scale", "weight_shape"])
     for part, about in stored.parts.items():
         whole = INT4_TENSORS[X + part]
-        assert about == Part(whole.shape, whole.dtype)
+        assert about == StoredArray(whole.shape, whole.dtype)
         np.testing.assert_array_equal(source.read(X + "weight", None, part), whole)
-    assert source.stored(NORM).parts == {"weight": Part((8,), np.dtype(np.float32))}
+    assert source.stored(NORM).parts == {"weight": StoredArray((8,), np.dtype(np.float32))}
     with pytest.raises(CheckpointError, match=rf"tensor '{NORM}' is stored as weight: it has no part 'weight_packed'"):
         source.read(NORM, None, "weight_packed")
 

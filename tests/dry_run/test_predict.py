@@ -11,7 +11,7 @@ from jaxinfer.dry_run.shapes import RoleShape, Shapes
 from jaxinfer.dry_run.target import Target
 from jaxinfer.dry_run.workload import Kind, Workload
 from jaxinfer.models.shapes import model_shape
-from sharding.cost_model import Cost, Step, move_seconds
+from sharding.cost_model import Step, StepCost, move_seconds
 from sharding.hardware import HARDWARE
 from sharding.layout import Parallel
 
@@ -32,7 +32,7 @@ def test_a_stages_cost_is_the_sum_of_its_parts() -> None:
     step = Step("decode", 4, 1, 500)
     whole, (first, last) = stage_costs(shape("tp=2"), step, H100)[0], stage_costs(shape("tp=2,pp=2"), step, H100)
     assert first.seconds + last.seconds == pytest.approx(whole.seconds + H100.step_seconds), "a call more"
-    assert isinstance(whole, Cost)
+    assert isinstance(whole, StepCost)
 
 
 def test_sequences_are_cut_into_a_micro_batch_a_stage() -> None:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxinfer.builder import Parts, of_lanes
+from jaxinfer.builder import EngineComponents, of_lanes
 from jaxinfer.config import EngineConfig, parse_bytes, parse_disk
 from jaxinfer.decode.batch import ON_DEVICE, DecodeBatch
 from jaxinfer.decode.scheduler import DecodeScheduler
@@ -299,7 +299,7 @@ def fake_engine(
     max_model_len = min(config.model.max_model_len or most, most)
     shares_mesh = config.devices.prefill_devices == config.devices.decode_devices
 
-    def assemble(config: EngineConfig, stats: EngineStats) -> Parts:
+    def build(config: EngineConfig, stats: EngineStats) -> EngineComponents:
         pools = [np.full((num_pages + 1, size), -1, np.int64) for _ in range(1 if shares_mesh else 2)]
         cache = config.cache
         managers = [
@@ -328,7 +328,7 @@ def fake_engine(
             scheduler.recall = cross_mesh.recall
         tiers = scheduler.tiers = fake_tiers(config, pools, managers)
         stats.read_tiers = tiers and tiers.tiers.stats
-        return Parts(
+        return EngineComponents(
             config,
             SimpleNamespace(
                 max_model_len=max_model_len, shares_mesh=shares_mesh, template=SimpleNamespace(config=SimpleNamespace(vocab_size=VOCAB))
@@ -343,7 +343,7 @@ def fake_engine(
             tiers,
         )
 
-    return Engine(config, assemble=assemble)
+    return Engine(config, build=build)
 
 
 def sequences_of(engine: Engine) -> list[EngineSequence]:

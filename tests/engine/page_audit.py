@@ -11,16 +11,16 @@ from jaxinfer.sequence import SequenceState
 
 def audit(engine: Engine) -> None:
     """Assert that every page has just the owners that its reference count says, and every sequence what its state says."""
-    parts = engine._parts
+    components = engine._components
     sequences = [sequence for of_request in engine._requests.values() for sequence in of_request]
-    owners = {id(m): Counter[int]() for m in (parts.prefill_manager, parts.decode_manager)}
+    owners = {id(m): Counter[int]() for m in (components.prefill_manager, components.decode_manager)}
     for sequence in sequences:
-        owners[id(parts.prefill_manager)].update(page for page in sequence.prefill_pages if page != NULL_PAGE)
-        owners[id(parts.decode_manager)].update(page for page in sequence.decode_pages if page != NULL_PAGE)
-    shared = parts.prefill_manager._shared
-    owners[id(parts.prefill_manager)].update(shared.pages())
-    assert {leader.request.request_id for leader in parts.prefill.scheduler._shared._prompts} <= set(engine._requests)
-    for manager in (parts.prefill_manager, parts.decode_manager):
+        owners[id(components.prefill_manager)].update(page for page in sequence.prefill_pages if page != NULL_PAGE)
+        owners[id(components.decode_manager)].update(page for page in sequence.decode_pages if page != NULL_PAGE)
+    shared = components.prefill_manager._shared
+    owners[id(components.prefill_manager)].update(shared.pages())
+    assert {leader.request.request_id for leader in components.prefill.scheduler._shared._prompts} <= set(engine._requests)
+    for manager in (components.prefill_manager, components.decode_manager):
         owned = owners[id(manager)]
         references = {page: manager._allocator.references(page) for page in range(manager.num_pages + 1)}
         assert {page: count for page, count in references.items() if count} == dict(owned)
@@ -32,7 +32,7 @@ def audit(engine: Engine) -> None:
         free = manager._allocator._free
         assert len(set(free)) == len(free) == manager.num_pages - len(cached | set(owned))
 
-    prefill, decode = parts.prefill.scheduler, parts.decode.scheduler
+    prefill, decode = components.prefill.scheduler, components.decode.scheduler
     in_state = {state: [s for s in sequences if s.state is state] for state in SequenceState}
     waiting = prefill.waiting
     assert set(waiting) == set(in_state[SequenceState.WAITING])
@@ -46,15 +46,18 @@ def audit(engine: Engine) -> None:
         assert not sequence.decode_pages
     for sequence in in_state[SequenceState.RUNNING]:
         assert not sequence.prefill_pages
-        check_spans(parts.decode_manager.spec, sequence.decode_pages, len(sequence.token_ids) - 1)
+        check_spans(components.decode_manager.spec, sequence.decode_pages, len(sequence.token_ids) - 1)
     assert len({s.slot for s in decode.running}) == len(decode.running)
     assert sum(len(s) for s in (decode.running, prefill.prefilling, engine._prefilled)) <= engine.config.schedule.max_batch_size
 
     stats = engine.stats
     assert (stats.num_waiting, stats.num_running) == (len(waiting), len(decode.running))
     assert stats.num_prefilling == len(prefill.prefilling) + len(engine._prefilled)
-    assert (stats.prefill_pages_used, stats.decode_pages_used) == (parts.prefill_manager.num_used, parts.decode_manager.num_used)
-    assert (stats.prefill_pages_cached, stats.decode_pages_cached) == (parts.prefill_manager.num_cached, parts.decode_manager.num_cached)
+    assert (stats.prefill_pages_used, stats.decode_pages_used) == (components.prefill_manager.num_used, components.decode_manager.num_used)
+    assert (stats.prefill_pages_cached, stats.decode_pages_cached) == (
+        components.prefill_manager.num_cached,
+        components.decode_manager.num_cached,
+    )
 
 
 def check_spans(spec: PageSpec, table: list[int], num_tokens: int) -> None:
@@ -76,5 +79,5 @@ def assert_all_free(engine: Engine) -> None:
         assert engine.step() == []
     assert not engine._requests
     assert engine.stats.prefill_pages_used == engine.stats.decode_pages_used == 0
-    assert engine._parts.prefill_manager.num_used == engine._parts.decode_manager.num_used == 0
+    assert engine._components.prefill_manager.num_used == engine._components.decode_manager.num_used == 0
     assert engine.stats.num_waiting == engine.stats.num_prefilling == engine.stats.num_running == 0

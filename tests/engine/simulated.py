@@ -136,7 +136,7 @@ def endless(max_tokens: int, **params: object) -> SamplingParams:
 def recorded_chunks(engine: Engine) -> Iterator[list[Chunk]]:
     """The chunks that prefill starts meanwhile."""
     chunks: list[Chunk] = []
-    scheduler = engine._parts.prefill.scheduler
+    scheduler = engine._components.prefill.scheduler
     schedule = scheduler.schedule
 
     def record(*arguments: object) -> list[Chunk]:

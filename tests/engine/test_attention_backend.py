@@ -101,5 +101,5 @@ def test_prefill_buckets_of_tiles_that_no_kernel_has_are_xlas(caplog):
 
 def test_an_engine_has_what_was_chosen(llm, llms):
     for engine, backend in ((llm.engine, "llvm_cpu"), (llms(**LAYOUTS["XLA alone"]).engine, "xla")):
-        plan = engine._parts.plan
+        plan = engine._components.plan
         assert (plan.prefill.attention, plan.decode.attention) == (backend, backend)

@@ -169,7 +169,7 @@ def test_a_pipeline_has_a_step_of_each_lane_under_way(clock, layouts, num_pages,
         **layouts,
     )
     engine = fake_engine(config, num_pages, seed=seed, clock=clock)
-    decode, most = engine._parts.decode, 0
+    decode, most = engine._components.decode, 0
 
     def watched(*arguments):
         nonlocal most
@@ -211,7 +211,7 @@ def test_prefill_keeps_all_stages_busy_though_nothing_decodes(clock, layout):
     under_way = []
     while engine.has_work:
         engine.step()
-        under_way.append(engine._parts.prefill.num_in_flight)
+        under_way.append(engine._components.prefill.num_in_flight)
     filling, draining = list(range(1, wanted)), list(range(wanted - 1, -1, -1))
     assert under_way[: len(filling)] == filling
     assert under_way[-len(draining) :] == draining

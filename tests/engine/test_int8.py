@@ -104,8 +104,8 @@ def integers(llms, request):
 def test_the_engines_matrices_are_the_checkpoints_rounded(integers):
     """Of each kind one, and one of those that several tensors are joined in."""
     theirs = tiny_model.tensors()
-    parts = integers.engine._parts
-    model = parts.plan.template.merge(parts.weights[0])
+    components = integers.engine._components
+    model = components.plan.template.merge(components.weights[0])
 
     def of(param, output_axes):
         kernel = param.get_value()
@@ -146,11 +146,11 @@ def test_what_sampling_reports_is_the_plain_pass_and_near_float32s(integers, llm
 def test_tokens_are_the_same_alone_in_a_batch_and_on_two_devices(integers, llms, layout):
     alone = [integers.generate(prompt, GREEDY)[0].outputs[0].token_ids for prompt in PROMPTS[:6]]
     assert [output.outputs[0].token_ids for output in integers.generate(PROMPTS[:6], GREEDY)] == alone
-    spread = llms(weights="int8", matmul_backend=integers.engine._parts.config.model.matmul_backend, **layout, **SMALL)
+    spread = llms(weights="int8", matmul_backend=integers.engine._components.config.model.matmul_backend, **layout, **SMALL)
     assert [output.outputs[0].token_ids for output in spread.generate(PROMPTS[:6], GREEDY)] == alone
 
 
 def test_made_up_weights_are_integers_too(llms):
     made_up = llms(weights="int8", random_weights=True, **SMALL)
-    assert {leaf.dtype.name for leaf in made_up.engine._parts.plan.template.leaves} in ({"int8", "float32"}, {"uint8", "float32"})
+    assert {leaf.dtype.name for leaf in made_up.engine._components.plan.template.leaves} in ({"int8", "float32"}, {"uint8", "float32"})
     assert len(made_up.generate(PROMPTS[0], GREEDY)[0].outputs[0].token_ids) == 24

@@ -253,7 +253,7 @@ def test_a_pool_full_of_kept_pages_serves_just_as_an_empty_one(clock, meshes):
         assert_all_served(run)
         told.append((run.deltas, clock.now))
         if prefix_cache:
-            assert run.engine._parts.prefill_manager.num_cached > 35
+            assert run.engine._components.prefill_manager.num_cached > 35
     assert told[0] == told[1]
 
 

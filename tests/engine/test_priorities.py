@@ -151,7 +151,7 @@ def test_batch_work_fills_what_is_left_and_no_more(clock):
     for number in range(2):
         run.add(f"now {number}", [9, number], endless(30), INTERACTIVE)
     run_until(run, "now 1", 2)
-    priorities = [s.context.priority for s in run.engine._parts.decode.scheduler.running]
+    priorities = [s.context.priority for s in run.engine._components.decode.scheduler.running]
     assert sorted(priorities) == [0, 0, 20, 20]
     run.finish("now 0", "now 1")
     while run.engine.stats.num_running < 4:
@@ -208,7 +208,7 @@ def test_preempted_work_goes_on_from_what_it_had(clock, meshes):
 
 def flood(run: Driver, number: int, num_waiting: int = 2, context: RequestContext = INTERACTIVE) -> int:
     """Keep so many requests of a kind waiting; returns the number of the next."""
-    while sum(s.context == context for s in run.engine._parts.prefill.scheduler.waiting) < num_waiting:
+    while sum(s.context == context for s in run.engine._components.prefill.scheduler.waiting) < num_waiting:
         run.add(f"{context.tenant} {number}", [number % 200, number // 200] * 10, endless(20), context)
         number += 1
     return number
@@ -279,7 +279,7 @@ def test_tenants_share_in_tokens_whatever_the_shape_of_their_requests(clock, mes
     for turn in range(3000):
         for tenant, length, max_tokens in (("a", 200, 4), ("b", 10, 250)):
             context = RequestContext(tenant=tenant, priority=20)
-            while sum(s.context == context for s in run.engine._parts.prefill.scheduler.waiting) < 3:
+            while sum(s.context == context for s in run.engine._components.prefill.scheduler.waiting) < 3:
                 run.add(f"{tenant} {number}", [number % 200, number // 200] * (length // 2), endless(max_tokens), context)
                 number += 1
         if is_preempted and turn % 20 == 0:

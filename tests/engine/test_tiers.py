@@ -39,7 +39,7 @@ def make(tiny_model_path: Path) -> Iterator[Make]:
 
     def make_llm(model: Path = tiny_model_path, seconds_to_compute: float = float("inf"), **settings: Any) -> LLM:
         made.append(LLM(str(model), **TINY | SMALL | {"kv_host_memory": "4MiB"} | settings))
-        made[-1].engine._parts.tiers._seconds_to_compute = lambda num_tokens: seconds_to_compute
+        made[-1].engine._components.tiers._seconds_to_compute = lambda num_tokens: seconds_to_compute
         return made[-1]
 
     yield make_llm
@@ -100,7 +100,7 @@ def test_what_is_dearer_to_fetch_than_to_compute_is_computed(make, long_tokens):
 def test_rates_are_measured_before_the_first_request(make):
     """What is slow to read is not fetched, what is quick is, by the engine's own numbers."""
     llm = make()
-    tiers, chunk_size = llm.engine._parts.tiers, llm.engine._parts.prefill.chunk_size
+    tiers, chunk_size = llm.engine._components.tiers, llm.engine._components.prefill.chunk_size
     assert 0 < chunk_size.seconds_to_compute(16) < 1
     assert 0 < tiers._seconds_to_move * 7 < 1
     tiers._seconds_to_compute = chunk_size.seconds_to_compute
@@ -225,7 +225,7 @@ def test_a_disk_that_is_full_or_fails_costs_pages_and_nothing_else(make, long_to
 
 def test_host_memory_is_for_pages_kept_and_pages_on_their_way_up(make):
     llm = make(kv_host_memory="1MiB")
-    tiers = llm.engine._parts.tiers
+    tiers = llm.engine._components.tiers
     assert tier_stats(llm).host_size + tiers._most_fetched * 8192 == 1 << 20
     assert tiers._most_fetched == 32
 

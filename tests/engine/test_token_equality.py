@@ -38,7 +38,7 @@ LAYOUTS = {
 
 def forget(llm: LLM) -> None:
     """Empty the prefix cache, of which other tests have left something."""
-    for manager in (llm.engine._parts.prefill_manager, llm.engine._parts.decode_manager):
+    for manager in (llm.engine._components.prefill_manager, llm.engine._components.decode_manager):
         manager.forget()
 
 

@@ -12,7 +12,7 @@ import pytest
 from jaxinfer.config import ConfigError
 from jaxinfer.kv_tiers.disk_file import DiskFileError
 from jaxinfer.kv_tiers.host_tier import HOST_GUESS, HostTier
-from jaxinfer.kv_tiers.tiers import Found, Tiers
+from jaxinfer.kv_tiers.tiers import TierMatch, Tiers
 from tests.kv_tiers.made_pages import MODEL, PAGE_BYTES, disk_size, fetch, held, key_of, page_of, put
 
 
@@ -119,7 +119,7 @@ def test_find_counts_leading_pages_and_changes_nothing(make):
     for _ in range(2):
         found = tiers.find(keys)
         assert (found.num_pages, found.host_bytes, found.disk_bytes) == (3, 2 * PAGE_BYTES, PAGE_BYTES)
-    assert tiers.find(keys[3:]) == Found(0, 0, 0, 0.0, 0.0) == tiers.find([])
+    assert tiers.find(keys[3:]) == TierMatch(0, 0, 0, 0.0, 0.0) == tiers.find([])
     put(tiers, 3)
     assert held(tiers, range(4)) == ([2, 3], [1]), "0 was looked for, not used"
 

@@ -11,7 +11,7 @@ import pytest
 
 from jaxinfer.kv_cache.pages import PagePool
 from jaxinfer.kv_cache.spec import LayerGroups, PageSpec
-from jaxinfer.kv_transfer.stage_moves import StageMoves, routes
+from jaxinfer.kv_transfer.stage_moves import StagePageTransport, routes
 from jaxinfer.runtime.compilation import compile_programs
 from pallas_kernels.span import FULL_ATTENTION, Span
 from sharding.mesh import make_mesh
@@ -91,7 +91,7 @@ def test_pages_arrive_in_other_cuts_and_shapes_and_no_other_page_changes() -> No
     source_cut, target_cut = [range(5), range(5, 14)], [range(3), range(3, 9), range(9, 14)]
     source, target = pools(source_cut, [(0, 1), (2, 3)]), pools(target_cut, [(4,), (5,), (6,)])
     before = [np.asarray(pool.array) for pool in target]
-    moves = StageMoves("test", routes(groups, source_cut, target_cut), source, target)
+    moves = StagePageTransport("test", routes(groups, source_cut, target_cut), source, target)
     moves.start(compile_programs(moves.programs()))
     of_groups = list(range(len(groups.spans)))[:5]
     here, there = [1, 2, 3, 4, 5], [8, 6, 7, 2, 3]

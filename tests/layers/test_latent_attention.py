@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxinfer.decode import program as decode
 from jaxinfer.kv_cache.pages import PagePool
 from jaxinfer.kv_cache.spec import NULL_PAGE, LayerGroups, PageSpec
-from jaxinfer.layers.latent_attention import LatentAttention, absorbed, expanded, over_parts
+from jaxinfer.layers.latent_attention import LatentAttention, absorbed, attend_over_token_shards, expanded
 from jaxinfer.layers.matrices import MatrixFormat
 from jaxinfer.layers.paged_attention import PagedAttentionBackend
 from jaxinfer.layers.rope import CosSin, angles, inverse_frequencies
@@ -257,7 +257,7 @@ def test_parts_of_a_context_count_by_their_sums(num_devices: int, dtype: str) ->
         return out.astype(q.dtype), jax.nn.logsumexp(scores, -1)
 
     def local(q: jax.Array, latents: jax.Array, seen: jax.Array) -> jax.Array:
-        return over_parts(q, lambda every: attend(every, latents, seen), TENSOR)
+        return attend_over_token_shards(q, lambda every: attend(every, latents, seen), TENSOR)
 
     specs = HEADS, TOKENS, HEADS
     placed = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip((q, latents, seen), specs, strict=True)]
@@ -290,7 +290,7 @@ def over_pages(num_devices: int, role: str) -> tuple[np.ndarray, np.ndarray, boo
     kv_len = jnp.asarray([*lengths, 0], jnp.int32)
     rows: Any = kv_len if role == "decode" else (jnp.asarray(starts, jnp.int32), jnp.asarray([*new, 0], jnp.int32), kv_len)
     tables = jnp.concatenate([table, jnp.zeros((1, 7), jnp.int32)])
-    kernels = (decode if role == "decode" else prefill)._Kernels("xla")
+    kernels = (decode if role == "decode" else prefill)._AttentionKernels("xla")
     inputs = random.standard_normal((num_tokens, 8, 20)), random.standard_normal((num_tokens, 32)), random.standard_normal((24, 8, 22)) / 5
     placed = [
         jax.device_put(jnp.asarray(a, jnp.float32), NamedSharding(mesh, s)) for a, s in zip(inputs, (HEADS, WHOLE, HEADS), strict=True)

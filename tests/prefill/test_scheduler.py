@@ -4,7 +4,7 @@ import pytest
 from jaxinfer.kv_cache.manager import KVManager
 from jaxinfer.kv_cache.spec import PageSpec
 from jaxinfer.prefill.queue import WaitingQueue
-from jaxinfer.prefill.scheduler import FORK_TOKENS, Chunk, Fork, MakeRoom, PrefillScheduler
+from jaxinfer.prefill.scheduler import FORK_TOKENS, Chunk, Fork, PreemptForAdmission, PrefillScheduler
 from jaxinfer.request import RequestContext
 from jaxinfer.runtime.buckets import QUERY_TILE, prefill_rows, query_tile
 from jaxinfer.sequence import Sequence, SequenceState
@@ -19,8 +19,8 @@ class Scheduler(PrefillScheduler):
 
     chunk_size = 128
 
-    def next(self, num_free_slots: int = 9, reserved_pages: int = 0, make_room: MakeRoom = NO_ROOM) -> list[Chunk]:
-        chunks = self.schedule(self.chunk_size, num_free_slots, reserved_pages, make_room)
+    def next(self, num_free_slots: int = 9, reserved_pages: int = 0, preempt_for_admission: PreemptForAdmission = NO_ROOM) -> list[Chunk]:
+        chunks = self.schedule(self.chunk_size, num_free_slots, reserved_pages, preempt_for_admission)
         self.launched([chunk for chunk in chunks if not isinstance(chunk, Fork)])
         return chunks
 
@@ -264,12 +264,12 @@ def test_room_is_made_for_the_head_alone_and_nobody_overtakes_it():
     queue.add(urgent)
     queue.add(small)
 
-    def make_room(waiting: Sequence, prefilling: list[Sequence]) -> bool:
+    def preempt_for_admission(waiting: Sequence, prefilling: list[Sequence]) -> bool:
         assert prefilling == []
         asked.append(waiting)
         return len(asked) < 3
 
-    assert queue.next(make_room=make_room) == []
+    assert queue.next(preempt_for_admission=preempt_for_admission) == []
     assert asked == [urgent] * 3
 
 

@@ -212,7 +212,7 @@ class PrefillSchedulerAgainstModel(RuleBasedStateMachine):
 
     # What an engine does.
 
-    def make_room(self, head: Sequence, prefilling: list[Sequence]) -> bool:
+    def preempt_for_admission(self, head: Sequence, prefilling: list[Sequence]) -> bool:
         level = self.scheduler.queue.level(head)
         assert set(prefilling) <= set(self.in_state(PREFILLING))
         holders = [*self.in_state(PREFILLED, RUNNING), *prefilling]
@@ -286,7 +286,7 @@ class PrefillSchedulerAgainstModel(RuleBasedStateMachine):
         budget, prefilling = int(part * self.buckets[-1]), self.in_state(PREFILLING)
         self.events.clear()
         self.changes.clear()
-        chunks = self.scheduler.schedule(budget, num_free_slots, reserved_pages, self.make_room)
+        chunks = self.scheduler.schedule(budget, num_free_slots, reserved_pages, self.preempt_for_admission)
         self.check_step(chunks, prefilling, budget, num_free_slots)
         if not chunks:
             return

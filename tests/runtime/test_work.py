@@ -16,7 +16,7 @@ from jaxinfer.models.shapes import known_shapes, model_shape
 from jaxinfer.runtime.stage_partition import cut, stage_layers
 from jaxinfer.runtime.template import ModelTemplate, make_template
 from jaxinfer.runtime.work import ModelWork, model_work
-from sharding.cost_model import Part
+from sharding.cost_model import LayerWork
 from sharding.hardware import HARDWARE
 from sharding.layout import Parallel
 from sharding.rules import TENSOR_PARALLEL
@@ -34,7 +34,7 @@ def work_of(name: str, **experts: Any) -> ModelWork:
     return model_work(template(name, **experts), TENSOR_PARALLEL)
 
 
-def all_bytes(part: Part) -> int:
+def all_bytes(part: LayerWork) -> int:
     experts = part.experts
     return part.matrices.split_bytes + part.matrices.whole_bytes + (experts.num_experts * experts.expert_bytes if experts else 0)
 

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec, reshard
 
 from jaxinfer.layers.argmax import argmax_of_columns, argmax_of_rows
-from jaxinfer.layers.vocabulary import Part, over_parts
+from jaxinfer.layers.vocabulary import VocabShard, shard_over_vocab
 from jaxinfer.request import RequestError, SamplingParams
 from jaxinfer.sampling import sampler
 from jaxinfer.sampling.logprob_readback import read_logprob
@@ -313,10 +313,10 @@ def test_a_vocabulary_smaller_than_the_alternatives_is_fine():
 
 @jax.jit
 def picked(weights, uniform):
-    def on_part(part: Part, weights, uniform):
-        return pick(weights, uniform, part)
+    def on_shard(shard: VocabShard, weights, uniform):
+        return pick(weights, uniform, shard)
 
-    return over_parts(on_part, split(weights), 1, split(weights), uniform)
+    return shard_over_vocab(on_shard, split(weights), 1, split(weights), uniform)
 
 
 def test_pick_finds_a_place_with_weight_at_every_edge():

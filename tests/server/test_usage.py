@@ -19,7 +19,7 @@ from server.openai.app import create_app
 from server.openai.caller import ANONYMOUS, Caller
 from server.openai.protocol import ChatRequest, CompletionRequest
 from server.openai.service import Service
-from server.usage import Asked, Outcome, UsageMeter
+from server.usage import Outcome, RequestIdentity, UsageMeter
 from server.usage_log import UsageLog
 from tests.server.fakes import ANSWER
 from tests.server.sse import chunks_of
@@ -177,7 +177,7 @@ def test_a_timeout_bills_a_prompt_only_if_it_was_computed(service, backend, log_
 
 
 def test_prefill_that_was_measured_bills_its_prompt_even_without_a_token():
-    usage = UsageMeter().measure(Asked("", "", "", None, "", "", None, 0), [[1, 2, 3], [4, 5]], 1)
+    usage = UsageMeter().measure(RequestIdentity("", "", "", None, "", "", None, 0), [[1, 2, 3], [4, 5]], 1)
     usage.add(OutputDelta("", 0, finish_reason=FinishReason.TIMEOUT, device_usage=DeviceUsage(1.0, 0.5, 0.0)), 0)
     usage.add(OutputDelta("", 0, finish_reason=FinishReason.TIMEOUT, device_usage=DeviceUsage(1.0, 0.0, 0.0)), 1)
     assert usage.input_tokens == 3

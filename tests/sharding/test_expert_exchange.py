@@ -7,7 +7,7 @@ from itertools import combinations
 
 import pytest
 
-from sharding.expert_exchange import Cost, Link, Mixture, choose, exchanged, link_for, replicated
+from sharding.expert_exchange import ExchangeCost, Link, Mixture, choose, exchanged, link_for, replicated
 from sharding.hardware import HARDWARE
 
 # bfloat16, on eight cards.
@@ -27,13 +27,13 @@ def test_devices_of_a_token_are_counted_over_all_its_choices(num_experts: int, t
 
 
 def test_an_all_reduce_sends_everything_nearly_twice() -> None:
-    assert replicated(KIMI) == Cost(2 * 7 * 512 * 7168 * 2, 1)  # each eighth of the tokens is 512
+    assert replicated(KIMI) == ExchangeCost(2 * 7 * 512 * 7168 * 2, 1)  # each eighth of the tokens is 512
 
 
 def test_an_all_to_all_sends_what_is_there_and_the_sums() -> None:
     top_1 = replace(LLAMA_4, has_shared=False)
     # Of a token one part, on one of eight devices: 512 a device, seven eighths of them for others; then its share's sums to seven others.
-    assert exchanged(top_1, NVLINK) == Cost((512 * 7 / 8 + 512 * 7) * 5120 * 2, 2)
+    assert exchanged(top_1, NVLINK) == ExchangeCost((512 * 7 / 8 + 512 * 7) * 5120 * 2, 2)
     everywhere = replace(QWEN_3, top_k=128)
     assert exchanged(everywhere, NVLINK).num_bytes == replicated(everywhere).num_bytes, "never more than an all-reduce"
     assert exchanged(QWEN_3, DENSE).num_bytes == replicated(QWEN_3).num_bytes, "what could be there, where it can't be ragged"
