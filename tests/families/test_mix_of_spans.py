@@ -43,12 +43,12 @@ def test_preemption_changes_no_token_and_pages_stay_bounded(tmp_path: Path, fami
 def test_a_long_context_holds_the_pages_of_its_spans_alone(tmp_path: Path, family: str) -> None:
     llm = serve(tmp_path, family)
     engine, (*_, golden) = llm.engine, load(family)
-    manager = engine._parts.decode_manager
+    manager = engine._components.decode_manager
     spec, most = manager.spec, 0
     engine.add_request("long", golden.prompt_ids, GREEDY)
     while engine.has_work:
         engine.step()
-        for sequence in engine._parts.decode.scheduler.running:
+        for sequence in engine._components.decode.scheduler.running:
             for group, is_bounded in enumerate(spec.is_bounded):
                 held = sum(page != NULL_PAGE for page in sequence.decode_pages[group :: spec.num_groups])
                 assert held <= (spec.max_blocks(group, 1) + 1 if is_bounded else spec.blocks_for(len(sequence.token_ids)))

@@ -80,7 +80,7 @@ def test_pages_on_disk_are_of_use_to_another_mesh(folder: Path, expected: list[A
     restored = []
     for layout in ({}, LAYOUTS["two"]):
         with LLM(str(folder), **SETTINGS | layout | tiers) as llm:
-            llm.engine._parts.tiers._seconds_to_compute = lambda num_tokens: float("inf")  # whatever there is, is fetched
+            llm.engine._components.tiers._seconds_to_compute = lambda num_tokens: float("inf")  # whatever there is, is fetched
             assert tokens_of(llm.generate(PROMPTS[-2:], GREEDY)) == expected[-2:]
             restored.append(llm.engine.stats.num_restored_tokens)
     assert restored[0] == 0 and restored[1] >= len(PROMPTS[-1]) // 16 * 16

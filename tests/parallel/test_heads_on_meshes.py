@@ -87,7 +87,7 @@ def test_pages_on_disk_are_of_use_to_a_mesh_with_other_heads(folder: Path, expec
     restored = []
     for layout in ("two", "eight"):
         with LLM(str(folder), **TINY | SMALL | LAYOUTS[layout] | tiers) as llm:
-            llm.engine._parts.tiers._seconds_to_compute = lambda num_tokens: float("inf")  # whatever there is, is fetched
+            llm.engine._components.tiers._seconds_to_compute = lambda num_tokens: float("inf")  # whatever there is, is fetched
             assert tokens_of(llm.generate(PROMPTS[-2:], GREEDY)) == expected["auto"][-2:]
             restored.append(llm.engine.stats.num_restored_tokens)
             assert llm.engine.stats.num_compilations_after_ready == 0
