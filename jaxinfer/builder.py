@@ -149,7 +149,9 @@ def _build(config: EngineConfig, stats: EngineStats, processes: Processes) -> En
         for role, of_role in zip(roles, pools, strict=True)
         if not plan.has_stages
     ]
-    chunk_size = ChunkSizeController(schedule.prefill_buckets, schedule.target_ttft, schedule.target_itl, delays_decode=plan.shares_mesh)
+    chunk_controller = ChunkSizeController(
+        schedule.prefill_buckets, schedule.target_ttft, schedule.target_itl, delays_decode=plan.shares_mesh
+    )
     transfer: KVTransfer = SameMeshTransfer()
     cross_mesh: CrossMeshTransfer | None = None
     processes.compiled(_summary(plan))
@@ -162,8 +164,8 @@ def _build(config: EngineConfig, stats: EngineStats, processes: Processes) -> En
             if clock is not None:
                 clock.begin()
                 stats.stage_times[name] = clock.times
-        if chunk_size.steers or tiers is not None:
-            measure(prefill_runner, chunk_size)
+        if chunk_controller.steers or tiers is not None:
+            measure(prefill_runner, chunk_controller)
         if not plan.shares_mesh:
             ways: Sequence[PageTransport]
             if of_stages is None:
@@ -183,7 +185,7 @@ def _build(config: EngineConfig, stats: EngineStats, processes: Processes) -> En
     tier_transfer: TierTransfer | None = None
     if tiers is not None:
         tier_transfer = TierTransfer(
-            tiers, list(zip(movers, managers, strict=True)), chunk_size.seconds_to_compute, _most_fetched(config, plan)
+            tiers, list(zip(movers, managers, strict=True)), chunk_controller.seconds_to_compute, _most_fetched(config, plan)
         )
         prefill_scheduler.tiers = tier_transfer
         stats.read_tiers = tiers.stats
@@ -194,7 +196,7 @@ def _build(config: EngineConfig, stats: EngineStats, processes: Processes) -> En
         config,
         plan,
         tokenizer,
-        PrefillWorker(prefill_scheduler, prefill_runner, clocks[0], chunk_size),
+        PrefillWorker(prefill_scheduler, prefill_runner, clocks[0], chunk_controller),
         DecodeWorker(DecodeScheduler(managers[-1], decode_runner.num_slots, decode_runner.num_lanes), decode_runner, clocks[-1]),
         transfer,
         managers[0],

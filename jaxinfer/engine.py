@@ -283,12 +283,12 @@ class Engine:
         return len(components.decode.scheduler.running) + len(self._prefilled) + len(components.prefill.scheduler.prefilling)
 
     def _prefill_budget(self, num_running: int) -> int:
-        chunk_size, decode = self._components.prefill.chunk_size, self._components.decode
-        if not chunk_size.steers:
+        chunk_controller, decode = self._components.prefill.chunk_controller, self._components.decode
+        if not chunk_controller.steers:
             return self.config.schedule.prefill_chunk_size
         now = time.monotonic()
-        chunk_size.observe_decode(decode.step_seconds)
-        return chunk_size.budget(
+        chunk_controller.observe_decode(decode.step_seconds)
+        return chunk_controller.budget(
             num_running, [(tokens, now - arrival_time) for tokens, arrival_time in self._components.prefill.scheduler.backlog()]
         )
 

@@ -43,7 +43,7 @@ def warm_up(prefill: PrefillRunner, decode: DecodeRunner, progress: StartProgres
     decode.assign_slot(0, ())
 
 
-def measure(prefill: PrefillRunner, chunk_size: ChunkSizeController) -> None:
+def measure(prefill: PrefillRunner, chunk_controller: ChunkSizeController) -> None:
     """Time each prefill program, the better of two runs, so that what this decides is decided by it from the first request on."""
     for size in prefill.buckets:
         seconds = []
@@ -51,7 +51,7 @@ def measure(prefill: PrefillRunner, chunk_size: ChunkSizeController) -> None:
             started = time.monotonic()
             _run_full(prefill, size)
             seconds.append(time.monotonic() - started)
-        chunk_size.observe(size, min(seconds))
+        chunk_controller.observe(size, min(seconds))
 
 
 def _run_full(prefill: PrefillRunner, size: int, temperature: float = 0.0) -> PrefillResult:

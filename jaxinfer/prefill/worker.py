@@ -43,11 +43,13 @@ class Prefilled(NamedTuple):
 
 
 class PrefillWorker:
-    def __init__(self, scheduler: PrefillScheduler, runner: PrefillRunner, clock: DeviceClock, chunk_size: ChunkSizeController) -> None:
+    def __init__(
+        self, scheduler: PrefillScheduler, runner: PrefillRunner, clock: DeviceClock, chunk_controller: ChunkSizeController
+    ) -> None:
         self.scheduler = scheduler
         self._runner = runner
         self._clock = clock
-        self.chunk_size = chunk_size
+        self.chunk_controller = chunk_controller
         self._in_flight: deque[_InFlight] = deque()
 
     @property
@@ -105,7 +107,7 @@ class PrefillWorker:
         sampled = type(step.result.sampled)(np.asarray(step.result.sampled.packed))
         seconds = self._clock.ended(step.launched_at)
         if step.bucket:
-            self.chunk_size.observe(step.bucket, seconds)
+            self.chunk_controller.observe(step.bucket, seconds)
         self._meter(step.chunks, seconds)
         prefilled: list[Prefilled] = []
         for row, (chunk, start) in enumerate(zip(step.chunks, step.starts, strict=True)):

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxinfer.decode.program import _AttentionKernels
 from jaxinfer.kv_cache.spec import LayerGroups
 from jaxinfer.layers.matrices import MatrixFormat
-from jaxinfer.layers.paged_attention import PagedAttentionBackend, Place
+from jaxinfer.layers.paged_attention import KVCacheLocation, PagedAttentionBackend
 from jaxinfer.layers.rope import angles, inverse_frequencies
 from jaxinfer.models.llama import LlamaBlock
 from jaxinfer.models.registry import read_config
@@ -42,7 +42,7 @@ def test_unrolled_layers_copy_no_weights_and_scanned_ones_do(target, batch):
         cos_sin = angles(positions, inverse_frequencies(config.head_size, config.rope_theta, config.rope_scaling))
         groups = LayerGroups.of(config.layer_spans)
         everywhere = PagedAttentionBackend(mesh, _AttentionKernels("mosaic_gpu"), groups, (table,), (page_ids,), positions % 16, kv_len)
-        return cos_sin, lambda layer: everywhere.at(Place(layer, table, page_ids))
+        return cos_sin, lambda layer: everywhere.at(KVCacheLocation(layer, table, page_ids))
 
     def unrolled(weights, pages, x, *rows):
         cos_sin, attend = context(*rows)

@@ -318,7 +318,9 @@ def fake_engine(
         prefill = FakePrefill(pools[0], config, max_model_len, of_meshes[0], spans)
         decode = FakeDecode(pools[-1], config, max_model_len, of_meshes[-1], spans)
         schedule = config.schedule
-        chunk_size = ChunkSizeController(schedule.prefill_buckets, schedule.target_ttft, schedule.target_itl, delays_decode=shares_mesh)
+        chunk_controller = ChunkSizeController(
+            schedule.prefill_buckets, schedule.target_ttft, schedule.target_itl, delays_decode=shares_mesh
+        )
         queue = WaitingQueue(schedule.ageing_seconds, schedule.prefill_chunk_size, clock)
         scheduler = PrefillScheduler(managers[0], queue, schedule.prefill_buckets)
         scheduler.copy_pages = prefill.copy_pages
@@ -334,7 +336,7 @@ def fake_engine(
                 max_model_len=max_model_len, shares_mesh=shares_mesh, template=SimpleNamespace(config=SimpleNamespace(vocab_size=VOCAB))
             ),  # type: ignore[arg-type]
             TOKENIZER,
-            PrefillWorker(scheduler, prefill, clocks[0], chunk_size),  # type: ignore[arg-type]
+            PrefillWorker(scheduler, prefill, clocks[0], chunk_controller),  # type: ignore[arg-type]
             DecodeWorker(DecodeScheduler(managers[-1], decode.num_slots, decode.num_lanes), decode, clocks[-1]),  # type: ignore[arg-type]
             transfer,
             managers[0],

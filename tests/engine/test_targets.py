@@ -55,7 +55,7 @@ def start(clock: Clock, meshes: str = "shared", **targets: float) -> tuple[Drive
     sizes = {"max_batch_size": 8, "prefill_buckets": BUCKETS, "prefill_chunk_size": BUCKETS[-1], "max_model_len": 800}
     run = Driver(clock, meshes, num_pages=400, **sizes, **targets)
     for bucket in BUCKETS:
-        run.engine._components.prefill.chunk_size.observe(bucket, STEP_SECONDS + bucket * TOKEN_SECONDS)
+        run.engine._components.prefill.chunk_controller.observe(bucket, STEP_SECONDS + bucket * TOKEN_SECONDS)
     times = Times(clock, run)
     times.add("first", [1] * 20, 400)
     times.add("second", [2] * 6, 400)

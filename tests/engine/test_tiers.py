@@ -100,10 +100,10 @@ def test_what_is_dearer_to_fetch_than_to_compute_is_computed(make, long_tokens):
 def test_rates_are_measured_before_the_first_request(make):
     """What is slow to read is not fetched, what is quick is, by the engine's own numbers."""
     llm = make()
-    tiers, chunk_size = llm.engine._components.tiers, llm.engine._components.prefill.chunk_size
-    assert 0 < chunk_size.seconds_to_compute(16) < 1
+    tiers, chunk_controller = llm.engine._components.tiers, llm.engine._components.prefill.chunk_controller
+    assert 0 < chunk_controller.seconds_to_compute(16) < 1
     assert 0 < tiers._seconds_to_move * 7 < 1
-    tiers._seconds_to_compute = chunk_size.seconds_to_compute
+    tiers._seconds_to_compute = chunk_controller.seconds_to_compute
     llm.generate(LONG, GREEDY)
     host = tiers.tiers._host
     host.rate.observe(8192, 100.0, time.monotonic())  # a hundred seconds for a page

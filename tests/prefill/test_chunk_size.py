@@ -25,11 +25,11 @@ def step_seconds(bucket: int) -> float:
 
 def measured(target_ttft: float | None = None, target_itl: float | None = None, *, delays_decode: bool = True) -> ChunkSizeController:
     """A controller that has seen every bucket and decode steps."""
-    chunk_size = ChunkSizeController(BUCKETS, target_ttft, target_itl, delays_decode=delays_decode)
+    chunk_controller = ChunkSizeController(BUCKETS, target_ttft, target_itl, delays_decode=delays_decode)
     for bucket in BUCKETS:
-        chunk_size.observe(bucket, step_seconds(bucket))
-    chunk_size.observe_decode(DECODE)
-    return chunk_size
+        chunk_controller.observe(bucket, step_seconds(bucket))
+    chunk_controller.observe_decode(DECODE)
+    return chunk_controller
 
 
 def waits(*prompts: tuple[int, float]) -> list[tuple[int, float]]:
@@ -54,53 +54,53 @@ def test_before_anything_was_measured_no_bucket_is_ruled_out():
 
 
 def test_a_bucket_that_was_never_measured_is_judged_by_the_nearest_one():
-    chunk_size = ChunkSizeController(BUCKETS, target_itl=0.3)
-    chunk_size.observe(128, 0.128)
-    assert chunk_size.budget(1, waits((512, 0.0))) == 128
-    assert chunk_size.seconds_to_compute(512) == pytest.approx(0.512)
-    assert chunk_size.seconds_to_compute(32) == pytest.approx(0.032)
+    chunk_controller = ChunkSizeController(BUCKETS, target_itl=0.3)
+    chunk_controller.observe(128, 0.128)
+    assert chunk_controller.budget(1, waits((512, 0.0))) == 128
+    assert chunk_controller.seconds_to_compute(512) == pytest.approx(0.512)
+    assert chunk_controller.seconds_to_compute(32) == pytest.approx(0.032)
 
 
 def test_steps_that_vary_leave_room_for_it():
     """The mean is within the target, and half of the steps are not."""
-    chunk_size = measured(target_itl=0.17)
-    assert chunk_size.budget(1, waits((512, 0.0))) == 128
+    chunk_controller = measured(target_itl=0.17)
+    assert chunk_controller.budget(1, waits((512, 0.0))) == 128
     for seconds in (0.10, 0.18) * 50:
-        chunk_size.observe(128, seconds)
-    assert chunk_size.budget(1, waits((512, 0.0))) == 32
+        chunk_controller.observe(128, seconds)
+    assert chunk_controller.budget(1, waits((512, 0.0))) == 32
 
 
 def test_decode_steps_that_get_slower_count():
-    chunk_size = measured(target_itl=0.17)
+    chunk_controller = measured(target_itl=0.17)
     for _ in range(30):
-        chunk_size.observe_decode(0.1)
-    assert chunk_size.budget(1, waits((512, 0.0))) == 32
+        chunk_controller.observe_decode(0.1)
+    assert chunk_controller.budget(1, waits((512, 0.0))) == 32
 
 
 def test_a_decode_step_that_has_not_ended_tells_nothing():
-    chunk_size = measured(target_itl=0.15)
+    chunk_controller = measured(target_itl=0.15)
     for _ in range(50):
-        chunk_size.observe_decode(0.0)
-    assert chunk_size.budget(1, waits((512, 0.0))) == 32
+        chunk_controller.observe_decode(0.0)
+    assert chunk_controller.budget(1, waits((512, 0.0))) == 32
 
 
 def test_one_slow_step_does_not_rule_a_bucket_out_for_ever():
-    chunk_size = measured(target_itl=0.17)
-    chunk_size.observe(128, 50.0)
-    assert chunk_size.budget(1, waits((512, 0.0))) == 32
-    assert simulate(chunk_size, step_seconds, lambda: DECODE, 40)[-1][0] == 128
-    assert chunk_size.seconds_to_compute(128) == pytest.approx(step_seconds(128), rel=0.1)
+    chunk_controller = measured(target_itl=0.17)
+    chunk_controller.observe(128, 50.0)
+    assert chunk_controller.budget(1, waits((512, 0.0))) == 32
+    assert simulate(chunk_controller, step_seconds, lambda: DECODE, 40)[-1][0] == 128
+    assert chunk_controller.seconds_to_compute(128) == pytest.approx(step_seconds(128), rel=0.1)
 
 
 def test_a_first_measurement_that_was_off_is_mended_in_use():
-    chunk_size = ChunkSizeController(BUCKETS)
-    chunk_size.observe(32, step_seconds(32))
-    chunk_size.observe(128, 2 * step_seconds(128))
+    chunk_controller = ChunkSizeController(BUCKETS)
+    chunk_controller.observe(32, step_seconds(32))
+    chunk_controller.observe(128, 2 * step_seconds(128))
     for _ in range(150):
         for bucket in (32, 128):
-            chunk_size.observe(bucket, step_seconds(bucket))
-    assert chunk_size.seconds_to_compute(32) == pytest.approx(step_seconds(32), rel=0.15)
-    assert chunk_size.seconds_to_compute(128) == pytest.approx(step_seconds(128), rel=0.15)
+            chunk_controller.observe(bucket, step_seconds(bucket))
+    assert chunk_controller.seconds_to_compute(32) == pytest.approx(step_seconds(32), rel=0.15)
+    assert chunk_controller.seconds_to_compute(128) == pytest.approx(step_seconds(128), rel=0.15)
 
 
 @pytest.mark.parametrize(
@@ -126,12 +126,12 @@ def test_a_step_is_as_small_as_gives_all_that_wait_their_first_token_in_time(wai
 
 def test_a_step_of_short_prompts_has_room_for_no_more_of_them_than_rows():
     """512 tokens are those of 16 short prompts, and hold 8: they take two steps."""
-    chunk_size = ChunkSizeController((512, 2048), target_ttft=1.2)
-    chunk_size.observe(512, 0.5)
-    chunk_size.observe(2048, 0.6)
-    assert chunk_size.budget(1, waits(*[(32, 0.0)] * 8)) == 512
-    assert chunk_size.budget(1, waits(*[(32, 0.0)] * 16)) == 2048
-    assert chunk_size.budget(1, waits((512, 0.0))) == 512
+    chunk_controller = ChunkSizeController((512, 2048), target_ttft=1.2)
+    chunk_controller.observe(512, 0.5)
+    chunk_controller.observe(2048, 0.6)
+    assert chunk_controller.budget(1, waits(*[(32, 0.0)] * 8)) == 512
+    assert chunk_controller.budget(1, waits(*[(32, 0.0)] * 16)) == 2048
+    assert chunk_controller.budget(1, waits((512, 0.0))) == 512
 
 
 def test_the_running_ones_target_goes_first():
@@ -144,30 +144,30 @@ def test_the_running_ones_target_goes_first():
 
 
 def test_what_computing_takes():
-    chunk_size = ChunkSizeController(BUCKETS)
-    assert chunk_size.seconds_to_compute(1) == math.inf
-    chunk_size = measured()
-    assert chunk_size.seconds_to_compute(0) == 0
-    assert chunk_size.seconds_to_compute(16) == pytest.approx(step_seconds(32))
-    assert chunk_size.seconds_to_compute(33) == pytest.approx(step_seconds(128))
-    assert chunk_size.seconds_to_compute(512) == pytest.approx(step_seconds(512))
-    assert chunk_size.seconds_to_compute(1040) == pytest.approx(2 * step_seconds(512) + step_seconds(32))
+    chunk_controller = ChunkSizeController(BUCKETS)
+    assert chunk_controller.seconds_to_compute(1) == math.inf
+    chunk_controller = measured()
+    assert chunk_controller.seconds_to_compute(0) == 0
+    assert chunk_controller.seconds_to_compute(16) == pytest.approx(step_seconds(32))
+    assert chunk_controller.seconds_to_compute(33) == pytest.approx(step_seconds(128))
+    assert chunk_controller.seconds_to_compute(512) == pytest.approx(step_seconds(512))
+    assert chunk_controller.seconds_to_compute(1040) == pytest.approx(2 * step_seconds(512) + step_seconds(32))
     for _ in range(100):
-        chunk_size.observe(32, 2 * step_seconds(32))
-    assert chunk_size.seconds_to_compute(16) == pytest.approx(2 * step_seconds(32), rel=0.01)
-    assert chunk_size.seconds_to_compute(512) == pytest.approx(2 * step_seconds(512), rel=0.2), "the mesh is slower"
+        chunk_controller.observe(32, 2 * step_seconds(32))
+    assert chunk_controller.seconds_to_compute(16) == pytest.approx(2 * step_seconds(32), rel=0.01)
+    assert chunk_controller.seconds_to_compute(512) == pytest.approx(2 * step_seconds(512), rel=0.2), "the mesh is slower"
 
 
 def simulate(
-    chunk_size: ChunkSizeController, seconds_of: Callable[[int], float], decode: Callable[[], float], turns: int = 500
+    chunk_controller: ChunkSizeController, seconds_of: Callable[[int], float], decode: Callable[[], float], turns: int = 500
 ) -> list[tuple[int, float]]:
     """The budgets and the times between two tokens while prompts never end."""
     gaps = []
     for _ in range(turns):
-        bucket = chunk_size.budget(4, waits((10_000, 0.0)))
+        bucket = chunk_controller.budget(4, waits((10_000, 0.0)))
         prefill_seconds, decode_seconds = seconds_of(bucket), decode()
-        chunk_size.observe(bucket, prefill_seconds)
-        chunk_size.observe_decode(decode_seconds)
+        chunk_controller.observe(bucket, prefill_seconds)
+        chunk_controller.observe_decode(decode_seconds)
         gaps.append((bucket, prefill_seconds + decode_seconds))
     return gaps
 
@@ -183,9 +183,11 @@ def test_a_target_that_can_be_held_is_held_by_a_device_of_any_steadiness(noise):
 
 
 def test_a_device_that_gets_slower_is_followed_down_and_up_again():
-    chunk_size = measured(target_itl=0.2)
+    chunk_controller = measured(target_itl=0.2)
     for speed, bucket in ((1.0, 128), (3.0, 32), (1.0, 128)):
-        budgets = [budget for budget, _ in simulate(chunk_size, lambda bucket, speed=speed: speed * step_seconds(bucket), lambda: DECODE)]
+        budgets = [
+            budget for budget, _ in simulate(chunk_controller, lambda bucket, speed=speed: speed * step_seconds(bucket), lambda: DECODE)
+        ]
         assert set(budgets[50:]) == {bucket}
 
 
