@@ -136,6 +136,79 @@ HIDDEN_IMPORTS_ALLOWED = ("server/cli/*.py", "jaxinfer/__init__.py")
 MAX_LINES = 400
 LONGER_ALLOWED = ("pallas_kernels/*/mosaic_gpu.py",)
 VAGUE_NAMES = {"util", "utils", "common", "helper", "helpers", "misc"}
+# Names that the code has left for the field's, and what it says instead (docs/glossary.md). None may be defined again.
+RETIRED_NAMES = {
+    "How": "AttentionParams",
+    "Attend": "LayerAttention",
+    "AttendInLayers": "AttentionBackend",
+    "AttendOverPages": "PagedAttentionBackend",
+    "Kernels": "AttentionKernels",
+    "_Kernels": "_AttentionKernels",
+    "Place": "KVCacheLocation, ParameterSlice, JobText: what it is a place of",
+    "CachedRun": "CachedBlock",
+    "runs_for": "blocks_for",
+    "most_runs": "max_blocks",
+    "most_pages": "max_pages",
+    "most_tokens": "max_tokens",
+    "keep_free": "reserved_pages",
+    "take_cached": "match_prefix",
+    "seat": "assign_slot",
+    "Pace": "ChunkSizeController",
+    "why_not": "unsupported_reason",
+    "feed_step": "forward_step",
+    "FeedStep": "ForwardStep",
+    "surprises": "unexpected",
+    "num_surprises": "num_unexpected_compilations",
+    "EVERYTHING": "FULL_ATTENTION",
+    "ANYONE": "DEFAULT_CONTEXT",
+    "Turnstile": "BatchAdmission",
+    "Pass": "Permit",
+    "FrontDoor": "RequestMiddleware",
+    "Doom": "PeerFailureMonitor",
+    "doom": "monitor",
+    "watched": "surface_peer_failure",
+    "Moves": "PageTransport",
+    "MeshMoves": "MeshPageTransport",
+    "StageMoves": "StagePageTransport",
+    "over_parts": "shard_over_vocab",
+    "on_part": "on_shard",
+    "sent_home": "combine_expert_outputs",
+    "Parts": "EngineComponents, TokenizerComponents, PartialSums",
+    "as_part": "as_partial_sum",
+    "summed": "reduce_partial_sums",
+    "run_part": "run_slice",
+    "assemble": "build",
+    "assembled": "wait_until_built",
+    "_make_way": "_preempt_for_progress",
+    "_make_room": "_preempt_for_admission",
+    "make_room": "preempt_for_admission",
+    "MakeRoom": "PreemptForAdmission",
+    "Alone": "SingleProcess",
+    "Asked": "RequestIdentity",
+    "Awaited": "PendingArray",
+    "Words": "PreTokenization",
+    "Found": "TierMatch",
+    "Held": "RemoteArray",
+    "PlainForward": "ReferenceForward",
+    "plain_forward": "reference_forward",
+}
+RETIRED_MODULES = {
+    "jaxinfer.first_runs": "jaxinfer.warmup",
+    "jaxinfer.assembly": "jaxinfer.builder",
+    "jaxinfer.plain_forward": "jaxinfer.reference_forward",
+    "jaxinfer.servable": "jaxinfer.checkpoint_check",
+    "jaxinfer.distributed": "jaxinfer.multi_process",
+    "jaxinfer.encode.texts": "jaxinfer.encode.text_batching",
+    "jaxinfer.layers.attention_over_pages": "jaxinfer.layers.paged_attention",
+    "jaxinfer.layers.parts": "jaxinfer.layers.deferred_collectives",
+    "jaxinfer.prefill.pace": "jaxinfer.prefill.chunk_size",
+    "jaxinfer.runtime.cut": "jaxinfer.runtime.stage_partition",
+    "jaxinfer.sampling.counting": "jaxinfer.sampling.token_counts",
+    "jaxinfer.sampling.reading": "jaxinfer.sampling.logprob_readback",
+    "jaxinfer.tokenizer.parts": "jaxinfer.tokenizer.components",
+    "server.batches.turnstile": "server.batches.batch_admission",
+    "server.openai.front_door": "server.openai.request_middleware",
+}
 KERNEL_FILES = ("__init__.py", "op.py", "reference.py", "cases.py")
 SHARED_BY_KERNELS = {"llvm", "mosaic"}
 
@@ -330,6 +403,25 @@ def unannotated_functions(modules: Modules) -> list[str]:
             missing = [p.arg for p in parameters[first:] if p.annotation is None] + (["its result"] if function.returns is None else [])
             if missing:
                 breaches.append(f"{module.path}:{function.lineno} {function.name}: no type for {', '.join(missing)}")
+    return breaches
+
+
+def retired_names(modules: Modules) -> list[str]:
+    """Modules, classes, functions, parameters, variables and attributes that bring back a name of RETIRED_NAMES or RETIRED_MODULES."""
+    breaches = []
+    for module in modules.values():
+        if module.name in RETIRED_MODULES:
+            breaches.append(f"{module.path} is {RETIRED_MODULES[module.name]} now")
+        for node in ast.walk(ast.parse(module.source)):
+            match node:
+                case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.arg(arg=name):
+                    pass
+                case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+                    pass
+                case _:
+                    continue
+            if name in RETIRED_NAMES:
+                breaches.append(f"{module.path}:{node.lineno} {name}: say {RETIRED_NAMES[name]}")
     return breaches
 
 

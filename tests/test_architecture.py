@@ -28,6 +28,7 @@ SHIPPED = {name: m for name, m in ALL.items() if not m.path.startswith("tests/")
         rules.global_statements,
         rules.unannotated_functions,
         rules.long_files,
+        rules.retired_names,
     ],
 )
 def test_the_code_keeps_the_rule(rule: Callable[[rules.Modules], list[str]]) -> None:
@@ -116,6 +117,11 @@ BAD = [
     (rules.unannotated_functions, {"sharding/mesh.py": "class C:\n    def f(self, *args, y: int) -> None: ...\n"}),
     (rules.unannotated_functions, {"sharding/mesh.py": "class C:\n    @staticmethod\n    def f(x) -> None: ...\n"}),
     (rules.long_files, {"sharding/mesh.py": "\n" * 401}),
+    (rules.retired_names, {"jaxinfer/servable.py": ""}),
+    (rules.retired_names, {"jaxinfer/layers/attention.py": "class How: ...\n"}),
+    (rules.retired_names, {"jaxinfer/layers/moe.py": "def why_not() -> None: ...\n"}),
+    (rules.retired_names, {"jaxinfer/kv_cache/spec.py": "def f(keep_free: int) -> None: ...\n"}),
+    (rules.retired_names, {"jaxinfer/engine.py": "class E:\n    def __init__(self) -> None:\n        self.plain_forward = 1\n"}),
 ]
 
 
