@@ -15,7 +15,6 @@ TOP = ("jaxinfer", "pallas_kernels", "sharding", "checkpoints", "server", "tests
 PATH = re.compile(rf"(?<![\w./-])(?:{'|'.join(TOP)})/[\w./*-]*[\w*]")  # a file, a folder or a pattern, as code spans name them
 COMMAND = re.compile(r"`(?:[A-Z_]+=\S+ )*(?:jaxinfer|make|pip|python|\.venv\S*|curl|docker) ?[^`]*`")
 LONGEST = 120
-TO_BE_WRAPPED = {"docs/gpu.md"}
 
 
 def name(page: Path) -> str:
@@ -62,7 +61,7 @@ def test_what_a_page_links_to_and_names_is_there(page: Path) -> None:
     assert absent_files(page) == []
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if name(page) not in TO_BE_WRAPPED], ids=name)
+@pytest.mark.parametrize("page", PAGES, ids=name)
 def test_prose_is_narrow(page: Path) -> None:
     assert long_lines(page) == []
 
