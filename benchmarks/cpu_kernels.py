@@ -1,7 +1,8 @@
-"""`python -m benchmarks.cpu_kernels`: the kernels for CPUs beside XLA's way of doing the same, in turns in one process.
+"""`python -m benchmarks.cpu_kernels`: the CPU kernels compared with XLA, in interleaved runs of one process.
 
-Shapes are SmolLM2-135M's. Each way is timed alone and compiled; a figure is the median of the rounds, a ratio that of two measurements
-of one round."""
+Shapes are SmolLM2-135M's. Each implementation is compiled and timed alone. A figure is the median of the rounds, a
+ratio that of two measurements of one round.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from jaxinfer.layers.linear import product
+from jaxinfer.weights.formats.plain import multiply
 from pallas_kernels.packed_matmul.layout import pack
 from pallas_kernels.packed_matmul.op import packed_matmul, unsupported_reason
 from pallas_kernels.paged_attention.op import paged_attention
@@ -27,12 +28,12 @@ from pallas_kernels.ragged_prefill_attention.op import ragged_prefill_attention
 
 LAYERS, HEADS, KV_HEADS, HEAD_SIZE, PAGE_SIZE = 30, 9, 3, 64, 16
 MATRICES = ((576, 960), (576, 576), (576, 3072), (1536, 576))  # of a layer: inputs, outputs
-PASSES = 5  # a measurement is the quickest of so many
+PASSES = 5  # a measurement is the fastest of this many
 
 
 @dataclass(frozen=True)
 class Pair:
-    """One piece of work done in two ways; each runs it once."""
+    """The same work in two implementations; each call runs it once."""
 
     name: str
     kernel: Callable[[], Any]
@@ -40,7 +41,7 @@ class Pair:
 
 
 def products(dtype: str, num_rows: int, layers: int = LAYERS) -> Pair:
-    """Rows times the matrices of all layers, one after another as a model has them."""
+    """Rows times the matrices of all layers, layer by layer as in a model."""
     random = np.random.default_rng(0)
     stacks = [random.standard_normal((layers, *shape), np.float32) / 24 for shape in MATRICES]
     plain = [[jnp.asarray(matrix, dtype) for matrix in stack] for stack in stacks]
@@ -61,7 +62,7 @@ def products(dtype: str, num_rows: int, layers: int = LAYERS) -> Pair:
 
     def by_xla(x: jax.Array, plain: Sequence[Sequence[jax.Array]]) -> jax.Array:
         for i in range(layers):
-            x = layer(x, lambda rows, kind, i=i: product(rows, plain[kind][i]))  # type: ignore[misc]
+            x = layer(x, lambda rows, kind, i=i: multiply(rows, plain[kind][i]))  # type: ignore[misc]
         return x
 
     name = f"{dtype} products, {num_rows} row{'s' if num_rows > 1 else ''}"
@@ -74,7 +75,7 @@ def pool_for(num_tokens: int, layers: int) -> jax.Array:
 
 
 def decode_attention(batch: int, context: int, layers: int = LAYERS) -> Pair:
-    """A token a row over its context, in every layer."""
+    """One token a row over its context, in every layer."""
     pool = pool_for(batch * context, layers)
     pages = np.random.default_rng(1).permutation(pool.shape[2] - 1)[: batch * (context // PAGE_SIZE)].reshape(batch, -1) + 1
     q = jax.random.normal(jax.random.key(2), (batch, HEADS, HEAD_SIZE))
@@ -90,7 +91,7 @@ def decode_attention(batch: int, context: int, layers: int = LAYERS) -> Pair:
 
 
 def prefill_attention(num_tokens: int, before: int, layers: int = LAYERS) -> Pair:
-    """One row's next tokens over what is cached and themselves, in every layer."""
+    """The next tokens of one row over what is cached and themselves, in every layer."""
     pool = pool_for(num_tokens + before, layers)
     table = jnp.arange(1, pool.shape[2], dtype=jnp.int32)[None]
     q = jax.random.normal(jax.random.key(2), (num_tokens, HEADS, HEAD_SIZE))
@@ -111,7 +112,7 @@ def _pair(name: str, run: Callable[..., Any], *arguments: Any) -> Pair:
 
 
 def pairs() -> Iterator[Callable[[], Pair]]:
-    """Made one at a time: their weights and pools are large."""
+    """Pairs are created one at a time: their weights and pools are large."""
     for dtype in ("float32", "bfloat16"):
         if unsupported_reason(jnp.dtype(dtype)) is None:
             yield from (partial(products, dtype, num_rows) for num_rows in (1, 8, 32, 128, 512))
@@ -120,7 +121,7 @@ def pairs() -> Iterator[Callable[[], Pair]]:
 
 
 def seconds(run: Callable[[], Any]) -> float:
-    """The quickest of a few."""
+    """The fastest of a few runs."""
     found = []
     for _ in range(PASSES):
         began = time.perf_counter()
@@ -130,7 +131,7 @@ def seconds(run: Callable[[], Any]) -> float:
 
 
 def measure(pair: Pair, rounds: int) -> list[tuple[float, float]]:
-    """Of each round, the kernel's seconds and XLA's."""
+    """For each round, the kernel's seconds and XLA's."""
     for run in (pair.kernel, pair.xla):
         jax.block_until_ready(run())
     found = []

@@ -1,8 +1,10 @@
-"""`python -m benchmarks.embeddings`: texts a second of this engine's embedding model and of Hugging Face transformers', one run.
+"""`python -m benchmarks.embeddings`: texts a second of this engine's embedding model and of Hugging Face transformers,
+in one run.
 
-Both read the same files, take texts and give NumPy arrays, the fastest of three times; transformers is given the texts sorted by length,
-in batches of the size that was fastest in its warm-up. The engines take turns, round by round and in changing order; a ratio is of two
-measurements of one round."""
+Both read the same files, take texts and return NumPy arrays; the fastest of three runs counts. transformers gets the
+texts sorted by length, in batches of the size that was fastest in its warm-up. Runs are interleaved, round by round and
+in changing order; a ratio is of two measurements of one round.
+"""
 
 from __future__ import annotations
 
@@ -45,11 +47,13 @@ WORDS = (
     "new",
     "more",
 )
-CASES = {"queries": (128, 4, 24), "mixed": (128, 4, 250), "passages": (48, 120, 250)}  # how many texts, and of how many words each
+# number of texts, least and most words of each
+CASES = {"queries": (128, 4, 24), "mixed": (128, 4, 250), "passages": (48, 120, 250)}
 
 
 def texts_of(case: str) -> list[str]:
-    """Texts of common words, which are a token each; short ones are as frequent as long ones in "mixed", in any order."""
+    """Texts of common words, which are a token each. In "mixed" short texts are as frequent as long ones, in any
+    order."""
     count, low, high = CASES[case]
     random = np.random.default_rng(count + high)
     lengths = np.exp(random.uniform(np.log(low), np.log(high), count)).astype(int)
@@ -80,7 +84,7 @@ def main() -> None:
                 stack.callback(workers[name].close)
         seconds: dict[str, dict[str, list[float]]] = {case: {name: [] for name in workers} for case in CASES}
         answers: dict[str, dict[str, Answer]] = {case: {} for case in CASES}
-        for number in range(-1, arguments.rounds):  # the first is for warming up
+        for number in range(-1, arguments.rounds):  # the first is the warm-up
             for case in CASES:
                 for name in list(workers) if number % 2 else list(workers)[::-1]:
                     answer = workers[name].ask(texts=texts_of(case), warm=number < 0)
@@ -93,7 +97,7 @@ def main() -> None:
 
 
 def report(console: Console, seconds: dict[str, dict[str, list[float]]], answers: dict[str, dict[str, Answer]]) -> None:
-    """Medians, ratios to the better transformers of the same round, and how near the embeddings are."""
+    """Medians, ratios to the better transformers of the same round, and the similarity of the embeddings."""
     table = Table("texts", "engine", "texts/s", "ratio to the better transformers (low-high)", "lowest cosine", "notes")
     for case, by_name in seconds.items():
         peers = [name for name in by_name if name.startswith("transformers")]

@@ -1,7 +1,8 @@
 """A second opinion: guidellm replays the same requests against the same server, in a virtual environment of its own.
 
-It makes its own prompts (text, from the same hashes) and its own measurements; nothing of ours is in between. Version 0.8 may end before its
-last request has, and then counts without it."""
+It creates its own prompts (text, from the same hashes) and its own measurements, without code of this project. Version
+0.8 may end before its last request has, and then counts without it.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +19,18 @@ from checkpoints.hub import open_source, resolve
 from jaxinfer.tokenizer import Tokenizer
 
 GUIDELLM = ROOT / ".venv-guidellm/bin/guidellm"
-SAMPLE = 10  # requests that its report keeps whole
-# No network is needed; by default it has ten processes, which a small machine can't spare.
+SAMPLE = 10  # requests that its report includes in full
+# No network is needed. By default it has ten processes, too many for a small machine.
 SETTINGS = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "GUIDELLM__MAX_WORKER_PROCESSES": "1"}
 
 
 class GuidellmError(RuntimeError):
-    """It isn't there, or failed; the message has its last words."""
+    """guidellm is missing or failed; the message has the end of its output."""
 
 
 def write_trace(path: Path, replay: Replay) -> None:
-    """The replay's requests in the trace's own format, scaled: seconds, tokens, a hash for each block of `block_size` tokens."""
+    """The replay's requests in the trace's own format, scaled: seconds, tokens, a hash for each block of `block_size`
+    tokens."""
     scale, first = replay.prompts.scale, replay.requests[0].timestamp
     rows = (
         {
@@ -43,7 +45,7 @@ def write_trace(path: Path, replay: Replay) -> None:
 
 
 def write_tokenizer(folder: Path, model: str) -> None:
-    """The model's tokenizer as transformers reads it; `model` as for `jaxinfer serve --model`."""
+    """The model's tokenizer in transformers' format; `model` as for `jaxinfer serve --model`."""
     tokenizer = Tokenizer.from_source(open_source(resolve(model)))
     tokenizer.save(folder / "tokenizer.json")
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokenizer.token_bytes(tokenizer.eos_token_ids[0]).decode()}
@@ -51,7 +53,12 @@ def write_tokenizer(folder: Path, model: str) -> None:
 
 
 def command(program: Path, url: str, replay: Replay, folder: Path, output: Path) -> list[str]:
-    backend: dict[str, Any] = {"kind": "openai_http", "target": url, "model": replay.asker.model, "request_format": "/v1/completions"}
+    backend: dict[str, Any] = {
+        "kind": "openai_http",
+        "target": url,
+        "model": replay.request_builder.model,
+        "request_format": "/v1/completions",
+    }
     backend["extras"] = {"body": {"temperature": 0}}
     source = {"kind": "json_file", "path": str(folder / "trace.jsonl")}
     data: dict[str, Any] = {"kind": "mooncake", "hash_id_block_size": replay.prompts.scale.block_size, "source": source}
@@ -67,7 +74,8 @@ def command(program: Path, url: str, replay: Replay, folder: Path, output: Path)
 
 
 def replay_with_guidellm(program: Path, url: str, replay: Replay, model: str, output: Path, patience: float) -> dict[str, Any]:
-    """Run it, leave its report at `output`, and return `figures` of it. Raises `GuidellmError`, and what `resolve` does."""
+    """Runs it, leaves its report at `output`, and returns `figures` of it. Raises `GuidellmError`, and what `resolve`
+    raises."""
     if not program.is_file():
         raise GuidellmError(f"{program} does not exist; `make replay` makes it")
     with tempfile.TemporaryDirectory() as name:
@@ -91,7 +99,8 @@ def replay_with_guidellm(program: Path, url: str, replay: Replay, model: str, ou
 
 
 def figures(report: dict[str, Any]) -> dict[str, Any]:
-    """Of its report, what ours has too and under our names; seconds. Its inter-token latency is our `time_per_token`."""
+    """The figures of its report that this benchmark has too, under our names, in seconds. Its inter-token latency is
+    our `time_per_token`."""
     [benchmark] = report["benchmarks"]
     metrics, totals = benchmark["metrics"], benchmark["metrics"]["request_totals"]
 

@@ -1,7 +1,9 @@
-"""`python -m benchmarks.hostile`: one client's requests that would hold up a server, beside another's stream: what that one notices.
+"""`python -m benchmarks.hostile`: requests of one client that could block a server, and their effect on another
+client's stream.
 
-Each attack is sent again and again while a stream is read and /health is asked every 20 ms. Before each comes a time without one: of two
-longest gaps the one that was looked for longer is longer. It starts `jaxinfer serve`, or takes --url (then memory needs --pid).
+Each attack is sent again and again while a stream is read and /health is asked every 20 ms. Before each attack comes an
+equally long time without one: the longest gap grows with the time of observation. It starts `jaxinfer serve`, or uses
+--url (then memory needs --pid).
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from benchmarks.http_load import Outcome, Request, connected, send
+from benchmarks.http_load import LoadOutcome, LoadRequest, open_session, send
 from benchmarks.serving import Server, served_model
 
 CHAT, COMPLETIONS, FILES = "/v1/chat/completions", "/v1/completions", "/v1/files"
@@ -37,15 +39,15 @@ MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Noticed:
-    """What the other client saw while an attack went on. Times in milliseconds."""
+class AttackImpact:
+    """What the other client saw during an attack. Times in milliseconds."""
 
     attack: str
     typical_gap: float  # between two tokens, the median
     longest_gap: float
     longest_health: float
-    memory: float  # MiB, right after
-    statuses: dict[str, int]  # of the attack's answers
+    memory: float  # MiB, right after the attack
+    statuses: dict[str, int]  # status codes of the attack's answers
 
     def row(self) -> str:
         statuses = ", ".join(f"{count} x {status}" for status, count in self.statuses.items()) or "none"
@@ -53,7 +55,7 @@ class Noticed:
 
 
 def attacks(model: str) -> dict[str, Callable[[], tuple[str, bytes]]]:
-    """By their names what makes a path and a body: in the attacker's process, for they are large."""
+    """By name a function that builds a path and a body: it runs in the attacker's process, because bodies are large."""
 
     def chat(**change: Any) -> tuple[str, bytes]:
         body: dict[str, Any] = {"model": model, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
@@ -86,7 +88,7 @@ def attacks(model: str) -> dict[str, Callable[[], tuple[str, bytes]]]:
 
 
 def attack(url: str, model: str, name: str, seconds: float) -> dict[str, int]:
-    """Send an attack again and again; how often it had each status. Runs in a process of its own."""
+    """Sends an attack again and again; returns how often it had each status. Runs in a process of its own."""
     path, body = attacks(model)[name]()
     statuses: Counter[str] = Counter()
     deadline = time.monotonic() + seconds
@@ -103,10 +105,10 @@ def attack(url: str, model: str, name: str, seconds: float) -> dict[str, int]:
     return dict(statuses)
 
 
-async def notice(
+async def observe_impact(
     url: str, model: str, name: str, work: Callable[[], asyncio.Future[dict[str, int]]], memory: Callable[[], float]
-) -> Noticed:
-    """What a stream and /health notice of the work until it is done."""
+) -> AttackImpact:
+    """Observes a stream and /health until the work is done."""
     working = work()
     gaps: list[float] = []
     health: list[float] = []
@@ -120,15 +122,15 @@ async def notice(
             "stream": True,
             "temperature": 0,
         }
-        async with connected(url) as session:
+        async with open_session(url) as session:
             while not working.done():
-                record = await send(session, Request.of(COMPLETIONS, body))
-                if record.outcome is not Outcome.ANSWERED:
+                record = await send(session, LoadRequest.of(COMPLETIONS, body))
+                if record.outcome is not LoadOutcome.ANSWERED:
                     raise RuntimeError(f"the stream that is to be watched ended otherwise: {record.outcome}, {record.message}")
                 gaps.extend(1e3 * gap for gap in record.gaps)
 
     async def ask_health() -> None:
-        async with connected(url) as session:
+        async with open_session(url) as session:
             while not working.done():
                 asked = time.perf_counter()
                 async with session.get("/health") as answer:
@@ -137,32 +139,32 @@ async def notice(
                 await asyncio.sleep(HEALTH_PERIOD)
 
     await asyncio.gather(read_streams(), ask_health())
-    return Noticed(name, float(np.median(gaps)), max(gaps), max(health), memory(), await working)
+    return AttackImpact(name, float(np.median(gaps)), max(gaps), max(health), memory(), await working)
 
 
 async def run(
     url: str, model: str, names: Sequence[str], seconds: float, memory: Callable[[], float]
-) -> tuple[list[Noticed], list[Noticed]]:
-    """What was noticed without attacks, before each, and beside them, in as much time."""
+) -> tuple[list[AttackImpact], list[AttackImpact]]:
+    """The impact without attacks, before each, and during them, for the same time."""
     loop = asyncio.get_running_loop()
-    # The attacker has the server's processor only because one machine plays both.
+    # The attacker shares the server's processor only because one machine runs both.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=os.nice, initargs=(19,)) as attacker:
 
         def idle(seconds: float) -> asyncio.Future[dict[str, int]]:
             return asyncio.ensure_future(asyncio.sleep(seconds, {}))
 
-        await notice(url, model, "warming up", partial(idle, WARM_UP), memory)
-        quiet, beside = list[Noticed](), list[Noticed]()
+        await observe_impact(url, model, "warming up", partial(idle, WARM_UP), memory)
+        quiet, beside = list[AttackImpact](), list[AttackImpact]()
         for name in names:
-            quiet.append(await notice(url, model, "none", partial(idle, seconds), memory))
+            quiet.append(await observe_impact(url, model, "none", partial(idle, seconds), memory))
             work = partial(loop.run_in_executor, attacker, attack, url, model, name, seconds)
-            beside.append(await notice(url, model, name, work, memory))
+            beside.append(await observe_impact(url, model, name, work, memory))
             print(beside[-1].row(), flush=True)
     return quiet, beside
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """1 where an attack was noticed more than it may be."""
+    """Exits with 1 where an attack had more impact than allowed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.hostile", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--url", help="a running server's, instead of starting one")
     parser.add_argument("--pid", type=int, help="its process, for its memory")

@@ -1,4 +1,4 @@
-"""What machine this is, and what else it had to do meanwhile."""
+"""The machine, and its load from other processes meanwhile."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ def machine() -> dict[str, Any]:
 
 
 def machine_slug(about: dict[str, Any]) -> str:
-    """Its name in a file's name: 'amd-epyc-2-cores', with the accelerator's behind it where `about` has one."""
+    """Its name for a file's name: 'amd-epyc-2-cores', followed by the accelerator where `about` has one."""
     words = re.sub(r"\(.*?\)|@.*|\bprocessor\b|\bcpu\b", " ", about["cpu"].lower())
     return re.sub(r"[^a-z0-9]+", "-", f"{words} {about['cores']} cores {about.get('accelerator', '').lower()}").strip("-")
 
 
-class Others:
-    """How many cores processes other than this one and its children kept busy, a hypervisor's share among them. `samples` has a value
-    for each stretch of a second or more that was kept: the clock behind it ticks a hundred times a second."""
+class BackgroundLoad:
+    """Cores that processes other than this one and its children kept busy, a hypervisor's share included. `samples` has
+    a value for each interval of a second or more that was recorded: the underlying clock ticks a hundred times a
+    second."""
 
     def __init__(self) -> None:
         self._own = psutil.Process()
@@ -36,11 +37,11 @@ class Others:
         self.look()
 
     def look(self) -> None:
-        """A stretch begins."""
+        """Begins an interval."""
         self._since = (time.perf_counter(), _machine_seconds(), self._own_seconds())
 
     def keep(self) -> None:
-        """It ends. (What a child used that ended within it counts where its parent was told.)"""
+        """Ends the interval. (Time of a child that ended within it counts where its parent waited for it.)"""
         began, every, own = self._since
         self.look()
         now, every_now, own_now = self._since
@@ -52,7 +53,7 @@ class Others:
         for process in (self._own, *self._own.children(recursive=True)):
             try:
                 times = process.cpu_times()
-            except psutil.Error:  # it ended between the listing and the asking
+            except psutil.Error:  # it ended meanwhile
                 continue
             total += times.user + times.system + times.children_user + times.children_system
         return total
@@ -60,14 +61,14 @@ class Others:
 
 def _machine_seconds() -> float:
     times = psutil.cpu_times()
-    # A guest's time is in user's already.
+    # A guest's time is included in user's.
     idle = times.idle + getattr(times, "iowait", 0.0) + getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)
     return float(sum(times[:]) - idle)
 
 
 def peak_memory(pid: int) -> float | None:
-    """MiB that the process and its descendants held at their highest, resident, files they mapped among it; the sum of each one's peak.
-    None where the system doesn't tell (it is Linux that does)."""
+    """Peak resident MiB of the process and its descendants, mapped files included: the sum of each one's peak. None
+    where the system doesn't report it (Linux does)."""
     try:
         family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
         peaks = [_high_water_mark(process.pid) for process in family]

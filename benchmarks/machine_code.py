@@ -1,12 +1,14 @@
-"""What NVIDIA's assembler makes of the kernels for GPUs: how many instructions a tile takes, next to what a multiprocessor can do while the tile comes.
+"""What NVIDIA's assembler makes of the GPU kernels: instructions of a tile, beside what a multiprocessor can do while
+the tile is fetched.
 
     JAX_PLATFORMS=cpu python -m benchmarks.machine_code
 
-Needs no GPU, only the extra `aot` (JAX's compiler, NVIDIA's assembler and disassembler). It compiles each kernel in the size of a model for an H200,
-and finds in the machine code the shortest loop that multiplies and the shortest one that starts copies: what is done for a tile, again and
-again. A branch back over the end of the program is no loop: it returns from a wait whose slow way lies behind everything else. Each of a
-multiprocessor's four schedulers starts at most one instruction a cycle, of one warp of each warpgroup. A share near 1 says that
-instructions, not memory, bound the kernel; a small one says nothing of latencies. No time is measured.
+Needs no GPU, only the extra `aot` (JAX's compiler, NVIDIA's assembler and disassembler). It compiles each kernel in the
+size of a model for an H200. In the machine code it finds the shortest loop that multiplies and the shortest one that
+starts copies: the work of one tile. A branch back over the end of the program is no loop: it returns from a wait whose
+slow path lies behind all other code. Each of a multiprocessor's four schedulers starts at most one instruction a cycle,
+of one warp of each warpgroup. A share near 1 means that instructions, not memory, bound the kernel; a small one says
+nothing about latencies. No time is measured.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from benchmarks.gpu import grouped
-from benchmarks.gpu.floors import DATASHEET
+from benchmarks.gpu.grouped_matmul import weights as expert_weights
+from benchmarks.gpu.roofline import DATASHEET
 from pallas_kernels.grouped_matmul import mosaic_gpu as grouped_matmul
 from pallas_kernels.grouped_matmul.cases import CASES as EXPERTS
 from pallas_kernels.grouped_matmul.formats import OUTPUTS
@@ -39,43 +41,43 @@ from pallas_kernels.mosaic.warpgroup import ROWS
 from pallas_kernels.paged_attention import mosaic_gpu as paged_attention
 from pallas_kernels.paged_attention.mosaic_tiling import tiling_for as paged_tiling
 from pallas_kernels.ragged_prefill_attention import mosaic_gpu as ragged_prefill_attention
-from pallas_kernels.ragged_prefill_attention.mosaic_work import TILE_ROWS, WARPGROUPS
-from pallas_kernels.ragged_prefill_attention.mosaic_work import tiling_for as ragged_tiling
+from pallas_kernels.ragged_prefill_attention.mosaic_tile_work import TILE_ROWS, WARPGROUPS
+from pallas_kernels.ragged_prefill_attention.mosaic_tile_work import tiling_for as ragged_tiling
 from sharding.targets import target_devices
 
 TARGET = "h200"
-_PRODUCTS = 2048  # multiplications and additions of bfloat16 that a multiprocessor's tensor cores do a cycle
+_PRODUCTS = 2048  # bfloat16 multiplications and additions that a multiprocessor's tensor cores do in a cycle
 _BATCH, _CONTEXT, _PAGE = 32, 4096, 16
 
 
 @dataclass(frozen=True)
-class Case:
+class CompiledKernel:
     name: str
-    kernel: str  # in the compiled program
+    kernel: str  # its name in the compiled program
     function: Callable[..., Any]
     arguments: tuple[Any, ...]  # shapes and types
-    multipliers: int  # warpgroups that have each tile, and do the same with it
-    num_bytes: int  # that come for a tile
+    num_consumers: int  # warpgroups that each process every tile
+    num_bytes: int  # fetched for a tile
     num_products: int  # multiplications and additions of a tile
-    num_loops: int = 1  # of warpgroups that each do something else with it
+    num_loops: int = 1  # of warpgroups that each process a tile differently
 
 
 @dataclass(frozen=True)
-class Found:
-    case: Case
-    spilled: int  # bytes that are stored for want of registers, anywhere in the kernel
-    serialised: str  # ptxas's warning that it makes wgmma wait for each other; empty without
+class MachineCodeReport:
+    case: CompiledKernel
+    spilled: int  # bytes that are stored for lack of registers, anywhere in the kernel
+    serialised: str  # ptxas's warning that wgmma instructions are serialised; empty without
     multiplying: tuple[int, ...]  # instructions of a warp a tile, in each loop
     copying: int
 
     @property
     def issued(self) -> int:
-        """By each scheduler a tile."""
-        return sum(self.multiplying) * self.case.multipliers + self.copying
+        """Instructions of each scheduler a tile."""
+        return sum(self.multiplying) * self.case.num_consumers + self.copying
 
     @property
     def cycles(self) -> dict[str, float]:
-        """That a tile takes at least of memory and of tensor cores, by the datasheet."""
+        """Least cycles of a tile in memory and in tensor cores, by the datasheet."""
         rates = DATASHEET[TARGET]
         clock = rates.flops_per_s / (2 * _PRODUCTS * HOPPER.multiprocessors)
         memory = self.case.num_bytes / (rates.bytes_per_s / HOPPER.multiprocessors) * clock
@@ -83,12 +85,14 @@ class Found:
 
     @property
     def share(self) -> float:
-        """Of the time that the slower of the two takes."""
+        """Share of the time of the slower of the two."""
         return self.issued / max(self.cycles.values())
 
 
-def _decode(name: str, dtype: str, heads: int, kv_heads: int, size: int, page: int = _PAGE, value_size: int | None = None) -> Case:
-    # Of latents one warpgroup has the scores, and each has half of the values' columns.
+def _decode(
+    name: str, dtype: str, heads: int, kv_heads: int, size: int, page: int = _PAGE, value_size: int | None = None
+) -> CompiledKernel:
+    # For latents one warpgroup has the scores, and each has half of the values' columns.
     sides, num_loops = (2, 1) if value_size is None else (1, 2)
     kind = {"is_latent": value_size is not None}
     tokens = paged_tiling(_BATCH, kv_heads, heads // kv_heads, size, page, _CONTEXT, jnp.dtype(dtype), **kind).tokens
@@ -104,10 +108,10 @@ def _decode(name: str, dtype: str, heads: int, kv_heads: int, size: int, page: i
 
     num_bytes = sides * tokens * size * jnp.dtype(dtype).itemsize
     products = ROWS * tokens * (size + (value_size or size))
-    return Case(name, "paged_attention", attend, _shapes(types), 1, num_bytes, products, num_loops)
+    return CompiledKernel(name, "paged_attention", attend, _shapes(types), 1, num_bytes, products, num_loops)
 
 
-def _prefill(num_tokens: int = 8192) -> Case:
+def _prefill(num_tokens: int = 8192) -> CompiledKernel:
     heads, kv_heads, size, one = 32, 8, 128, ((1,), "int32")
     pool = (2, 2, num_tokens // _PAGE, kv_heads, _PAGE, size)
     types = [((num_tokens, heads, size), "bfloat16"), (pool, "bfloat16"), ((), "int32"), ((1, num_tokens // _PAGE), "int32"), one, one, one]
@@ -117,11 +121,11 @@ def _prefill(num_tokens: int = 8192) -> Case:
         return ragged_prefill_attention.ragged_prefill_attention(*arguments, **options)
 
     products = 2 * TILE_ROWS * ragged_tiling(heads // kv_heads, size, size, HOPPER).tokens * size
-    # What tiles of a prompt read another has read just before: it comes from the cache.
-    return Case("prefill attention", "ragged_prefill_attention", attend, _shapes(types), WARPGROUPS, 0, products)
+    # Tiles of a prompt were read by another block just before: they come from the cache.
+    return CompiledKernel("prefill attention", "ragged_prefill_attention", attend, _shapes(types), WARPGROUPS, 0, products)
 
 
-def _prefill_of_latents(num_tokens: int = 8192) -> Case:
+def _prefill_of_latents(num_tokens: int = 8192) -> CompiledKernel:
     heads, rank, own, shared, one = 16, 512, 128, 64, ((1,), "int32")
     pool = (2, 1, num_tokens // _PAGE, 1, _PAGE, rank + shared)
     types = [
@@ -140,23 +144,27 @@ def _prefill_of_latents(num_tokens: int = 8192) -> Case:
 
     products = TILE_ROWS * ragged_tiling(1, own + shared, own, HOPPER).tokens * (2 * own + shared)
     arguments = _shapes([*types, ((rank, heads, 2 * own), "bfloat16")])
-    return Case("prefill attention, latents", "ragged_prefill_attention", attend, arguments, WARPGROUPS, 0, products)
+    return CompiledKernel("prefill attention, latents", "ragged_prefill_attention", attend, arguments, WARPGROUPS, 0, products)
 
 
-def _experts(name: str, num_tokens: int = 64) -> Case:
+def _experts(name: str, num_tokens: int = 64) -> CompiledKernel:
     case = next(case for case in EXPERTS if case.name == name)
-    weights = jax.eval_shape(lambda: grouped.weights(case, 0))
+    weights = jax.eval_shape(lambda: expert_weights(case, 0))
     rows = num_tokens * case.experts_per_token
     tiling = grouped_matmul.tiling_for(rows, weights)
-    tiles = grouped_matmul.tiles_of(weights, tiling.rows)
-    num_bytes = sum(int(np.prod(shape)) * jnp.dtype(dtype).itemsize for shape, dtype in tiles.shapes)  # rows come from the cache
+    tiles = grouped_matmul.weight_tiles_for(weights, tiling.rows)
+    # rows come from the cache
+    num_bytes = sum(int(np.prod(shape)) * jnp.dtype(dtype).itemsize for shape, dtype in tiles.shapes)
     products = OUTPUTS * tiles.step * tiling.rows
     arguments = *_shapes([((rows, case.inputs), "bfloat16")]), weights, *_shapes([((case.num_experts,), "int32")])
-    return Case(f"experts' products, {case.format}", "grouped_matmul", grouped_matmul.grouped_matmul, arguments, 2, num_bytes, products)
+    return CompiledKernel(
+        f"experts' products, {case.format}", "grouped_matmul", grouped_matmul.grouped_matmul, arguments, 2, num_bytes, products
+    )
 
 
-# Llama-3.1-8B's attention, over DeepSeek-V3's and Kimi's latents with the heads that a card of eight has, and experts of a few rows each.
-CASES: dict[str, Callable[[], Case]] = {
+# Llama-3.1-8B's attention, attention over DeepSeek-V3's and Kimi's latents with the heads of one of eight GPUs, and
+# experts of a few rows each.
+CASES: dict[str, Callable[[], CompiledKernel]] = {
     "decode bfloat16": partial(_decode, "decode attention, bfloat16", "bfloat16", 32, 8, 128),
     "decode float8": partial(_decode, "decode attention, float8", "float8_e4m3fn", 32, 8, 128),
     "decode latents": partial(_decode, "decode attention, latents", "bfloat16", 16, 1, 576, 64, 512),
@@ -172,8 +180,8 @@ def _shapes(types: list[tuple[tuple[int, ...], str]]) -> tuple[jax.ShapeDtypeStr
     return tuple(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in types)
 
 
-def found(case: Case) -> Found:
-    """Compiles and reads it."""
+def inspect_kernel(case: CompiledKernel) -> MachineCodeReport:
+    """Compiles a kernel and reads its machine code."""
     with tempfile.TemporaryDirectory() as folder:
         ptx, cubin = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
         dump(case.function, case.arguments, TARGET, Path(folder))
@@ -183,16 +191,16 @@ def found(case: Case) -> Found:
         code = _run("nvdisasm", "-c", str(cubin))
     spilled = re.search(r"(\d+) bytes spill stores", said)
     assert spilled, said
-    loops = loops_of(code)
+    loops = find_loops(code)
     warning = re.search(r"^.*wgmma.*serializ.*$", said, re.MULTILINE | re.IGNORECASE)
-    return Found(
+    return MachineCodeReport(
         case, int(spilled[1]), warning[0] if warning else "", _shortest(loops, "HGMMA", case.num_loops), *_shortest(loops, "UTMALDG", 1)
     )
 
 
 def dump(function: Callable[..., Any], arguments: Sequence[Any], target: str, folder: Path) -> str:
-    """Compiles a function of such arguments for a card, with what JAX writes down of each kernel in this folder: its PTX, and how it came to that.
-    Of a kernel that this process has compiled before it writes nothing. Returns the text of what was compiled."""
+    """Compiles a function of such arguments for a GPU. JAX dumps the PTX of each kernel and its earlier forms in this
+    folder, except for a kernel that this process compiled before. Returns the text of the compiled program."""
     mesh = Mesh(np.array(target_devices(target, 1)), ("x",), axis_types=(AxisType.Explicit,))
     whole = NamedSharding(mesh, PartitionSpec())
     abstract = jax.tree.map(lambda of: jax.ShapeDtypeStruct(of.shape, of.dtype, sharding=whole), arguments)
@@ -207,7 +215,7 @@ def dump(function: Callable[..., Any], arguments: Sequence[Any], target: str, fo
 
 
 def _run(tool: str, *arguments: str) -> str:
-    """What one of NVIDIA's tools says."""
+    """The output of one of NVIDIA's tools."""
     spec = importlib.util.find_spec("nvidia.cu13")
     if spec is None or not spec.submodule_search_locations:
         raise SystemExit("NVIDIA's assembler is not installed: it is part of the extra `aot`")
@@ -216,10 +224,11 @@ def _run(tool: str, *arguments: str) -> str:
     return done.stdout + done.stderr
 
 
-def loops_of(code: str) -> list[list[str]]:
-    """Instructions of each loop of a disassembled kernel: those between a label and a branch back to it. Two kinds are left out. The slow
-    ways of waits lie behind the kernel's ends and branch back over them; between such a branch and its label is an `EXIT`. And arithmetic
-    that a branch inside a loop passes over is done for the tiles at a context's ends alone."""
+def find_loops(code: str) -> list[list[str]]:
+    """Instructions of each loop of a disassembled kernel: those between a label and a branch back to it. Two kinds are
+    left out. The slow paths of waits lie behind the kernel's ends and branch back over them; between such a branch and
+    its label is an `EXIT`. And arithmetic that a branch inside a loop skips runs only for the tiles at a context's
+    ends."""
     labels: dict[str, int] = {}
     instructions: list[str] = []
     loops = []
@@ -246,7 +255,7 @@ def _without_detours(loop: list[str], begin: int, labels: dict[str, int]) -> lis
 
 
 def _shortest(loops: list[list[str]], operation: str, number: int) -> tuple[int, ...]:
-    """Lengths of so many, the longest first."""
+    """Lengths of the `number` shortest loops, the longest first."""
     lengths = sorted(len(loop) for loop in loops if any(operation in instruction for instruction in loop))
     return tuple(reversed(lengths[:number]))
 
@@ -256,7 +265,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|---|")
     for make in CASES.values():
         case = make()
-        one = found(case)
+        one = inspect_kernel(case)
         cycles = " | ".join(f"{cycles:,.0f}" if cycles else "-" for cycles in one.cycles.values())
         multiplying = " and ".join(map(str, one.multiplying))
         print(f"| {case.name} | {multiplying} | {one.copying} | {one.issued} | {cycles} | {one.share:.0%} | {one.spilled} bytes |")

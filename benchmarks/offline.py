@@ -1,5 +1,5 @@
-"""`python -m benchmarks.offline`: this engine beside Hugging Face transformers alone, decode and prefill without a server: the short
-way to `python -m benchmarks.peers`, whose options it takes too."""
+"""`python -m benchmarks.offline`: this engine beside Hugging Face transformers alone, decode and prefill without a
+server. A short form of `python -m benchmarks.peers`, with the same options."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""`python -m benchmarks.replay`: a real service's trace against this server or any other that speaks OpenAI's API.
+"""`python -m benchmarks.replay`: a real service's trace against this server or any other with OpenAI's API.
 
-Requests go out at their times whatever became of those before (an open loop), with the trace's lengths and times scaled to what the
-server can do, and prompts that share tokens where the trace's prompts did. Writes JSON, a table (Markdown) and a picture (PNG)."""
+Requests are sent at their times whatever became of those before (an open loop). The trace's lengths and times are
+scaled to what the server can do, and prompts share tokens where the trace's prompts did. Writes JSON, a table
+(Markdown) and a plot (PNG).
+"""
 
 from __future__ import annotations
 
@@ -25,16 +27,16 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from benchmarks.guidellm_replay import GUIDELLM, GuidellmError, replay_with_guidellm
-from benchmarks.http_load import Outcome, Record, base_url, connected, open_loop
+from benchmarks.http_load import LoadOutcome, RequestRecord, base_url, open_loop, open_session
 from benchmarks.machine import machine
 from benchmarks.replay_plan import CalibrationError, Replay, decide
 from benchmarks.replay_plot import draw
-from benchmarks.replay_report import IdealHits, Target, ideal_hits, markdown, rows, summarize, table
+from benchmarks.replay_report import IdealHits, LatencyTarget, ideal_hits, markdown, rows, summarize, table
 from benchmarks.replay_trace import pages_of
 from benchmarks.serving import Server, ServerError
 from benchmarks.worker import ROOT
 from checkpoints.source import CheckpointError
-from jaxinfer.dry_run.trace import TraceError
+from jaxinfer.planner.trace import TraceError
 
 RESULTS = ROOT / "benchmarks/results"
 
@@ -103,9 +105,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     return options
 
 
-async def play(replay: Replay, session: aiohttp.ClientSession, patience: float, console: Console) -> list[Record]:
-    """Send it all; records in the order of the requests."""
-    records: list[Record] = []
+async def play(replay: Replay, session: aiohttp.ClientSession, patience: float, console: Console) -> list[RequestRecord]:
+    """Sends all requests; returns records in their order."""
+    records: list[RequestRecord] = []
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[seen]}"), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task("replaying", total=replay.seconds or 1, seen="")
@@ -114,7 +116,7 @@ async def play(replay: Replay, session: aiohttp.ClientSession, patience: float, 
         async def show() -> None:
             while True:
                 ended = [r for r in records if r.ended]
-                refused = sum(r.outcome is Outcome.REFUSED for r in ended)
+                refused = sum(r.outcome is LoadOutcome.REFUSED for r in ended)
                 seen = f"{len(records)} of {len(replay.requests)} sent, {len(records) - len(ended)} under way, {refused} refused"
                 progress.update(bar, completed=time.perf_counter() - start, seen=seen)
                 await asyncio.sleep(0.5)
@@ -129,7 +131,7 @@ async def play(replay: Replay, session: aiohttp.ClientSession, patience: float, 
     return records
 
 
-def per_request(records: Sequence[Record], ideal: Sequence[IdealHits]) -> dict[str, list[Any]]:
+def per_request(records: Sequence[RequestRecord], ideal: Sequence[IdealHits]) -> dict[str, list[Any]]:
     """A column a figure, an entry a request; seconds to the tenth of a millisecond, times from the first one's."""
     start = records[0].due
 
@@ -153,13 +155,13 @@ def per_request(records: Sequence[Record], ideal: Sequence[IdealHits]) -> dict[s
 
 
 async def run(options: argparse.Namespace, url: str, console: Console) -> dict[str, Any]:
-    """Replay, report, write; returns the summary."""
-    async with connected(url) as session:
+    """Replays, reports and writes; returns the summary."""
+    async with open_session(url) as session:
         replay = await decide(options, url, session, console)
         cpu = time.process_time()
         records = await play(replay, session, options.patience, console)
         cpu = time.process_time() - cpu
-    scale, target = replay.prompts.scale, Target(options.target_ttft, options.target_itl)
+    scale, target = replay.prompts.scale, LatencyTarget(options.target_ttft, options.target_itl)
     ideal = ideal_hits(records, [list(pages_of(replay.prompts.tokens(r), options.page_size)) for r in replay.requests], options.page_size)
     summary = summarize(records, ideal, target)
     summary["client_cpu_share"] = cpu / summary["seconds"]
@@ -167,10 +169,10 @@ async def run(options: argparse.Namespace, url: str, console: Console) -> dict[s
     output = (options.output or RESULTS / f"replay-{date}.json").with_suffix(".json")
     output.parent.mkdir(parents=True, exist_ok=True)
     peers = second_opinion(options, url, replay, output.with_suffix(".guidellm.json"), console)
-    about = f"{len(records)} requests, lengths x 1/{1 / scale.length:g}, times x {scale.time:.3g}; {replay.asker.model}"
+    about = f"{len(records)} requests, lengths x 1/{1 / scale.length:g}, times x {scale.time:.3g}; {replay.request_builder.model}"
     settings = {
         "trace": options.trace.name,
-        "model": replay.asker.model,
+        "model": replay.request_builder.model,
         "server": f"jaxinfer serve {options.serve}".strip() if options.serve is not None else "by its address",
         "scale": asdict(scale) | {"length": scale.length},
         "requests_too_long_left_out": replay.num_too_long,
@@ -188,7 +190,8 @@ async def run(options: argparse.Namespace, url: str, console: Console) -> dict[s
 
 
 def second_opinion(options: argparse.Namespace, url: str, replay: Replay, output: Path, console: Console) -> dict[str, dict[str, Any]]:
-    """What guidellm measures of the same requests, under its name; nothing where it is absent or fails, which is told."""
+    """guidellm's figures of the same requests, under its name. Nothing where it is missing or fails, which is
+    reported."""
     if options.guidellm is None:
         return {}
     try:

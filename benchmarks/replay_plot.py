@@ -1,4 +1,4 @@
-"""A replay as a picture: how long tokens took, what was under way, what the cache found."""
+"""A plot of a replay: inter-token times, active requests, and the cache's hit ratio."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
-from benchmarks.http_load import Outcome, Record
-from benchmarks.picture import BLUE, GREEN, INK, MUTED, ORANGE, RED, STYLE, duration, legend, styled
-from benchmarks.replay_report import IdealHits, Target, hit_ratio_so_far
+from benchmarks.http_load import LoadOutcome, RequestRecord
+from benchmarks.plot_style import BLUE, GREEN, INK, MUTED, ORANGE, RED, STYLE, duration, legend, styled
+from benchmarks.replay_report import IdealHits, LatencyTarget, hit_ratio_so_far
 
 SHORTEST = 1e-4  # seconds, on a logarithmic axis: two tokens read at once have no time between them
 
 
-def draw(path: Path, title: str, subtitle: str, records: Sequence[Record], ideal: Sequence[IdealHits], target: Target) -> None:
+def draw(
+    path: Path, title: str, subtitle: str, records: Sequence[RequestRecord], ideal: Sequence[IdealHits], target: LatencyTarget
+) -> None:
     """Write the PNG."""
-    answered = [r for r in records if r.outcome is Outcome.ANSWERED]
+    answered = [r for r in records if r.outcome is LoadOutcome.ANSWERED]
     with matplotlib.rc_context(STYLE):
         figure = styled((12, 8), title, subtitle)
         axes = figure.subplots(2, 2)
@@ -45,7 +47,8 @@ def _distribution(axes: Axes, title: str, values: Sequence[float], target: float
     if values:
         ordered = np.sort(np.maximum(values, SHORTEST))
         axes.step(ordered, np.arange(1, len(ordered) + 1) / len(ordered), where="post", color=color, linewidth=2)
-        axes.set_xlim(max(ordered[0], np.percentile(ordered, 1) / 2) / 1.3, max(ordered[-1], target) * 3)  # room for the labels
+        # room for the labels
+        axes.set_xlim(max(ordered[0], np.percentile(ordered, 1) / 2) / 1.3, max(ordered[-1], target) * 3)
         for percent in (50, 90, 99):
             at = float(np.percentile(ordered, percent))
             axes.plot(at, percent / 100, "o", color=color, markersize=5.5, markeredgecolor="white", zorder=4)
@@ -69,14 +72,14 @@ def _decades(values: Sequence[float], target: float) -> float:
 
 
 def _steps(starts: Sequence[float], ends: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
-    """Times at which something begins or ends, and how many there are from then on."""
+    """Times at which something begins or ends, and the number that is active from then on."""
     times = np.concatenate([starts, ends])
     changes = np.concatenate([np.ones(len(starts)), -np.ones(len(ends))])
     order = np.argsort(times, kind="stable")
     return times[order], np.cumsum(changes[order])
 
 
-def _under_way(axes: Axes, records: Sequence[Record]) -> None:
+def _under_way(axes: Axes, records: Sequence[RequestRecord]) -> None:
     start = records[0].due
     axes.set_title("Requests under way")
     axes.set_xlabel("seconds")
@@ -87,7 +90,7 @@ def _under_way(axes: Axes, records: Sequence[Record]) -> None:
     times, counts = _steps([r.sent - start for r in records], firsts)
     axes.fill_between(times, counts, step="post", color=ORANGE, alpha=0.3, linewidth=0)
     axes.step(times, counts, where="post", color=ORANGE, linewidth=1.4, label="no token yet")
-    refused = [r.due - start for r in records if r.outcome is Outcome.REFUSED]
+    refused = [r.due - start for r in records if r.outcome is LoadOutcome.REFUSED]
     if refused:
         axes.plot(refused, np.zeros(len(refused)), "|", color=RED, markersize=11, label=f"refused ({len(refused)})", clip_on=False)
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
@@ -96,7 +99,7 @@ def _under_way(axes: Axes, records: Sequence[Record]) -> None:
     legend(axes)
 
 
-def _hits(axes: Axes, records: Sequence[Record], ideal: Sequence[IdealHits]) -> None:
+def _hits(axes: Axes, records: Sequence[RequestRecord], ideal: Sequence[IdealHits]) -> None:
     axes.set_title("Cache hits")
     axes.set_xlabel("seconds")
     axes.set_ylabel("of the prompt tokens so far")
@@ -104,7 +107,7 @@ def _hits(axes: Axes, records: Sequence[Record], ideal: Sequence[IdealHits]) -> 
     points = hit_ratio_so_far(records, ideal)
     if points:
         times, measured, endless, computed = zip(*points, strict=True)
-        # Where they coincide, the ones beneath are wider: each stays visible, however many lie on one another.
+        # Where they coincide, the lower ones are wider: each stays visible, however many overlap.
         lines = [(endless, "endless", MUTED, 8.0, 0.45), (computed, "computed by then", ORANGE, 4.5, 0.9)]
         if all(ratio is not None for ratio in measured):
             lines.append((measured, "server", GREEN, 1.8, 1.0))

@@ -1,4 +1,5 @@
-"""What a replay says: latencies, goodput under a target, the hit ratio beside an ideal cache's, refusals. As numbers, then as a table."""
+"""The result of a replay: latencies, goodput under a target, the hit ratio beside an ideal cache's, refusals. As
+numbers, then as a table."""
 
 from __future__ import annotations
 
@@ -13,36 +14,38 @@ from rich import box
 from rich.console import Console
 from rich.table import Column, Table
 
-from benchmarks.http_load import Outcome, Record
+from benchmarks.http_load import LoadOutcome, RequestRecord
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
-    """Seconds; a request is good when its first token came in `ttft` and those after it in `itl` each, on average."""
+class LatencyTarget:
+    """Seconds. A request is good when its first token came within `ttft` and those after it within `itl` each, on
+    average."""
 
     ttft: float
     itl: float
 
-    def is_met(self, record: Record) -> bool:
-        if record.outcome is not Outcome.ANSWERED or record.ttft is None:
+    def is_met(self, record: RequestRecord) -> bool:
+        if record.outcome is not LoadOutcome.ANSWERED or record.ttft is None:
             return False
         return record.ttft <= self.ttft and (record.time_per_token or 0.0) <= self.itl
 
 
 @dataclass(frozen=True, slots=True)
 class IdealHits:
-    """Prompt tokens that a cache of whole pages which forgets nothing would have found for a request."""
+    """Prompt tokens that a cache of whole pages without eviction would have found for a request."""
 
-    endless: int  # in any prompt sent before: what a cache can find at the very best
-    computed: int  # in prompts whose first token had come when this one was sent: those under way are not there yet
+    endless: int  # in any prompt sent before: the upper bound of any cache
+    computed: int  # in prompts whose first token had come when this one was sent: active ones are not cached yet
 
 
-def ideal_hits(records: Sequence[Record], pages: Sequence[Sequence[bytes]], page_size: int) -> list[IdealHits]:
-    """For each request, in the order they were sent. `pages`: `pages_of` each prompt. Refused requests leave nothing in a cache."""
+def ideal_hits(records: Sequence[RequestRecord], pages: Sequence[Sequence[bytes]], page_size: int) -> list[IdealHits]:
+    """For each request, in the order they were sent. `pages`: `pages_of` each prompt. Refused requests leave nothing in
+    a cache."""
     ready_at: dict[bytes, float] = {}  # page -> when the first prompt with it was computed
     found = []
     for record, keys in zip(records, pages, strict=True):
-        known = [ready_at[key] for key in keys if key in ready_at]  # keys are of prefixes: those known come first
+        known = [ready_at[key] for key in keys if key in ready_at]  # keys are of prefixes: known ones come first
         endless = len(known)
         computed = next((i for i, ready in enumerate(known) if ready > record.sent), endless)
         found.append(IdealHits(endless * page_size, computed * page_size))
@@ -60,21 +63,24 @@ def percentiles(values: Sequence[float]) -> dict[str, float | None]:
     return {"p50": p50, "p90": p90, "p99": p99, "mean": float(np.mean(values))}
 
 
-def summarize(records: Sequence[Record], ideal: Sequence[IdealHits], target: Target) -> dict[str, Any]:
-    """All the figures. Seconds; rates a second; shares and ratios from 0 to 1, None where the server doesn't tell."""
-    answered = [r for r in records if r.outcome is Outcome.ANSWERED]
+def summarize(records: Sequence[RequestRecord], ideal: Sequence[IdealHits], target: LatencyTarget) -> dict[str, Any]:
+    """All the figures. Seconds; rates a second; shares and ratios from 0 to 1, None where the server doesn't report
+    them."""
+    answered = [r for r in records if r.outcome is LoadOutcome.ANSWERED]
     seconds = max(r.ended for r in records) - records[0].due
     offered = records[-1].due - records[0].due
     good = sum(target.is_met(r) for r in records)
     return {
         "requests": len(records),
         "answered": len(answered),
-        "refused": (refused := sum(r.outcome is Outcome.REFUSED for r in records)),
+        "refused": (refused := sum(r.outcome is LoadOutcome.REFUSED for r in records)),
         "failed": len(records) - len(answered) - refused,
         "outcomes": {str(o): n for o, n in Counter(r.outcome for r in records).most_common()},
-        "refusals": {str(s): n for s, n in Counter(r.status for r in records if r.outcome is Outcome.REFUSED).items()},
+        "refusals": {str(s): n for s, n in Counter(r.status for r in records if r.outcome is LoadOutcome.REFUSED).items()},
         "errors": dict(
-            Counter(f"{r.status} {r.message}" for r in records if r.outcome not in (Outcome.ANSWERED, Outcome.REFUSED)).most_common(10)
+            Counter(f"{r.status} {r.message}" for r in records if r.outcome not in (LoadOutcome.ANSWERED, LoadOutcome.REFUSED)).most_common(
+                10
+            )
         ),
         "seconds": seconds,
         "offered_requests_per_second": (len(records) - 1) / offered if offered else None,
@@ -96,8 +102,8 @@ def summarize(records: Sequence[Record], ideal: Sequence[IdealHits], target: Tar
     }
 
 
-def _cache(records: Sequence[Record], ideal: Sequence[IdealHits]) -> dict[str, Any]:
-    told = [(r, hits) for r, hits in zip(records, ideal, strict=True) if r.outcome is Outcome.ANSWERED and r.prompt_tokens is not None]
+def _cache(records: Sequence[RequestRecord], ideal: Sequence[IdealHits]) -> dict[str, Any]:
+    told = [(r, hits) for r, hits in zip(records, ideal, strict=True) if r.outcome is LoadOutcome.ANSWERED and r.prompt_tokens is not None]
     total = sum(r.prompt_tokens or 0 for r, _ in told)
     cached = None if not told or any(r.cached_tokens is None for r, _ in told) else sum(r.cached_tokens or 0 for r, _ in told)
 
@@ -113,13 +119,14 @@ def _cache(records: Sequence[Record], ideal: Sequence[IdealHits]) -> dict[str, A
     }
 
 
-def hit_ratio_so_far(records: Sequence[Record], ideal: Sequence[IdealHits]) -> list[tuple[float, float | None, float, float]]:
-    """After each answered request, by when it was sent: seconds, then hit ratio, endless and computed ideal of all prompts so far."""
+def hit_ratio_so_far(records: Sequence[RequestRecord], ideal: Sequence[IdealHits]) -> list[tuple[float, float | None, float, float]]:
+    """After each answered request, by when it was sent: seconds, then hit ratio, endless and computed ideal of all
+    prompts so far."""
     points = []
     prompt = cached = endless = computed = 0
     is_told = True
     for record, hits in zip(records, ideal, strict=True):
-        if record.outcome is not Outcome.ANSWERED or not record.prompt_tokens:
+        if record.outcome is not LoadOutcome.ANSWERED or not record.prompt_tokens:
             continue
         is_told &= record.cached_tokens is not None
         prompt, cached = prompt + record.prompt_tokens, cached + (record.cached_tokens or 0)
@@ -130,7 +137,7 @@ def hit_ratio_so_far(records: Sequence[Record], ideal: Sequence[IdealHits]) -> l
 
 
 def rows(*summaries: dict[str, Any]) -> list[tuple[str, ...]]:
-    """The table: what, then its figure in each summary ("" where it has none)."""
+    """The table: a label, then its figure in each summary ("" where it has none)."""
     target = summaries[0]["goodput"]
     lines: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
         ("requests sent, answered", lambda s: f"{s['requests']:,}, {s['answered']:,}"),

@@ -1,5 +1,5 @@
-"""A service's trace (see `jaxinfer.dry_run.trace`), scaled to a machine: which requests, when, how long, and prompts whose tokens are equal where
-the trace's hashes are."""
+"""A service's trace (see `jaxinfer.planner.trace`), scaled to a machine: which requests, when, how long, and prompts
+whose tokens are equal where the trace's hashes are."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxinfer.dry_run.trace import BLOCK, TraceError, TraceRequest
+from jaxinfer.planner.trace import BLOCK, TraceError, TraceRequest
 
 
 def pick(trace: Sequence[TraceRequest], count: int, how: str) -> list[TraceRequest]:
-    """About `count` requests (exactly for `how` "first"): the first ones, or those of whole
-    sessions, drawn from all over the trace. In order of arrival."""
+    """About `count` requests (exactly for `how` "first"): the first ones, or those of whole sessions, sampled from all
+    over the trace. In order of arrival."""
     if how == "first" or count >= len(trace):
         return list(trace[:count])
     sessions: dict[tuple[int, ...], list[int]] = {}
@@ -34,7 +34,7 @@ def pick(trace: Sequence[TraceRequest], count: int, how: str) -> list[TraceReque
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """`block_size` tokens stand for a block of the trace's; outputs are multiplied by `output`, times by `time`."""
+    """`block_size` tokens represent a block of the trace; outputs are multiplied by `output`, times by `time`."""
 
     block_size: int
     output: float
@@ -42,8 +42,8 @@ class Scale:
 
     @classmethod
     def of(cls, length: float, page_size: int, output: float | None = None, time: float = 1.0) -> Scale:
-        """The scale nearest `length` at which a block is whole pages, one at least: a server that caches whole pages then finds what
-        the trace shares, and nothing less."""
+        """The scale nearest `length` at which a block is whole pages, at least one: a server that caches whole pages
+        then finds what the trace shares, and nothing less."""
         block_size = max(round(BLOCK * length / page_size), 1) * page_size
         return cls(block_size, block_size / BLOCK if output is None else output, time)
 
@@ -64,7 +64,8 @@ class Scale:
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Makes the prompts' tokens: from `low` to `high` - 1, a hash's the same wherever it stands. Another salt gives other tokens."""
+    """Creates the prompts' tokens: from `low` to `high` - 1, and the same for a hash wherever it occurs. Another salt
+    gives other tokens."""
 
     scale: Scale
     low: int
@@ -82,8 +83,9 @@ class Prompts:
 
 
 def pages_of(tokens: np.ndarray, page_size: int) -> Iterator[bytes]:
-    """A key for each whole page that a cache may hold of a prompt, from the first on: equal keys, equal tokens up to the page's
-    end. The last token is never among them: it has to be computed, so that there is something to sample from."""
+    """A key for each whole page that a cache may hold of a prompt, from the first on: equal keys mean equal tokens up
+    to the page's end. The last token is never among them: it has to be computed, so that there is something to sample
+    from."""
     so_far = hashlib.blake2b(digest_size=16)
     for end in range(page_size, len(tokens), page_size):
         so_far.update(tokens[end - page_size : end].tobytes())

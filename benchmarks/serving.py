@@ -1,4 +1,4 @@
-"""A server as a process of its own on a free port, `jaxinfer serve` if no other is asked for, and what it tells of itself."""
+"""A server as a process of its own on a free port, `jaxinfer serve` by default, and its metrics."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ STOP_TIMEOUT = 30.0  # seconds to end after SIGTERM
 
 
 class ServerError(RuntimeError):
-    """A server that doesn't start, or can't be asked."""
+    """A server that doesn't start, or doesn't answer."""
 
 
 class Server:
-    """Started by entering, stopped by leaving; `url` is its address. The port is free when it is chosen.
+    """Entering starts it, leaving stops it; `url` is its address. The port is free when it is chosen.
 
-    `command` is another server's, which must know --host and --port; `ready_path` answers 200 when it is ready."""
+    `command` is another server's, which must accept --host and --port; `ready_path` answers 200 when it is ready.
+    """
 
     def __init__(
         self,
@@ -47,7 +48,7 @@ class Server:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
-        # The log goes to a file, not a pipe: nobody reads it unless the server fails, and a full pipe would block it.
+        # The log goes to a file, not a pipe: it is read only if the server fails, and a full pipe would block it.
         self._log = tempfile.TemporaryFile(mode="w+", encoding="utf-8", errors="replace")  # noqa: SIM115 - open as long as the server
         self._ready_path = ready_path
         self._process = subprocess.Popen(
@@ -78,7 +79,7 @@ class Server:
         self._log.close()
 
     def pause(self) -> None:
-        """Stop it, so that no thread of it spins on a core while another is measured."""
+        """Stops it (SIGSTOP), so that no thread of it spins on a core while another is measured."""
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
@@ -89,7 +90,7 @@ class Server:
             os.killpg(self.pid, number)
 
     def end(self) -> int | None:
-        """Send SIGTERM; returns the exit status, or None where it doesn't end in time."""
+        """Sends SIGTERM; returns the exit status, or None where it doesn't end in time."""
         self._process.send_signal(signal.SIGTERM)
         try:
             return self._process.wait(STOP_TIMEOUT)
@@ -113,7 +114,8 @@ class Server:
 
 
 def served_model(url: str) -> tuple[str, int | None]:
-    """The first model's name and its context in tokens, None where the server doesn't tell. Raises `ServerError`."""
+    """The first model's name and its context in tokens, None where the server doesn't report it. Raises
+    `ServerError`."""
     headers = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"} if os.environ.get("OPENAI_API_KEY") else {}
     try:
         with urllib.request.urlopen(urllib.request.Request(f"{url}/v1/models", headers=headers), timeout=30) as answer:

@@ -1,4 +1,4 @@
-"""A soak as a picture: throughput, queue, pages and memory over its minutes, under the load of each."""
+"""A plot of a soak: throughput, queue, pages and memory over time, with the load of each period."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 
-from benchmarks.http_load import Outcome, Record
-from benchmarks.picture import BLUE, GREEN, INK, MUTED, ORANGE, RED, STYLE, legend, styled
+from benchmarks.http_load import LoadOutcome, RequestRecord
+from benchmarks.plot_style import BLUE, GREEN, INK, MUTED, ORANGE, RED, STYLE, legend, styled
 from benchmarks.soak_checks import Phase, throughput
-from benchmarks.soak_watch import Sample
+from benchmarks.soak_monitor import ServerSample
 
 WINDOW = 5  # seconds that a rate is averaged over
 
 
-def draw(path: Path, subtitle: str, phases: Sequence[Phase], samples: Sequence[Sample], records: Sequence[Record]) -> None:
+def draw(path: Path, subtitle: str, phases: Sequence[Phase], samples: Sequence[ServerSample], records: Sequence[RequestRecord]) -> None:
     """Write the PNG."""
     at = np.array([s.at for s in samples]) / 60
     with matplotlib.rc_context(STYLE):
@@ -46,7 +46,7 @@ def _shade(axes: Axes, phases: Sequence[Phase]) -> None:
     axes.set_xlim(0, None)
 
 
-def _throughput(axes: Axes, at: np.ndarray, samples: Sequence[Sample], phases: Sequence[Phase]) -> None:
+def _throughput(axes: Axes, at: np.ndarray, samples: Sequence[ServerSample], phases: Sequence[Phase]) -> None:
     axes.set_title("Output tokens a second")
     times, tokens = at * 60, np.array([s.output_tokens for s in samples])
     before = np.interp(times - WINDOW, times, tokens)
@@ -70,13 +70,13 @@ def _throughput(axes: Axes, at: np.ndarray, samples: Sequence[Sample], phases: S
     legend(axes)
 
 
-def _queue(axes: Axes, at: np.ndarray, samples: Sequence[Sample], records: Sequence[Record], start: float) -> None:
+def _queue(axes: Axes, at: np.ndarray, samples: Sequence[ServerSample], records: Sequence[RequestRecord], start: float) -> None:
     axes.set_title("Requests")
     axes.plot(at, [s.waiting for s in samples], color=ORANGE, linewidth=1.4, label="waiting")
     axes.plot(at, [s.running for s in samples], color=BLUE, linewidth=1.4, label="running")
     axes.set_ylim(0, max(axes.get_ylim()[1], 1) * 1.25)
     legend(axes)
-    refused = np.array([r.ended for r in records if r.outcome is Outcome.REFUSED])
+    refused = np.array([r.ended for r in records if r.outcome is LoadOutcome.REFUSED])
     if len(refused) and len(at) > 1:
         edges = np.arange(0, at[-1] * 60 + WINDOW, WINDOW)
         counts, _ = np.histogram(refused - records[0].due + start, edges)

@@ -1,4 +1,5 @@
-"""What a soak sends: requests of every kind and length, good and bad, from clients that stay and clients that go away."""
+"""The requests of a soak: of every kind and length, valid and invalid, from clients that stay and clients that
+disconnect."""
 
 from __future__ import annotations
 
@@ -9,12 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks.http_load import Outcome, Record, Request
+from benchmarks.http_load import LoadOutcome, LoadRequest, RequestRecord
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PREFIXES = (48, 64, 96, 160)  # tokens that many prompts begin with
 WORDS = ("the", "river", "under", "seven", "green", "quick", "house", "why", "sing", "12", "307", "(x)", "?", "é", "ü", "漢字", "🎉")
-# How often each kind comes, of 100.
+# Frequency of each kind, out of 100.
 KINDS = {
     "stream": 32,
     "chat stream": 13,
@@ -32,32 +33,32 @@ LEAVING = ("leaves mid-stream", "leaves early", "half a body")
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
-    """A request and what may become of it."""
+class SentRequest:
+    """A request and its allowed outcomes."""
 
     kind: str
-    request: Request
-    statuses: tuple[int, ...] = ()  # for a bad request: what it must be answered with
+    request: LoadRequest
+    statuses: tuple[int, ...] = ()  # for an invalid request: the status it must get
     tier: str | None = None
 
-    def is_right(self, record: Record) -> bool:
-        """Whether it was answered, or refused for a reason that it gave or that overload gives. A refusal is 429, nothing else."""
+    def is_right(self, record: RequestRecord) -> bool:
+        """Whether it was answered, or refused for an allowed reason. A refusal is 429, nothing else."""
         match record.outcome:
-            case Outcome.ANSWERED:
+            case LoadOutcome.ANSWERED:
                 return self.kind != "bad"
-            case Outcome.REFUSED:
+            case LoadOutcome.REFUSED:
                 return record.status == 429
-            case Outcome.REJECTED:
+            case LoadOutcome.REJECTED:
                 return record.status in self.statuses or (self.kind == "deadline" and record.status == 408)
-            case Outcome.FAILED:  # inside a stream, whose status was sent before
+            case LoadOutcome.FAILED:  # inside a stream, whose status was sent before
                 return self.kind == "deadline" and record.code == "timeout"
-            case Outcome.LEFT:
+            case LoadOutcome.LEFT:
                 return self.kind in LEAVING
         return False
 
 
-class Traffic:
-    """An endless supply of requests, with token ids of the range. The same seed gives the same requests."""
+class SoakTraffic:
+    """An endless supply of requests, with token ids of a range. The same seed gives the same requests."""
 
     def __init__(self, model: str, max_model_len: int, max_body_bytes: int, token_ids: tuple[int, int], seed: int) -> None:
         self._model, self._limit, self._max_body = model, max_model_len, max_body_bytes
@@ -66,12 +67,12 @@ class Traffic:
         self._prefixes = [self._tokens(length) for length in PREFIXES]
         self._next_bad = 0
 
-    def __iter__(self) -> Iterator[Sent]:
+    def __iter__(self) -> Iterator[SentRequest]:
         kinds, weights = list(KINDS), list(KINDS.values())
         while True:
             yield self.make(self._rng.choices(kinds, weights)[0])
 
-    def make(self, kind: str) -> Sent:
+    def make(self, kind: str) -> SentRequest:
         """One request of a kind."""
         rng = self._rng
         tier = rng.choice((None, None, None, None, "default", "priority", "flex", "flex"))
@@ -84,9 +85,9 @@ class Traffic:
             case "chat stream":
                 return self._streamed(kind, self._chat() | _tier(tier), tier, CHAT)
             case "whole":
-                return Sent(kind, Request.of(COMPLETIONS, body), tier=tier)
+                return SentRequest(kind, LoadRequest.of(COMPLETIONS, body), tier=tier)
             case "chat whole":
-                return Sent(kind, Request.of(CHAT, self._chat() | _tier(tier)), tier=tier)
+                return SentRequest(kind, LoadRequest.of(CHAT, self._chat() | _tier(tier)), tier=tier)
             case "several":
                 more = {"n": rng.randint(2, 4), "temperature": 0.8, "seed": rng.randrange(2**31)}
                 return self._streamed(kind, body | more, tier)
@@ -95,22 +96,26 @@ class Traffic:
             case "deadline":
                 made = self._streamed(kind, body | {"timeout": round(rng.uniform(0.2, 8.0), 2)}, tier)
                 return (
-                    made if rng.random() < 0.5 else Sent(kind, Request.of(COMPLETIONS, json.loads(made.request.body) | _WHOLE), tier=tier)
+                    made
+                    if rng.random() < 0.5
+                    else SentRequest(kind, LoadRequest.of(COMPLETIONS, json.loads(made.request.body) | _WHOLE), tier=tier)
                 )
             case "leaves mid-stream":
                 made = self._streamed(kind, body | {"max_tokens": self._log_uniform(16, self._limit // 4)}, tier)
-                return replace(made, request=replace(made.request, leaves_after=rng.randint(1, 12)))
+                return replace(made, request=replace(made.request, disconnects_after=rng.randint(1, 12)))
             case "leaves early":
-                return Sent(kind, Request.of(COMPLETIONS, body, leaves_at=rng.uniform(0.0, 3.0)), tier=tier)
+                return SentRequest(kind, LoadRequest.of(COMPLETIONS, body, disconnects_at=rng.uniform(0.0, 3.0)), tier=tier)
             case "half a body":
-                return Sent(kind, Request.of(COMPLETIONS, body, sends_half=True, leaves_at=rng.uniform(0.05, 1.0)), tier=tier)
+                return SentRequest(
+                    kind, LoadRequest.of(COMPLETIONS, body, sends_partial_body=True, disconnects_at=rng.uniform(0.05, 1.0)), tier=tier
+                )
             case "bad":
                 self._next_bad += 1
                 return self.bad()[self._next_bad % len(self.bad())]
         raise AssertionError(kind)
 
-    def bad(self) -> list[Sent]:
-        """One of each wrong request."""
+    def bad(self) -> list[SentRequest]:
+        """One of each invalid request."""
         good: dict[str, Any] = {"model": self._model, "prompt": [self._low] * 8, "max_tokens": 4}
         bodies: list[dict[str, Any]] = [
             {"prompt": []},
@@ -132,16 +137,16 @@ class Traffic:
             {"timeout": -1},
             {"tempreature": 1},
         ]
-        made = [Sent("bad", Request.of(COMPLETIONS, good | wrong), (400,)) for wrong in bodies]
+        made = [SentRequest("bad", LoadRequest.of(COMPLETIONS, good | wrong), (400,)) for wrong in bodies]
         chats: list[list[Any]] = [[], [{"role": 1, "content": "x"}], [{"role": "user"}], ["hello"]]
-        made += [Sent("bad", Request.of(CHAT, {"model": self._model, "messages": messages}), (400,)) for messages in chats]
+        made += [SentRequest("bad", LoadRequest.of(CHAT, {"model": self._model, "messages": messages}), (400,)) for messages in chats]
         raw = (b"", b"{", b"[1, 2", b"null", b'"prompt"', b"\xff\xfe", b'{"model": "\\ud83d"', b"[" * 50_000)
-        made += [Sent("bad", Request(COMPLETIONS, body), (400,)) for body in raw]
-        made.append(Sent("bad", Request(COMPLETIONS, json.dumps(good).encode(), headers={"Content-Type": "text/plain"}), (400,)))
-        made.append(Sent("bad", Request.of(COMPLETIONS, good | {"model": "no-such-model"}), (404,)))
-        made.append(Sent("bad", Request.of("/v1/no-such-path", good), (404,)))
-        made.append(Sent("bad", Request.of("/v1/models", good), (405,)))
-        made.append(Sent("bad", Request(COMPLETIONS, b'{"prompt": "' + b"x" * self._max_body + b'"}'), (413,)))
+        made += [SentRequest("bad", LoadRequest(COMPLETIONS, body), (400,)) for body in raw]
+        made.append(SentRequest("bad", LoadRequest(COMPLETIONS, json.dumps(good).encode(), headers={"Content-Type": "text/plain"}), (400,)))
+        made.append(SentRequest("bad", LoadRequest.of(COMPLETIONS, good | {"model": "no-such-model"}), (404,)))
+        made.append(SentRequest("bad", LoadRequest.of("/v1/no-such-path", good), (404,)))
+        made.append(SentRequest("bad", LoadRequest.of("/v1/models", good), (405,)))
+        made.append(SentRequest("bad", LoadRequest(COMPLETIONS, b'{"prompt": "' + b"x" * self._max_body + b'"}'), (413,)))
         return made
 
     def _completion(self) -> dict[str, Any]:
@@ -150,7 +155,7 @@ class Traffic:
         if rng.random() < 0.3:
             prompt = (rng.choice(self._prefixes) + prompt)[: self._limit // 2]
         max_tokens = self._log_uniform(4, max(self._limit // 10, 5))
-        if rng.random() < 0.02:  # as long as it may be
+        if rng.random() < 0.02:  # as long as allowed
             max_tokens = min(self._limit // 3, self._limit - len(prompt))
         return {"model": self._model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
 
@@ -173,8 +178,8 @@ class Traffic:
         ]
         return {"temperature": rng.uniform(0.3, 1.5), "seed": rng.randrange(2**31)} | rng.choice(asked)
 
-    def _streamed(self, kind: str, body: dict[str, Any], tier: str | None, path: str = COMPLETIONS) -> Sent:
-        return Sent(kind, Request.of(path, body | {"stream": True, "stream_options": {"include_usage": True}}), tier=tier)
+    def _streamed(self, kind: str, body: dict[str, Any], tier: str | None, path: str = COMPLETIONS) -> SentRequest:
+        return SentRequest(kind, LoadRequest.of(path, body | {"stream": True, "stream_options": {"include_usage": True}}), tier=tier)
 
     def _tokens(self, length: int) -> list[int]:
         return [self._rng.randrange(self._low, self._end) for _ in range(length)]

@@ -14,7 +14,7 @@ REPEATS = 3  # the fastest counts, as for the peer
 
 
 def start() -> tuple[Answer, Callable[[Answer], Answer]]:
-    """Load, compile, and return what this is and how to embed."""
+    """Loads and compiles; returns a description and a function that embeds."""
     embedder = Embedder(sys.argv[1], dtype=sys.argv[2])
 
     def answer(question: Answer) -> Answer:

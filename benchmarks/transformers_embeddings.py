@@ -1,7 +1,9 @@
-"""Hugging Face transformers' encoder as a worker: `python -m benchmarks.transformers_embeddings FOLDER DTYPE THREADS`, in its own environment.
+"""Hugging Face transformers' encoder as a worker: `python -m benchmarks.transformers_embeddings FOLDER DTYPE THREADS`,
+in its own environment.
 
-Texts sorted by length in padded batches, mean pooling, length 1: what sentence-transformers does, without its bookkeeping. The size of the
-batches is the one that was fastest in the warm-up."""
+Texts sorted by length in padded batches, mean pooling, length 1: what sentence-transformers does, without its
+bookkeeping. The batch size is the one that was fastest in the warm-up.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,13 @@ from transformers import AutoModel, AutoTokenizer
 
 from benchmarks.worker import Answer, serve
 
-REPEATS = 3  # the fastest counts: what else the machine does comes and goes
+REPEATS = 3  # the fastest counts: other load of the machine varies
 
 BATCH_SIZES = (8, 32)
 
 
 def start() -> tuple[Answer, Callable[[Answer], Answer]]:
-    """Load, and return what this is and how to embed."""
+    """Loads the model; returns a description and a function that embeds."""
     folder, dtype, threads = sys.argv[1], sys.argv[2], int(sys.argv[3])
     torch.set_num_threads(threads)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -46,7 +48,7 @@ def start() -> tuple[Answer, Callable[[Answer], Answer]]:
         embed(texts, batch_size)
         return time.perf_counter() - began
 
-    chosen: dict[int, int] = {}  # batch size by the number of characters, which tells the cases apart
+    chosen: dict[int, int] = {}  # batch size by the number of characters, which identifies the case
 
     def answer(question: Answer) -> Answer:
         texts = question["texts"]

@@ -1,5 +1,6 @@
-"""An engine in a process group of its own, spoken to in lines of JSON; stopped (SIGSTOP) while another is measured, so that no idle
-thread of it spins on a core. Standard library only: the worker's side runs in the peers' environments too."""
+"""An engine in a process group of its own that communicates in lines of JSON. It is stopped (SIGSTOP) while another is
+measured, so that no idle thread of it spins on a core. Standard library only: the worker's side runs in the peers'
+environments too."""
 
 from __future__ import annotations
 
@@ -21,16 +22,19 @@ Answer = dict[str, Any]
 
 
 class WorkerError(RuntimeError):
-    """A worker ended or said what went wrong."""
+    """A worker ended or reported an error."""
 
 
 class Worker:
-    """Start `python -m module ...`, wait for its first line (what it is), and stop it until it is asked something.
+    """Starts `python -m module ...`, waits for its first line (its description), and stops it until it is asked
+    something.
 
-    `environment` is added to this process's; `patience` is how many seconds an answer may take, the first line among them."""
+    `environment` is added to this process's; `patience` is the most seconds that an answer may take, also the first
+    line.
+    """
 
     def __init__(self, python: str, module: str, *args: str, environment: Mapping[str, str] | None = None, patience: float = 900) -> None:
-        # On disk, not a pipe: nobody reads it unless the worker fails, and a full pipe would block it.
+        # On disk, not a pipe: it is read only if the worker fails, and a full pipe would block it.
         self._log = tempfile.TemporaryFile(mode="w+", encoding="utf-8", errors="replace")  # noqa: SIM115 - open as long as the worker
         self._patience = patience
         self.started = time.perf_counter()
@@ -54,7 +58,8 @@ class Worker:
         self._signal(signal.SIGSTOP)
 
     def ask(self, **question: Any) -> Answer:
-        """One answer; the worker runs only until it has given it. Raises `WorkerError` with the worker's last words."""
+        """One answer; the worker runs only until it has given it. Raises `WorkerError` with the end of the worker's
+        output."""
         assert self._process.stdin is not None
         self._signal(signal.SIGCONT)
         try:
@@ -77,7 +82,7 @@ class Worker:
 
     def _read(self) -> Answer:
         assert self._process.stdout is not None
-        # A worker says a line and waits: nothing is left in the buffer when it is asked again.
+        # A worker prints a line and waits: nothing is left in the buffer when it is asked again.
         if not select.select([self._process.stdout], [], [], self._patience)[0]:
             raise WorkerError(f"{self.name}: no answer within {self._patience:.0f} s")
         line = self._process.stdout.readline()
@@ -95,9 +100,10 @@ class Worker:
 
 
 def serve(start: Callable[[], tuple[Answer, Callable[[Answer], Answer]]]) -> None:
-    """The worker's side: start the engine, say what it is, then answer questions until the asker is gone."""
+    """The worker's side: starts the engine, prints its description, then answers questions until the parent closes the
+    pipe."""
     out = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # libraries that print must not break the conversation
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # output of libraries must not disturb the protocol
 
     def say(answer: Answer) -> None:
         print(json.dumps(answer), file=out, flush=True)

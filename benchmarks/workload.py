@@ -1,4 +1,5 @@
-"""What is measured, and the one formula all engines are measured by. Standard library only: it runs in the peers' environments too."""
+"""What is measured, and the one formula that all engines are measured by. Standard library only: it runs in the peers'
+environments too."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 Prompts = list[list[int]]
-# Prompts and the new tokens of each (greedy, deaf to the end-of-sequence token) -> after each step, the prompts, by number,
-# that got a token. The first step and the last have been waited for when they come.
+# From prompts and the number of new tokens of each (greedy, ignoring the end-of-sequence token) to, after each step,
+# the indices of the prompts that got a token. The first step and the last have been waited for when they come.
 Generate = Callable[[Prompts, int], Iterator[Sequence[int]]]
 
 DECODE_PROMPT_TOKENS = 32
@@ -19,12 +20,14 @@ WARM_UP_TOKENS = 8
 
 
 @dataclass(frozen=True)
-class Case:
+class WorkloadCase:
     kind: str  # decode, prefill or throughput
-    size: int  # decode: sequences in the batch; prefill: prompt tokens of the one sequence; throughput: requests, all given at once
+    # decode: sequences in the batch; prefill: prompt tokens of the one sequence; throughput: requests, all submitted at
+    # once
+    size: int
     new_tokens: int = 0  # decode: timed tokens of each sequence; throughput: all tokens of each
     prompt_tokens: int = DECODE_PROMPT_TOKENS  # decode and throughput: of each sequence
-    token_ids: tuple[int, int] = TOKEN_IDS  # prompts' tokens are drawn from these, the second left out
+    token_ids: tuple[int, int] = TOKEN_IDS  # prompts' tokens are sampled from these, the second excluded
 
     @property
     def label(self) -> str:
@@ -36,10 +39,10 @@ class Case:
 
     @property
     def context(self) -> int:
-        """Tokens of each sequence in the end."""
+        """Tokens of each sequence at the end."""
         return self.size + 1 if self.kind == "prefill" else self.prompt_tokens + self.new_tokens + 1
 
-    def short(self) -> Case:
+    def short(self) -> WorkloadCase:
         """The same shapes with few tokens, to warm up."""
         return replace(self, new_tokens=min(self.new_tokens, WARM_UP_TOKENS))
 
@@ -53,10 +56,10 @@ def prompts(count: int, length: int, seed: int, token_ids: Sequence[int] = TOKEN
     return [[rng.randrange(*token_ids) for _ in range(length)] for _ in range(count)]
 
 
-def measure(case: Case, seed: int, generate: Generate) -> float:
-    """Tokens per second. Prefill: the prompt's tokens over the time to the first token. Decode: the tokens that came while the
-    whole batch was running, from when the last sequence had its first token to when the first sequence had its last. Throughput: all
-    tokens that came over the whole time, prompts and all."""
+def measure(case: WorkloadCase, seed: int, generate: Generate) -> float:
+    """Tokens per second. Prefill: the prompt's tokens over the time to the first token. Decode: the tokens that came
+    while the whole batch was running, from when the last sequence had its first token to when the first sequence had
+    its last. Throughput: all tokens over the whole time, prompts included."""
     length = case.size if case.kind == "prefill" else case.prompt_tokens
     batch = prompts(1 if case.kind == "prefill" else case.size, length, seed, case.token_ids)
     if case.kind == "prefill":
@@ -83,6 +86,6 @@ def measure(case: Case, seed: int, generate: Generate) -> float:
     return (after - before) / (end - start)
 
 
-def cases(decode: Sequence[int], prefill: Sequence[int], new_tokens: int) -> list[Case]:
+def cases(decode: Sequence[int], prefill: Sequence[int], new_tokens: int) -> list[WorkloadCase]:
     """Decode cases by batch size, then prefill cases by prompt length."""
-    return [Case("decode", b, new_tokens) for b in decode] + [Case("prefill", n) for n in prefill]
+    return [WorkloadCase("decode", b, new_tokens) for b in decode] + [WorkloadCase("prefill", n) for n in prefill]

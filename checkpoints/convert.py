@@ -1,4 +1,5 @@
-"""From a checkpoint of any format to a folder of safetensors or of Orbax, streamed; a conversion that fails leaves nothing that looks finished."""
+"""Converts a checkpoint of any format to a folder of safetensors or of Orbax, streamed. A conversion that fails leaves
+nothing that looks finished."""
 
 from __future__ import annotations
 
@@ -10,19 +11,20 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from checkpoints.converted_tensors import ConvertedTensor
 from checkpoints.gguf_source import GGUFSource
 from checkpoints.json_file import read_json
 from checkpoints.orbax_source import WEIGHTS
 from checkpoints.orbax_writer import write_orbax
-from checkpoints.outgoing import Outgoing
 from checkpoints.safetensors_writer import write_safetensors
 from checkpoints.source import CheckpointError, TensorSource
 
 FORMATS = ("safetensors", "orbax")
-_COPIED = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".md")  # what lies beside the weights: tokenizers, templates, licences
+# files beside the weights: tokenizers, templates, licences
+_COPIED = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".md")
 _QUANTISATION = ("quantization_config", "compression_config")
 _TYPES = ("dtype", "torch_dtype")
-# By their names in GGUF and in Hugging Face's files.
+# Their names in GGUF and in Hugging Face's files.
 _SPECIAL = {"bos": "bos_token", "eos": "eos_token", "eot": "eot_token", "unknown": "unk_token", "padding": "pad_token"}
 _TEMPLATE = "tokenizer.chat_template"
 _TEMPLATES = "additional_chat_templates"  # a folder
@@ -30,7 +32,7 @@ _TEMPLATES = "additional_chat_templates"  # a folder
 
 def convert(
     source: TensorSource,
-    tensors: Sequence[Outgoing],
+    tensors: Sequence[ConvertedTensor],
     destination: Path,
     format: str,
     *,
@@ -39,9 +41,10 @@ def convert(
     is_forced: bool = False,
     advance: Callable[[int], None] = lambda num_bytes: None,
 ) -> None:
-    """Write the tensors, which are the source's, its configuration and what lies beside it. `save_tokenizer` writes the tokenizer.json
-    that a GGUF file has only the makings of, and raises `CheckpointError` where it has none. `is_forced`: what is in `destination` is
-    replaced, at the end. `advance` is told of bytes as they are written. Raises `CheckpointError` and `OSError`."""
+    """Writes the tensors, which come from the source, its configuration and the other files. `save_tokenizer` writes
+    the tokenizer.json that a GGUF file has only the data for, and raises `CheckpointError` where it has none.
+    `is_forced`: the contents of `destination` are replaced, at the end. `advance` is called with the bytes written.
+    Raises `CheckpointError` and `OSError`."""
     check_destination(destination, is_forced)
     destination, folder = destination.resolve(), source.path.resolve()
     if destination == folder or destination in folder.parents:
@@ -67,7 +70,7 @@ def convert(
 
 
 def check_destination(destination: Path, is_forced: bool) -> None:
-    """Raise `CheckpointError` for a folder that `convert` would not write to, whatever the source."""
+    """Raises `CheckpointError` for a folder that `convert` would not write to, whatever the source."""
     if destination.exists() and not destination.is_dir():
         raise CheckpointError(f"{destination}: is a file: give a folder to write to")
     if destination.exists() and any(destination.iterdir()) and not is_forced:
@@ -91,16 +94,16 @@ def _put_in_place(part: Path, destination: Path) -> None:
     shutil.rmtree(old)
 
 
-def _config(source: TensorSource, tensors: Sequence[Outgoing]) -> dict[str, Any]:
-    """config.json as it was where the weights are as they were; else of the type that they have now."""
+def _config(source: TensorSource, tensors: Sequence[ConvertedTensor]) -> dict[str, Any]:
+    """config.json unchanged where the weights are unchanged; otherwise with the type that they have now."""
     file = source.path / "config.json"
     if isinstance(source, GGUFSource):
-        return _retyped(source.config, tensors)
+        return _with_dtype(source.config, tensors)
     is_same = all([part.dtype for part in source.stored(tensor.name).parts.values()] == [tensor.dtype] for tensor in tensors)
-    return read_json(file) if is_same else _retyped(read_json(file), tensors)
+    return read_json(file) if is_same else _with_dtype(read_json(file), tensors)
 
 
-def _retyped(config: dict[str, Any], tensors: Iterable[Outgoing]) -> dict[str, Any]:
+def _with_dtype(config: dict[str, Any], tensors: Iterable[ConvertedTensor]) -> dict[str, Any]:
     num_bytes: Counter[str] = Counter()
     for tensor in tensors:
         num_bytes[tensor.dtype.name] += tensor.num_bytes
@@ -117,7 +120,8 @@ def _retyped(config: dict[str, Any], tensors: Iterable[Outgoing]) -> dict[str, A
 
 
 def _copy_settings(folder: Path, to: Path) -> None:
-    """The files beside the weights, those of an encoder's modules, which have folders of their own, and more chat templates."""
+    """Copies the files beside the weights, those of an encoder's modules, which have folders of their own, and further
+    chat templates."""
     kept = [file for file in sorted(folder.iterdir()) if file.suffix in _COPIED or file.name.startswith(("LICENSE", "NOTICE"))]
     kept = [file for file in kept if file.name != "config.json" and not file.name.endswith(".index.json")]
     for file in (*kept, *folder.glob("*/config.json"), *folder.glob(f"{_TEMPLATES}/*.jinja")):
@@ -128,7 +132,7 @@ def _copy_settings(folder: Path, to: Path) -> None:
 
 
 def _write_gguf_settings(folder: Path, source: GGUFSource) -> None:
-    """What a GGUF file's metadata says of its tokenizer, the vocabulary aside, as Hugging Face's files do."""
+    """Writes what a GGUF file's metadata says of its tokenizer, without the vocabulary, as Hugging Face files do."""
     about = {key.removeprefix("tokenizer.ggml."): value for key, value in source.metadata.items() if key.startswith("tokenizer.ggml.")}
     ids = {name: about[f"{name}_token_id"] for name in _SPECIAL if f"{name}_token_id" in about}
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}

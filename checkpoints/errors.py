@@ -1,4 +1,4 @@
-"""CheckpointError, apart from what reads checkpoints: a command that reports one imports no NumPy."""
+"""CheckpointError, apart from the code that reads checkpoints: a command that reports one imports no NumPy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A GGUF's metadata as Hugging Face's config.json has it, of each architecture that is supported."""
+"""Converts a GGUF's metadata to Hugging Face's config.json, for each supported architecture."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _MODELS = {  # by general.architecture: Hugging Face's class and model_type
     "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
 }
 ROPE_FACTORS = "rope_freqs.weight"  # Llama 3's frequency scaling, as a table; see `_rope_scaling`
-_GEMMA_PATTERN = 6  # of so many layers the last attends to all; llama.cpp knows it by heart too
-_GEMMA_27B = 62  # layers: the one size whose queries are scaled by other than the heads' size
+_GEMMA_PATTERN = 6  # the last of this many layers attends to everything; hard-coded in llama.cpp too
+_GEMMA_27B = 62  # layers: the one size whose query scale differs from the head size's
 _YARN = {
     "original_context_length": "original_max_position_embeddings",
     "yarn_attn_factor": "attention_factor",
@@ -31,7 +31,7 @@ _AGAIN = "fetch or convert the file again"
 
 
 class Metadata:
-    """A file's metadata by the keys of its architecture. Raises `CheckpointError` for a value that can't be."""
+    """A file's metadata by the keys of its architecture. Raises `CheckpointError` for an invalid value."""
 
     def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
         self.path, self.values = path, values
@@ -55,7 +55,7 @@ class Metadata:
         value = self._value(key, default)
         if not isinstance(value, (int, float)) or not 0 < value < math.inf:
             raise self._error(key, f"is {value!r}: it must be a positive number; {_AGAIN}")
-        # Stored as float32: back to the decimal it was written from, 1e-05 rather than 9.99999974e-06.
+        # Stored as float32: converted back to the decimal it was written from, 1e-05 rather than 9.99999974e-06.
         return float(np.format_float_scientific(np.float32(value), unique=True))
 
     def _value(self, key: str, default: Any) -> Any:
@@ -73,7 +73,8 @@ class Metadata:
 
 
 def hugging_face_config(metadata: Metadata, shapes: Mapping[str, tuple[int, ...]], rope_factors: np.ndarray | None) -> dict[str, Any]:
-    """The keys of config.json. `shapes`: of the tensors by Hugging Face's names; `rope_factors`: the tensor ROPE_FACTORS, if there is one."""
+    """The keys of config.json. `shapes`: of the tensors by Hugging Face's names; `rope_factors`: the tensor
+    ROPE_FACTORS, if there is one."""
     path, integer = metadata.path, metadata.integer
     hidden_size, num_heads = integer("embedding_length"), integer("attention.head_count")
     head_size = integer("attention.key_length", integer("rope.dimension_count", hidden_size // num_heads))
@@ -122,7 +123,7 @@ def _gemma3(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     else:
         every = metadata.integer("attention.sliding_window_pattern", _GEMMA_PATTERN)
         slides = [window is not None and (layer + 1) % every != 0 for layer in range(num_layers)]
-    is_27b = num_layers == _GEMMA_27B  # the metadata doesn't say it: llama.cpp goes by the number of layers
+    is_27b = num_layers == _GEMMA_27B  # missing in the metadata: llama.cpp goes by the number of layers
     return {
         "hidden_activation": "gelu_pytorch_tanh",
         "sliding_window": window,
@@ -143,8 +144,8 @@ def _qwen3_moe(metadata: Metadata) -> dict[str, Any]:
         "num_experts": metadata.integer("expert_count"),
         "num_experts_per_tok": metadata.integer("expert_used_count"),
         "moe_intermediate_size": metadata.integer("expert_feed_forward_length"),
-        "norm_topk_prob": True if norm is None else bool(norm),  # llama.cpp always does
-        "decoder_sparse_step": 1,  # every layer is of experts
+        "norm_topk_prob": True if norm is None else bool(norm),  # always in llama.cpp
+        "decoder_sparse_step": 1,  # every layer has experts
         "mlp_only_layers": [],
     }
 
@@ -157,8 +158,8 @@ def _rope_scaling(metadata: Metadata, config: Mapping[str, Any], factors: np.nda
         return {key: value for key, value in settings.items() if value is not None}
     if factors is None:
         return None
-    # Llama 3 GGUFs hold what each frequency is divided by instead of the scaling's settings. All its models have had the
-    # same low and high factors and first context: take those, and refuse the file if they don't give its table.
+    # Llama 3 GGUFs store the divisor of each frequency instead of the scaling's settings. All its models have had the
+    # same low and high factors and first context: assume those, and refuse the file if they don't give its table.
     table = factors.astype(np.float64)
     settings = {"rope_type": "llama3", "factor": float(round(table.max(), 3)), "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     settings["original_max_position_embeddings"] = first_context = 8192

@@ -1,7 +1,7 @@
 """The GGUF container: metadata and tensor directory, read from a memory map.
 
-The `gguf` package's own reader makes a NumPy view of every vocabulary entry, two seconds for a 49k vocabulary; this one takes
-the strings as they are in some 50 ms. Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+The `gguf` package's own reader makes a NumPy view of every vocabulary entry, two seconds for a 49k vocabulary. This one
+reads the strings directly in some 50 ms. Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ _STRING, _ARRAY = 8, 9
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    shape: tuple[int, ...]  # outermost dimension first, as NumPy has it (GGUF stores the reverse)
+    shape: tuple[int, ...]  # outermost dimension first, as in NumPy (GGUF stores the reverse)
     type: GGMLQuantizationType
     offset: int  # of the first byte, from the start of the file
     num_bytes: int
 
 
 class GGUFFile:
-    """A GGUF file's `metadata` (key -> value; arrays of numbers as NumPy arrays) and `tensors`, and its bytes in `data`.
+    """A GGUF file's `metadata` (key -> value; arrays of numbers as NumPy arrays) and `tensors`, and its bytes in
+    `data`.
 
-    Raises `CheckpointError` for a file that is missing, truncated, corrupt or of a kind not supported: nothing is half-read.
+    Raises `CheckpointError` for a file that is missing, truncated, corrupt or of a kind not supported: nothing is
+    half-read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -45,7 +47,7 @@ class GGUFFile:
         except (OSError, ValueError) as error:  # ValueError: an empty file can't be mapped
             raise CheckpointError(f"{path}: can't be read ({error}); check the path, or {FETCH_AGAIN}") from error
         try:
-            self.metadata, self.tensors = _Parser(path, self.data).parse()
+            self.metadata, self.tensors = _GGUFParser(path, self.data).parse()
         except (struct.error, UnicodeDecodeError, MemoryError, OverflowError) as error:
             raise CheckpointError(f"{path}: truncated or corrupt GGUF header ({error}); {FETCH_AGAIN}") from error
         for name, tensor in self.tensors.items():
@@ -56,7 +58,7 @@ class GGUFFile:
                 )
 
 
-class _Parser:
+class _GGUFParser:
     def __init__(self, path: Path, data: np.ndarray) -> None:
         self.path = path
         self.buffer = data.data  # a memoryview

@@ -1,4 +1,5 @@
-"""A GGUF in parts, as llama-gguf-split writes them: NAME-00001-of-00003.gguf and so on; any one of them stands for all."""
+"""A GGUF split in parts, as llama-gguf-split writes them: NAME-00001-of-00003.gguf and so on; any one of them
+identifies all."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
 def part_paths(path: Path) -> list[Path]:
-    """The paths of all the parts that a file is one of, by its name; of another file its own."""
+    """The paths of all parts of a split file, by its name; for another file its own path."""
     match = _PART.fullmatch(path.name)
     if match is None:
         return [path]
@@ -21,7 +22,8 @@ def part_paths(path: Path) -> list[Path]:
 
 
 def gguf_in(folder: Path) -> Path | None:
-    """The GGUF file of a folder, or the first of its parts; None where there is none. Raises `CheckpointError` for several."""
+    """The GGUF file of a folder, or the first of its parts; None where there is none. Raises `CheckpointError` for
+    several."""
     found = sorted({part_paths(file)[0] for file in folder.glob("*.gguf")})
     if len(found) > 1:
         raise CheckpointError(f"{folder}: {len(found)} GGUF models ({', '.join(file.name for file in found)}): give the file of one")
@@ -29,7 +31,8 @@ def gguf_in(folder: Path) -> Path | None:
 
 
 def open_parts(path: Path) -> list[GGUFFile]:
-    """The file, or in order all the parts that it is one of. Raises `CheckpointError` for one that is missing or of another model."""
+    """The file, or in order all the parts of a split one. Raises `CheckpointError` for one that is missing or of
+    another model."""
     given = GGUFFile(path)
     count, paths = given.metadata.get("split.count", 1), part_paths(path)
     if not isinstance(count, int):

@@ -1,4 +1,5 @@
-"""A GGUF file, or its parts, as a TensorSource: Hugging Face's names, configuration and row order; dequantised by the rows that are read."""
+"""A GGUF file, or its parts, as a TensorSource: Hugging Face's names, configuration and row order; only the rows that
+are read are dequantised."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ _LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_LAYER_OF = {  # where an architecture calls its layers' tensors otherwise
+_LAYER_OF = {  # where an architecture has other names for its layers' tensors
     "gemma3": {
         "post_attention_norm": "post_attention_layernorm",
         "ffn_norm": "pre_feedforward_layernorm",
@@ -43,7 +44,7 @@ _LAYER_OF = {  # where an architecture calls its layers' tensors otherwise
     },
 }
 _INTERLEAVED = "llama"  # the architecture whose query and key rows llama.cpp's converter interleaves, for its own RoPE
-_SHIFTED = "gemma3"  # the one to whose norms it adds 1, which Gemma's own code adds where it runs
+_SHIFTED = "gemma3"  # the architecture to whose norms it adds 1, which Gemma's own code adds at run time
 _PLAIN = {
     GGMLQuantizationType.F32: np.dtype(np.float32),
     GGMLQuantizationType.F16: np.dtype(np.float16),
@@ -53,10 +54,10 @@ _AGAIN = "fetch or convert the file again"
 
 
 @dataclass(frozen=True, slots=True)
-class _Tensor:
+class _GGUFTensor:
     file: GGUFFile
     info: TensorInfo
-    expert: int | None = None  # whose matrix it is of a stack of all the experts'
+    expert: int | None = None  # which matrix it is in a stack of all the experts'
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -71,8 +72,9 @@ class _Tensor:
 
 
 class GGUFSource:
-    """Architectures llama, gemma3, qwen2, qwen3 and qwen3moe, any type that `gguf.quants` can dequantise. `path` may be any of a GGUF's parts.
-    `metadata` also holds the tokenizer. What is read with `part` has its rows in the file's order."""
+    """Architectures llama, gemma3, qwen2, qwen3 and qwen3moe, any type that `gguf.quants` can dequantise. `path` may be
+    any of a GGUF's parts. `metadata` also holds the tokenizer. Data that is read with `part` has its rows in the file's
+    order."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -81,15 +83,15 @@ class GGUFSource:
         self.metadata = files[0].metadata
         metadata = Metadata(path, self.metadata)
         self._architecture = metadata.architecture
-        self._tensors: dict[str, _Tensor] = {}
+        self._tensors: dict[str, _GGUFTensor] = {}
         rope_factors = None
         for file in files:
             _check_types(file)
             for name, info in file.tensors.items():
                 if name == ROPE_FACTORS:
-                    rope_factors = self._dequantize(_Tensor(file, info), bounds(None, info.shape))
+                    rope_factors = self._dequantize(_GGUFTensor(file, info), bounds(None, info.shape))
                 else:
-                    self._tensors |= _named(self._architecture, name, _Tensor(file, info))
+                    self._tensors |= _named(self._architecture, name, _GGUFTensor(file, info))
         self.config = hugging_face_config(metadata, {name: tensor.shape for name, tensor in self._tensors.items()}, rope_factors)
 
     @property
@@ -118,28 +120,28 @@ class GGUFSource:
         heads = self._interleaved_heads(name)
         if not heads:
             return self._dequantize(tensor, ranges)
-        # The rows of a head are interleaved in the file: read whole heads, put their rows in order, cut what was asked for.
+        # The rows of a head are interleaved in the file: read whole heads, reorder their rows, cut the requested ones.
         (start, stop), size = ranges[0], tensor.shape[0] // heads
         first, last = start // size, -(-stop // size)
         rows = self._dequantize(tensor, [(first * size, last * size), *ranges[1:]])
         halves = rows.reshape(last - first, size // 2, 2, *rows.shape[1:]).swapaxes(1, 2)
         return halves.reshape(rows.shape)[start - first * size : stop - first * size]
 
-    def _tensor(self, name: str) -> _Tensor:
+    def _tensor(self, name: str) -> _GGUFTensor:
         try:
             return self._tensors[name]
         except KeyError:
             raise CheckpointError(f"{self.path}: tensor {name!r} is missing; {_AGAIN}") from None
 
     def _interleaved_heads(self, name: str) -> int:
-        """How many heads' rows are interleaved in this tensor; 0: none."""
+        """Heads whose rows are interleaved in this tensor; 0: none."""
         if self._architecture != _INTERLEAVED:
             return 0
         if ".q_proj." in name:
             return int(self.config["num_attention_heads"])
         return int(self.config["num_key_value_heads"]) if ".k_proj." in name else 0
 
-    def _read_part(self, name: str, tensor: _Tensor, index: Index | None, part: str) -> np.ndarray:
+    def _read_part(self, name: str, tensor: _GGUFTensor, index: Index | None, part: str) -> np.ndarray:
         stored = self.stored(name).parts
         if part not in stored:
             raise CheckpointError(f"{self.path}: tensor {name!r} is stored as {', '.join(stored)}: it has no part {part!r}")
@@ -150,7 +152,7 @@ class GGUFSource:
         self._bytes.add(array.nbytes)
         return array
 
-    def _dequantize(self, tensor: _Tensor, ranges: Ranges) -> np.ndarray:
+    def _dequantize(self, tensor: _GGUFTensor, ranges: Ranges) -> np.ndarray:
         type_ = tensor.info.type
         block, _ = GGML_QUANT_SIZES[type_]
         # Along the last dimension whole blocks are read, and cut afterwards.
@@ -163,9 +165,9 @@ class GGUFSource:
         return values[..., start - first * block : stop - first * block]
 
 
-def _named(architecture: str, name: str, tensor: _Tensor) -> Iterator[tuple[str, _Tensor]]:
-    """By Hugging Face's name: 'blk.3.attn_q.weight' -> 'model.layers.3.self_attn.q_proj.weight'; a stack of experts by each one's. A name
-    that it doesn't know stays as it is."""
+def _named(architecture: str, name: str, tensor: _GGUFTensor) -> Iterator[tuple[str, _GGUFTensor]]:
+    """By Hugging Face's name: 'blk.3.attn_q.weight' -> 'model.layers.3.self_attn.q_proj.weight'; a stack of experts by
+    each one's. Unknown names are unchanged."""
     if match := re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name):
         layer, part, kind = match.groups()
         theirs = _LAYER_OF.get(architecture, {}).get(part) or _LAYER.get(part)
@@ -175,7 +177,7 @@ def _named(architecture: str, name: str, tensor: _Tensor) -> Iterator[tuple[str,
         stem = _OUTER.get(outer, "")
     if "{expert}" in stem and len(tensor.info.shape) == 3:
         for expert in range(tensor.info.shape[0]):
-            yield f"{stem.replace('{expert}', str(expert))}.{kind}", _Tensor(tensor.file, tensor.info, expert)
+            yield f"{stem.replace('{expert}', str(expert))}.{kind}", _GGUFTensor(tensor.file, tensor.info, expert)
     else:
         yield f"{stem}.{kind}" if stem and "{expert}" not in stem else name, tensor
 

@@ -1,4 +1,5 @@
-"""Hugging Face's hub: whether it has a model, and the model's files. Imports no NumPy, so that a command reports a wrong id soon."""
+"""Hugging Face's hub: whether it has a model, and the model's files. Imports no NumPy, so that a command reports a
+wrong id early."""
 
 from __future__ import annotations
 
@@ -13,20 +14,20 @@ from checkpoints.model_path import DEFAULT_MODEL
 from checkpoints.user_folders import cache_folder, home_folder
 
 _FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja"]
-_NOT = ["consolidated*", "original/*", "onnx/*"]  # the same weights again, in other forms
-_CHECK_SECONDS = 5.0  # how long one look may take: the download has its own patience
+_NOT = ["consolidated*", "original/*", "onnx/*"]  # the same weights again, in other formats
+_CHECK_SECONDS = 5.0  # limit of one check: the download has its own timeouts
 
 
 def download(model: str) -> Path:
-    """The folder of a model's files, fetched where they are not there yet. Raises `CheckpointError`."""
+    """The folder of a model's files, fetched where they are missing. Raises `CheckpointError`."""
     try:
         return Path(huggingface_hub.snapshot_download(model, cache_dir=_folder(), allow_patterns=_FILES, ignore_patterns=_NOT))
-    except Exception as error:  # the HTTP client behind it has kinds of its own; whatever failed, the ways out are these
+    except Exception as error:  # the HTTP client has exceptions of its own; whatever failed, the remedies are these
         raise _unavailable(model, error) from error
 
 
 def check_id(model: str) -> None:
-    """Raise the `CheckpointError` that `download` would for a model that is neither here nor there."""
+    """Raises the `CheckpointError` that `download` would for a model that exists neither locally nor on the hub."""
     try:
         if isinstance(huggingface_hub.try_to_load_from_cache(model, "config.json", cache_dir=_folder()), str):
             return
@@ -38,7 +39,7 @@ def check_id(model: str) -> None:
 
 
 def _folder() -> Path | None:
-    """None: its own, which is in the home, or as HF_HOME says."""
+    """None: the library's default, in the home or by HF_HOME."""
     return cache_folder() / "models" / "hub" if home_folder() is None and "HF_HOME" not in os.environ else None
 
 

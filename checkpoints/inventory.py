@@ -1,4 +1,5 @@
-"""What a checkpoint holds: its tensors as they are stored, by part of the model and alike ones together, and what lies beside them."""
+"""The contents of a checkpoint: its tensors as they are stored, by part of the model and grouped by shape, and its
+other files."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from checkpoints.orbax_source import weights_folder
 from checkpoints.safetensors_file import SafetensorsFile
 from checkpoints.source import CheckpointError, TensorSource
 
-# The first that a tensor's name has something of, in this order; shown in that of PARTS.
+# A tensor belongs to the first of these that its name contains; the report has the order of PARTS.
 _PATTERNS = (
     ("vision", r"vision|visual|multi_modal|mm_projector|^v\.|^mm\."),
     ("norms", r"norm|(^|\.)ln_"),
@@ -29,12 +30,12 @@ _PATTERNS = (
     ("output head", r"lm_head|^output\."),
 )
 PARTS = ("embedding", "attention", "MLP", "experts", "norms", "output head", "vision", "other")
-_NUM_RUNS = 4  # of numbers, at most, in a name that is shown
+_NUM_RUNS = 4  # most runs of numbers in a displayed name
 _TYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class TensorEntry:
     name: str
     shape: tuple[int, ...]
     type: str  # such as bfloat16 or Q4_K
@@ -46,11 +47,11 @@ class Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class TensorGroup:
     """Tensors of one shape and type whose names differ in numbers only."""
 
     name: str  # such as model.layers.{0..29}.mlp.down_proj.weight
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[TensorEntry, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +60,16 @@ class Inventory:
     format: str
     files: tuple[Path, ...]  # of weights
     source: TensorSource | None  # None: it can't be opened as a model's,
-    unsupported_reason: str | None  # for this reason, and `tensors` are as the files name them
+    unsupported_reason: str | None  # for this reason, and `tensors` have the names in the files
     architecture: str | None
     context: int | None  # tokens
-    tokenizer: str | None  # where it is, such as tokenizer.json
+    tokenizer: str | None  # the file, such as tokenizer.json
     has_chat_template: bool
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[TensorEntry, ...]
 
     @property
     def num_parameters(self) -> int:
-        """Integers that are no weights, such as an old encoder's position_ids, aside."""
+        """Without integers that are no weights, such as an old encoder's position_ids."""
         return sum(prod(tensor.shape) for tensor in self.tensors if not re.fullmatch(r"U?I(NT)?(8|16|32|64)|BOOL", tensor.type))
 
     @property
@@ -77,8 +78,8 @@ class Inventory:
 
 
 def take_inventory(path: Path) -> Inventory:
-    """Of what `hub.resolve` returned. Raises `CheckpointError` for files that are missing or broken; what is whole but not supported is told
-    of in `unsupported_reason`."""
+    """The inventory of what `hub.resolve` returned. Raises `CheckpointError` for files that are missing or broken. What
+    is intact but not supported is reported in `unsupported_reason`."""
     files = weight_files(path)
     is_gguf = bool(files) and all(file.suffix == ".gguf" for file in files)
     metadata = GGUFFile(files[0]).metadata if is_gguf else {}
@@ -108,12 +109,12 @@ def take_inventory(path: Path) -> Inventory:
     )
 
 
-def groups(tensors: Iterable[Tensor]) -> list[Group]:
-    """Alike tensors together, in the order of the first of each."""
-    found: dict[tuple[str, tuple[int, ...], str], list[Tensor]] = {}
+def groups(tensors: Iterable[TensorEntry]) -> list[TensorGroup]:
+    """Similar tensors grouped, in the order of the first of each."""
+    found: dict[tuple[str, tuple[int, ...], str], list[TensorEntry]] = {}
     for tensor in sorted(tensors, key=lambda tensor: (_numbers(tensor.name), tensor.name)):
         found.setdefault((_pattern(tensor.name), tensor.shape, tensor.type), []).append(tensor)
-    return [Group(_name(alike), tuple(alike)) for alike in found.values()]
+    return [TensorGroup(_name(alike), tuple(alike)) for alike in found.values()]
 
 
 def _pattern(name: str) -> str:
@@ -124,7 +125,7 @@ def _numbers(name: str) -> list[int]:
     return [int(number) for number in re.findall(r"(?<![^.])\d+(?![^.])", name)]
 
 
-def _name(alike: Sequence[Tensor]) -> str:
+def _name(alike: Sequence[TensorEntry]) -> str:
     places = zip(*(_numbers(tensor.name) for tensor in alike), strict=True)
     return _pattern(alike[0].name).format(*(_range(sorted(set(numbers))) for numbers in places))
 
@@ -146,19 +147,19 @@ def _range(numbers: Sequence[int]) -> str:
     return "{" + ",".join(shown if len(shown) <= _NUM_RUNS else [*shown[: _NUM_RUNS - 1], "..", shown[-1]]) + "}"
 
 
-def _tensor(source: TensorSource, name: str) -> Tensor:
+def _tensor(source: TensorSource, name: str) -> TensorEntry:
     stored = source.stored(name)
-    return Tensor(name, source.shape(name), _TYPES.get(stored.format, stored.format), stored.num_bytes)
+    return TensorEntry(name, source.shape(name), _TYPES.get(stored.format, stored.format), stored.num_bytes)
 
 
-def _stored_tensors(files: Iterable[Path]) -> Iterable[Tensor]:
+def _stored_tensors(files: Iterable[Path]) -> Iterable[TensorEntry]:
     for file in files:
         if file.suffix == ".gguf":
             for name, info in GGUFFile(file).tensors.items():
-                yield Tensor(name, info.shape, _TYPES.get(info.type.name, info.type.name), info.num_bytes)
+                yield TensorEntry(name, info.shape, _TYPES.get(info.type.name, info.type.name), info.num_bytes)
         elif file.suffix == ".safetensors":
             for name, held in SafetensorsFile(file).tensors.items():
-                yield Tensor(name, held.shape, _TYPES.get(held.type, held.type), prod(held.shape) * held.dtype.itemsize)
+                yield TensorEntry(name, held.shape, _TYPES.get(held.type, held.type), prod(held.shape) * held.dtype.itemsize)
 
 
 def _context(config: Mapping[str, Any], metadata: Mapping[str, Any]) -> int | None:

@@ -10,7 +10,8 @@ from checkpoints.errors import CheckpointError
 
 
 def read_json(file: Path, is_once: bool = False) -> dict[str, Any]:
-    """The object a JSON file holds; `CheckpointError` names the file where there is none. With `is_once` no key may occur twice in it."""
+    """The object in a JSON file; `CheckpointError` names the file where there is none. With `is_once` no key may occur
+    twice in it."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_once if is_once else None)
     except FileNotFoundError:
@@ -23,7 +24,7 @@ def read_json(file: Path, is_once: bool = False) -> dict[str, Any]:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Of the same key twice JSON readers silently take the last."""
+    """JSON readers silently take the last of duplicate keys."""
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:

@@ -1,4 +1,4 @@
-"""From a checkpoint to sharded arrays on devices, reading of each tensor only the slices that those devices need."""
+"""From a checkpoint to sharded arrays on devices. Of each tensor only the slices that those devices need are read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from checkpoints.filling import Filling, Shape, fillings, places, runs
+from checkpoints.parameter_filling import ParameterFilling, Shape, fillings, places, runs
 from checkpoints.source import Index, TensorSource, bounds
 from checkpoints.weight_map import Weight, WeightMap
 
@@ -29,16 +29,19 @@ def load(
     *,
     is_partial: bool = False,
 ) -> dict[str, Any]:
-    """Every parameter of `targets` (dotted path -> shape, dtype and sharding) from the checkpoint, as an array so sharded.
+    """Every parameter of `targets` (dotted path -> shape, dtype and sharding) from the checkpoint, as an array so
+    sharded.
 
-    Floating point values are cast to the target's type. `convert` is given each array as soon as it is there, and what it returns takes
-    its place: no more than a few are held in both forms. May be called again on the same source for another mesh. Raises
-    `CheckpointError`, before anything is read, for tensors that are missing, of another shape, or, unless the targets are but a part of the
-    model's parameters, left over.
+    Floating point values are cast to the target's type. `convert` is called with each array as soon as it is loaded,
+    and its result replaces the array: only a few exist in both formats. May be called again on the same source for
+    another mesh. Raises `CheckpointError`, before anything is read, for tensors that are missing, of another shape, or,
+    if `is_partial` is not set, left over.
     """
     found = _fillings(source, targets, weight_map, is_partial=is_partial)
-    largest_first = sorted(targets, key=lambda path: -prod(targets[path].shape))  # so that no thread is left with one at the end
-    # `convert` may launch collectives, which all processes must do in one order: theirs is this one's with a single thread.
+    # so that no thread has one left at the end
+    largest_first = sorted(targets, key=lambda path: -prod(targets[path].shape))
+    # `convert` may launch collectives, which all processes must launch in one order: theirs is this process's order
+    # with a single thread.
     pool = ThreadPoolExecutor(_NUM_THREADS if jax.process_count() == 1 else 1, "load")
     try:
         arrays = pool.map(lambda path: convert(path, _load_one(source, targets[path], found[path])), largest_first)
@@ -49,17 +52,17 @@ def load(
 
 
 def check(source: TensorSource, targets: Mapping[str, jax.ShapeDtypeStruct], weight_map: WeightMap) -> None:
-    """Raise the `CheckpointError` that `load` would before it reads, if any."""
+    """Raises the `CheckpointError` that `load` would before it reads, if any."""
     _fillings(source, targets, weight_map)
 
 
 def _fillings(
     source: TensorSource, targets: Mapping[str, jax.ShapeDtypeStruct], weight_map: WeightMap, *, is_partial: bool = False
-) -> dict[str, Filling]:
+) -> dict[str, ParameterFilling]:
     return fillings(source, {path: tuple(target.shape) for path, target in targets.items()}, weight_map, is_partial=is_partial)
 
 
-def _load_one(source: TensorSource, target: jax.ShapeDtypeStruct, filling: Filling) -> jax.Array:
+def _load_one(source: TensorSource, target: jax.ShapeDtypeStruct, filling: ParameterFilling) -> jax.Array:
     read: dict[Within, np.ndarray] = {}
 
     def shard(index: Index | None) -> np.ndarray:
@@ -71,7 +74,7 @@ def _load_one(source: TensorSource, target: jax.ShapeDtypeStruct, filling: Filli
     return jax.make_array_from_callback(target.shape, target.sharding, shard, dtype=target.dtype)
 
 
-def _read_shard(source: TensorSource, filling: Filling, shape: Shape, within: Within, dtype: np.dtype) -> np.ndarray:
+def _read_shard(source: TensorSource, filling: ParameterFilling, shape: Shape, within: Within, dtype: np.dtype) -> np.ndarray:
     """The values of a parameter of `shape` within these (start, stop) of each dimension."""
     if not filling.is_of_experts:
         return _read_joined(source, filling.weights[0], shape, within, dtype)
@@ -83,7 +86,7 @@ def _read_shard(source: TensorSource, filling: Filling, shape: Shape, within: Wi
 
 
 def _read_joined(source: TensorSource, weight: Weight, shape: Shape, within: Within, dtype: np.dtype) -> np.ndarray:
-    """Of a weight that fills `shape`: its tensors side by side."""
+    """A weight that fills `shape`: its tensors side by side."""
     if len(weight.tensors) == 1:
         return _read_tensor(source, weight.tensors[0], weight, shape, within).astype(dtype, copy=False)
     axis = weight.axis % len(shape)
@@ -99,7 +102,7 @@ def _read_joined(source: TensorSource, weight: Weight, shape: Shape, within: Wit
 
 
 def _read_tensor(source: TensorSource, name: str, weight: Weight, shape: Shape, within: Within) -> np.ndarray:
-    """A tensor's values within these (start, stop) of each dimension of its place, which has this shape: run by run."""
+    """A tensor's values within these (start, stop) of each dimension of its slot, which has this shape: run by run."""
     of_dims = runs(source, name, weight, shape, within)
 
     def read(index: Index) -> np.ndarray:

@@ -1,5 +1,5 @@
-"""Where a model lies, by the name that a user gives it, found without opening its weights. Imports no NumPy, so that a command reports a wrong
-name at once."""
+"""Where a model is stored, by the name that a user gives it, found without opening its weights. Imports no NumPy, so
+that a command reports a wrong name at once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from checkpoints.errors import CheckpointError
 from checkpoints.json_file import read_json
-from checkpoints.user_folders import expanded
+from checkpoints.user_folders import expand
 
 DEFAULT_MODEL, EMBEDDING_MODEL = "default", "minilm"
 FETCH_AGAIN = "fetch or convert the file again"  # what to do about a damaged GGUF
@@ -16,10 +16,11 @@ _WAYS = f"give a local folder (config.json, tokenizer.json, safetensors or Orbax
 
 
 def local_path(model: str) -> Path | None:
-    """The folder or .gguf file that is meant; None for one to be fetched. Raises `CheckpointError` for a path that is not there."""
+    """The folder or .gguf file of this name; None for one to be fetched. Raises `CheckpointError` for a path that does
+    not exist."""
     if model in (DEFAULT_MODEL, EMBEDDING_MODEL):
         return None
-    path = expanded(model)
+    path = expand(model)
     if model and (path.is_dir() or (path.is_file() and path.suffix == ".gguf")):
         return path
     if model and path.exists():
@@ -35,7 +36,7 @@ def is_remote(model: str) -> bool:
 
 
 def check_model(model: str) -> None:
-    """Raise the `CheckpointError` that opening a local model would, as far as its path and its config.json show."""
+    """Raises the `CheckpointError` that opening a local model would, as far as its path and its config.json show."""
     path = local_path(model)
     if path is None:
         return
@@ -50,6 +51,6 @@ def check_model(model: str) -> None:
 
 
 def check_magic(path: Path, start: bytes) -> None:
-    """Raise `CheckpointError` unless these first bytes of a file are a GGUF's."""
+    """Raises `CheckpointError` unless these first bytes of a file are a GGUF's."""
     if start[:4] != b"GGUF":
         raise CheckpointError(f"{path}: not a GGUF file (it starts with {start[:4]!r}); {FETCH_AGAIN}")

@@ -1,5 +1,5 @@
-"""A folder with config.json and an Orbax checkpoint as a TensorSource. Imports no JAX: arrays are read by slices with TensorStore, which
-is what Orbax keeps them in."""
+"""A folder with config.json and an Orbax checkpoint as a TensorSource. Imports no JAX: arrays are read by slices with
+TensorStore, Orbax's storage library."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ _AGAIN = "save or convert the checkpoint again"
 
 
 def weights_folder(path: Path) -> Path | None:
-    """Where a model's folder has its Orbax checkpoint: in `weights`, or in the folder itself. None for one of another format."""
+    """The folder of a model's Orbax checkpoint: `weights`, or the folder itself. None for one of another format."""
     return next((folder for folder in (path / WEIGHTS, path) if (folder / _METADATA).is_file()), None)
 
 
 class OrbaxSource:
-    """Any tree of arrays that Orbax has saved, from whatever mesh: {"model": {"norm": {"weight": ...}}} is 'model.norm.weight', as is
-    {"model.norm.weight": ...}. Reads whole chunks, of which `bytes_read` tells: the saved arrays' own, so devices read no more than
-    their parts where those are whole chunks. All arrays are opened at once, so that a missing one is a `CheckpointError` before any is read."""
+    """Any tree of arrays that Orbax has saved, from any mesh: {"model": {"norm": {"weight": ...}}} is
+    'model.norm.weight', as is {"model.norm.weight": ...}. Reads whole chunks, which `bytes_read` counts. They are the
+    saved arrays' own, so devices read no more than their parts where those are whole chunks. All arrays are opened at
+    once, so that a missing one is a `CheckpointError` before any is read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -42,7 +43,7 @@ class OrbaxSource:
         for name, future in opened.items():
             try:
                 self._arrays[name] = future.result()
-            except Exception as error:  # the library's kinds are the standard ones, by what failed
+            except Exception as error:  # the library raises standard exceptions, by what failed
                 raise CheckpointError(f"{folder}: tensor {name!r} is missing or damaged ({_short(error)}); {_AGAIN}") from error
 
     @property
@@ -83,10 +84,10 @@ class OrbaxSource:
 
 
 def _specs(folder: Path) -> dict[str, dict[str, Any]]:
-    """How TensorStore opens each array of a checkpoint, by name."""
+    """TensorStore's specification of each array of a checkpoint, by name."""
     metadata = read_json(folder / _METADATA)
     driver = "zarr3" if metadata.get("use_zarr3") else "zarr"
-    is_ocdbt = (folder / "manifest.ocdbt").exists()  # all arrays in one store of key and value
+    is_ocdbt = (folder / "manifest.ocdbt").exists()  # all arrays in one key-value store
     specs = {}
     try:
         for leaf in metadata["tree_metadata"].values():
@@ -95,7 +96,7 @@ def _specs(folder: Path) -> dict[str, dict[str, Any]]:
             name = ".".join(str(part["key"]) for part in leaf["key_metadata"])
             base = {"driver": "file", "path": f"{folder.absolute()}/" + ("" if is_ocdbt else f"{name}/")}
             kvstore = {"driver": "ocdbt", "base": base, "path": f"{name}/"} if is_ocdbt else base
-            # What is missing would be read as zeros.
+            # Missing chunks would be read as zeros.
             specs[name] = {"driver": driver, "kvstore": kvstore, "open": True, "fill_missing_data_reads": False}
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{folder / _METADATA}: not the description of an Orbax tree ({error!r}); {_AGAIN}") from error
@@ -105,7 +106,7 @@ def _specs(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def _chunk_bytes(array: ts.TensorStore, ranges: Ranges) -> int:
-    """Of the chunks that hold these (start, stop) of each dimension, before any compression."""
+    """Bytes of the chunks that hold these (start, stop) of each dimension, before any compression."""
     chunk = [size or 1 for size in array.chunk_layout.read_chunk.shape or array.shape]
     sizes = [
         min(-(-stop // part) * part, size) - start // part * part if stop > start else 0

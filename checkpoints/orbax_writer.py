@@ -1,7 +1,8 @@
-"""Tensors to an Orbax checkpoint whose arrays are read by slices: zarr 3, a folder a tensor under Hugging Face's name.
+"""Writes tensors to an Orbax checkpoint whose arrays can be read by slices: zarr 3, a folder a tensor under Hugging
+Face's name.
 
-Each array's files are divided into chunks along every dimension, so that a device's rows, columns or experts are read by themselves, and
-each chunk has a checksum.
+Each array's files are divided into chunks along every dimension, so that a device's rows, columns or experts can be
+read separately, and each chunk has a checksum.
 """
 
 from __future__ import annotations
@@ -14,25 +15,25 @@ from typing import Any
 import orbax.checkpoint as ocp
 import tensorstore as ts
 
-from checkpoints.outgoing import Outgoing
+from checkpoints.converted_tensors import ConvertedTensor
 
 _CHUNK_BYTES = 2**20  # at most
-_SMALL_CHUNK_BYTES = 2**15  # not divided further, though there be fewer pieces than devices may want
+_SMALL_CHUNK_BYTES = 2**15  # not divided further, even if there are fewer pieces than devices may need
 _NUM_PIECES = 16  # along each dimension, where chunks don't become small
-_FILE_BYTES = 2**28  # at most, unless a row of chunks is more: it is written in one go
+_FILE_BYTES = 2**28  # at most, unless a row of chunks is larger: it is written at once
 
 
-def write_orbax(folder: Path, tensors: Sequence[Outgoing], advance: Callable[[int], None]) -> None:
-    """Save {name: array} in a new `folder`, for Orbax's own API or `OrbaxSource` to read. `advance` is told of bytes as they are written.
-    Raises `CheckpointError` and `OSError`."""
-    registry = ocp.type_handlers.create_type_handler_registry((Outgoing, _Writer(advance)))
+def write_orbax(folder: Path, tensors: Sequence[ConvertedTensor], advance: Callable[[int], None]) -> None:
+    """Saves {name: array} in a new `folder`, for Orbax's own API or `OrbaxSource` to read. `advance` is called with the
+    bytes written. Raises `CheckpointError` and `OSError`."""
+    registry = ocp.type_handlers.create_type_handler_registry((ConvertedTensor, _Writer(advance)))
     handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=True, type_handler_registry=registry)
     with ocp.Checkpointer(handler) as checkpointer:
         checkpointer.save(folder.absolute(), args=ocp.args.PyTreeSave({tensor.name: tensor for tensor in tensors}))
 
 
 class _Writer(ocp.type_handlers.NumpyHandler):
-    """Takes tensors that are not in memory yet; what it leaves is restored as NumPy arrays are."""
+    """Accepts tensors that are not in memory yet; Orbax restores them as NumPy arrays."""
 
     def __init__(self, advance: Callable[[int], None]) -> None:
         super().__init__()
@@ -52,7 +53,7 @@ class _Writer(ocp.type_handlers.NumpyHandler):
         return []
 
 
-def _spec(tensor: Outgoing, path: str, files: tuple[int, ...]) -> dict[str, Any]:
+def _spec(tensor: ConvertedTensor, path: str, files: tuple[int, ...]) -> dict[str, Any]:
     to_bytes = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
     chunks = {"chunk_shape": chunk_shape(tensor.shape, tensor.dtype.itemsize), "codecs": to_bytes, "index_codecs": to_bytes}
     return {
@@ -64,12 +65,12 @@ def _spec(tensor: Outgoing, path: str, files: tuple[int, ...]) -> dict[str, Any]
             "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": files}},
             "codecs": [{"name": "sharding_indexed", "configuration": chunks}],
         },
-        "store_data_equal_to_fill_value": True,  # else a chunk of zeros would look like one that is missing
+        "store_data_equal_to_fill_value": True,  # otherwise a chunk of zeros would look like a missing one
     }
 
 
 def chunk_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """What is read at once: halved along one dimension after another, while it is large or has few pieces."""
+    """The unit of reading: halved along one dimension after another, while it is large or has few pieces."""
     pieces = [1] * len(shape)
 
     def chunk() -> tuple[int, ...]:
@@ -84,7 +85,7 @@ def chunk_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
 
 
 def file_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """Whole chunks: as many along the first dimension as a file holds, and all along the others."""
+    """Whole chunks: as many along the first dimension as fit in a file, and all along the others."""
     chunk = chunk_shape(shape, itemsize)
     whole = tuple(max(-(-size // part), 1) * part for size, part in zip(shape, chunk, strict=True))
     if not whole:

@@ -1,4 +1,5 @@
-"""Which quantisation a checkpoint's config.json declares, of the two that can be read; another is refused by the field that says so."""
+"""The quantisation that a checkpoint's config.json declares, of the two that are supported. Others are refused, with
+the field that declares them."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from checkpoints.source import BY_HAND, FP8_BLOCKS, INT4_GROUPS, CheckpointError
 
 _KEY = "quantization_config"
 _READ = "fp8 in blocks of 128 x 128 (DeepSeek-V3's) and compressed-tensors' int4 in groups of 32 (Kimi K2's) can be read"
-# What each field must be; the first is what the message asks for. None: it may be absent.
+# Allowed values of each field; the message names the first. None: it may be absent.
 _FP8: dict[str, tuple[Any, ...]] = {"fmt": ("e4m3", None), "weight_block_size": ([128, 128],), "activation_scheme": ("dynamic", None)}
 _COMPRESSED: dict[str, tuple[Any, ...]] = {"format": ("pack-quantized",), "sparsity_config": (None, {}), "transform_config": (None, {})}
 _GROUP = {"format": ("pack-quantized", None), "input_activations": (None,), "output_activations": (None,)}
@@ -25,9 +26,10 @@ _WEIGHTS = {
 }
 
 
-def declared(config: Mapping[str, Any], file: Path) -> str | None:
-    """FP8_BLOCKS, INT4_GROUPS, or None for a checkpoint that is not quantised. `config` is what `file` holds; a multimodal model's may have
-    the declaration at its top or in its text_config. Raises `CheckpointError` that names the field."""
+def declared_quantisation(config: Mapping[str, Any], file: Path) -> str | None:
+    """FP8_BLOCKS, INT4_GROUPS, or None for a checkpoint that is not quantised. `config` is the contents of `file`; a
+    multimodal model's may have the declaration at its top or in its text_config. Raises `CheckpointError` that names
+    the field."""
     text = config.get("text_config")
     field, found = _KEY, config.get(_KEY)
     if not found and isinstance(text, dict):

@@ -1,7 +1,7 @@
 """One safetensors file: its tensors' types, shapes and bytes, by a memory map.
 
-The `safetensors` package checks the header; its slices for NumPy have no 8-bit floats, so bytes are read here.
-Layout: https://github.com/huggingface/safetensors#format
+The `safetensors` package checks the header. Its NumPy slices have no 8-bit floats, so bytes are read here. Layout:
+https://github.com/huggingface/safetensors#format
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _DTYPES = {
 @dataclass(frozen=True, slots=True)
 class FileTensor:
     file: SafetensorsFile
-    type: str  # as safetensors calls it, such as BF16
+    type: str  # safetensors' name, such as BF16
     shape: tuple[int, ...]
     offset: int  # of the first byte, from the start of the file
 
     @property
     def dtype(self) -> np.dtype:
-        """Raises `CheckpointError` for a type that NumPy has no like of."""
+        """Raises `CheckpointError` for a type without a NumPy equivalent."""
         if self.type not in _DTYPES:
             raise CheckpointError(f"{self.file.path}: holds tensors of type {self.type}, which can't be read: {', '.join(_DTYPES)} can")
         return _DTYPES[self.type]
@@ -75,7 +75,7 @@ class SafetensorsFile:
 
 
 def _where_it_ends(path: Path) -> str | None:
-    """Of a file that ends too early, in which tensor; None where that can't be told."""
+    """For a file that ends too early, in which tensor; None where that is unknown."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:

@@ -1,4 +1,5 @@
-"""A folder with config.json and safetensors (one file, or shards with an index) as a TensorSource; reads only the slices asked for."""
+"""A folder with config.json and safetensors (one file, or shards with an index) as a TensorSource; reads only the
+requested slices."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from pathlib import Path, PurePath
 import numpy as np
 
 from checkpoints.json_file import read_json
-from checkpoints.quantisation import declared
+from checkpoints.quantisation import declared_quantisation
 from checkpoints.safetensors_file import FileTensor, SafetensorsFile
 from checkpoints.source import ByteCounter, CheckpointError, Index, Ranges, Stored, bounds
 from checkpoints.stored_tensors import StoredTensor, model_tensors, stored
@@ -18,13 +19,14 @@ _AGAIN = "fetch the checkpoint again"
 
 
 class SafetensorsSource:
-    """Opens and checks every file at once: a missing, truncated or inconsistent one is a `CheckpointError` before any tensor is read."""
+    """Opens and checks every file at once: a missing, truncated or inconsistent one is a `CheckpointError` before any
+    tensor is read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._bytes = ByteCounter()
         self.config = read_json(path / "config.json")
-        quantisation = declared(self.config, path / "config.json")
+        quantisation = declared_quantisation(self.config, path / "config.json")
         tensors: dict[str, FileTensor] = {}
         placed = self._placed()
         for file_name in sorted(set(placed.values())) or [self._only_file()]:
@@ -70,7 +72,7 @@ class SafetensorsSource:
             raise CheckpointError(f"{self.path}: tensor {name!r} is missing; {_AGAIN}") from None
 
     def _placed(self) -> dict[str, str]:
-        """Each tensor's file by the index; empty where there is none."""
+        """Each tensor's file according to the index; empty where there is none."""
         index = self.path / _INDEX
         if not index.exists():
             return {}

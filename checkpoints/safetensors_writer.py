@@ -1,4 +1,5 @@
-"""Tensors to a folder of safetensors, in shards with an index. Streamed: the library's own writer wants a whole file in memory.
+"""Writes tensors to a folder of safetensors, in shards with an index. Streamed: the library's own writer needs a whole
+file in memory.
 
 Layout: https://huggingface.co/docs/safetensors
 """
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from checkpoints.outgoing import Outgoing
+from checkpoints.converted_tensors import ConvertedTensor
 from checkpoints.source import CheckpointError
 
 _TYPES = {
@@ -28,9 +29,9 @@ _TYPES = {
 }
 
 
-def write_safetensors(folder: Path, tensors: Sequence[Outgoing], shard_size: int, advance: Callable[[int], None]) -> int:
-    """Write model.safetensors, or shards of at most `shard_size` bytes (a larger tensor has one to itself) with their index, and return
-    how many. `advance` is told of bytes as they are written. Raises `CheckpointError` and `OSError`."""
+def write_safetensors(folder: Path, tensors: Sequence[ConvertedTensor], shard_size: int, advance: Callable[[int], None]) -> int:
+    """Writes model.safetensors, or shards of at most `shard_size` bytes (a larger tensor has one to itself) with their
+    index; returns their number. `advance` is called with the bytes written. Raises `CheckpointError` and `OSError`."""
     shards = _shards(tensors, shard_size)
     placed: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
@@ -43,8 +44,8 @@ def write_safetensors(folder: Path, tensors: Sequence[Outgoing], shard_size: int
     return len(shards)
 
 
-def _shards(tensors: Sequence[Outgoing], shard_size: int) -> list[list[Outgoing]]:
-    shards: list[list[Outgoing]] = [[]]
+def _shards(tensors: Sequence[ConvertedTensor], shard_size: int) -> list[list[ConvertedTensor]]:
+    shards: list[list[ConvertedTensor]] = [[]]
     room = shard_size
     for tensor in tensors:
         if tensor.num_bytes > room and shards[-1]:
@@ -55,8 +56,8 @@ def _shards(tensors: Sequence[Outgoing], shard_size: int) -> list[list[Outgoing]
     return shards
 
 
-def _write_file(file: Path, tensors: Sequence[Outgoing], advance: Callable[[int], None]) -> None:
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
+def _write_file(file: Path, tensors: Sequence[ConvertedTensor], advance: Callable[[int], None]) -> None:
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers expects it
     tensors, at = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize), 0  # so that each is aligned to its type
     for tensor in tensors:
         header[tensor.name] = {"dtype": _type(tensor), "shape": tensor.shape, "data_offsets": [at, at + tensor.num_bytes]}
@@ -71,7 +72,7 @@ def _write_file(file: Path, tensors: Sequence[Outgoing], advance: Callable[[int]
                 advance(piece.nbytes)
 
 
-def _type(tensor: Outgoing) -> str:
+def _type(tensor: ConvertedTensor) -> str:
     if tensor.dtype.name not in _TYPES:
         raise CheckpointError(f"tensor {tensor.name!r} has type {tensor.dtype}, which safetensors doesn't have: give --dtype")
     return _TYPES[tensor.dtype.name]

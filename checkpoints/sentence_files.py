@@ -1,4 +1,5 @@
-"""The files that sentence-transformers keeps beside an encoder's: what is done with a text before it and with its tokens after."""
+"""The files that sentence-transformers stores beside an encoder: its preprocessing of texts and its pooling of
+tokens."""
 
 from __future__ import annotations
 
@@ -14,16 +15,18 @@ from checkpoints.source import CheckpointError
 
 @dataclass(frozen=True, slots=True)
 class SentenceFiles:
-    """Each as it was found; empty where there is none."""
+    """The contents of each; empty where there is none."""
 
-    modules: list[str] | None = None  # their kinds in order, such as ['Transformer', 'Pooling', 'Normalize']; None: no modules.json
+    # their kinds in order, such as ['Transformer', 'Pooling', 'Normalize']; None: no modules.json
+    modules: list[str] | None = None
     transformer: Mapping[str, Any] = field(default_factory=dict)  # sentence_bert_config.json
     pooling: Mapping[str, Any] = field(default_factory=dict)  # the Pooling module's config.json
     settings: Mapping[str, Any] = field(default_factory=dict)  # config_sentence_transformers.json
 
 
 def read_sentence_files(folder: Path) -> SentenceFiles:
-    """What is in a checkpoint's folder. Raises `CheckpointError` for a file that can't be read, or is not of this kind."""
+    """The contents in a checkpoint's folder. Raises `CheckpointError` for a file that can't be read, or is not of this
+    kind."""
     modules, pooling = None, {}
     file = folder / "modules.json"
     if file.exists():
@@ -41,7 +44,7 @@ def _optional(file: Path) -> dict[str, Any]:
 
 
 def _read_list(file: Path) -> list[tuple[str, str]]:
-    """Each module's kind and folder."""
+    """The kind and folder of each module."""
     try:
         return [(str(module["type"]), str(module["path"])) for module in json.loads(file.read_text(encoding="utf-8"))]
     except (OSError, ValueError, TypeError, KeyError) as error:

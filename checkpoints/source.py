@@ -1,4 +1,4 @@
-"""TensorSource: what a checkpoint file or folder is to the rest: a configuration, and named tensors read by slices."""
+"""TensorSource, the interface of a checkpoint file or folder: a configuration, and named tensors read by slices."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from checkpoints.errors import CheckpointError as CheckpointError
 Index = tuple[slice, ...]
 Ranges = list[tuple[int, int]]  # (start, stop) of each dimension
 
-PLAIN = ("F64", "F32", "F16", "BF16")  # formats that hold weights as they are
-FP8_BLOCKS = "FP8 128x128"  # float8_e4m3fn with a scale for every 128 x 128, as DeepSeek-V3 has it
-INT4_GROUPS = "INT4 32"  # integers of 4 bits with a scale for 32 of a row, as compressed-tensors' pack-quantized (Kimi K2.x) has them
+PLAIN = ("F64", "F32", "F16", "BF16")  # formats that store weights unquantised
+FP8_BLOCKS = "FP8 128x128"  # float8_e4m3fn with a scale for every 128 x 128, as in DeepSeek-V3
+# integers of 4 bits with a scale for 32 of a row, as in compressed-tensors' pack-quantized (Kimi K2.x)
+INT4_GROUPS = "INT4 32"
 BY_HAND = "give the model's bf16 checkpoint or a GGUF file of it"
 
 
 @dataclass(frozen=True, slots=True)
 class StoredArray:
-    """One array of those that a tensor is stored as."""
+    """One of the arrays that a tensor is stored as."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -36,10 +37,11 @@ class StoredArray:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """How a tensor lies in its file. `format`: F64, F32, F16 or BF16 where its values lie as they are; else FP8_BLOCKS, INT4_GROUPS or the
-    name of a GGUF type such as Q4_K. `parts` by the last word of their names: one called as the tensor's own, such as "weight"; of
-    FP8_BLOCKS beside it "weight_scale_inv"; of INT4_GROUPS "weight_packed", "weight_scale" and "weight_shape". The part of a quantised
-    GGUF tensor has the bytes of its blocks, uint8 [..., blocks of a row, bytes of a block]."""
+    """How a tensor is stored in its file. `format`: F64, F32, F16 or BF16 where its values are unquantised; else
+    FP8_BLOCKS, INT4_GROUPS or the name of a GGUF type such as Q4_K. `parts` by the last word of their names: one has
+    the tensor's own, such as "weight". FP8_BLOCKS also has "weight_scale_inv"; INT4_GROUPS has "weight_packed",
+    "weight_scale" and "weight_shape". The part of a quantised GGUF tensor has the bytes of its blocks, uint8 [...,
+    blocks of a row, bytes of a block]."""
 
     format: str
     parts: Mapping[str, StoredArray]
@@ -66,15 +68,16 @@ class TensorSource(Protocol):
     def shape(self, name: str) -> tuple[int, ...]: ...
 
     def stored(self, name: str) -> Stored:
-        """Raises `CheckpointError` for a name that is not there."""
+        """Raises `CheckpointError` for an unknown name."""
         ...
 
     def read(self, name: str, index: Index | None = None, part: str | None = None) -> np.ndarray:
-        """The tensor, or the part of it that `index` (one unit-step slice per dimension) selects, as an array of its own.
+        """The tensor, or the part of it that `index` (one unit-step slice per dimension) selects, as an array of its
+        own.
 
-        Floating point: as stored where NumPy (with ml_dtypes) has the type; where it was quantised float32, or of the type of an integer's
-        scale. Only what `index` calls for is read. With `part`, that one of its `stored` parts instead, as it lies in the file, of which
-        `index` then selects. Raises `CheckpointError` for a name or part that is not there.
+        Floating point: the stored type where NumPy (with ml_dtypes) has it; float32 where it was quantised, or the type
+        of an integer's scale. Only what `index` selects is read. With `part`, that one of its `stored` parts instead,
+        as stored in the file, of which `index` then selects. Raises `CheckpointError` for an unknown name or part.
         """
         ...
 
@@ -102,5 +105,5 @@ def bounds(index: Index | None, shape: tuple[int, ...]) -> Ranges:
 
 
 def last_word(name: str) -> str:
-    """Of a tensor's name, which its only part is called by: 'weight'."""
+    """The last word of a tensor's name, which is the name of its only part: 'weight'."""
     return name.rpartition(".")[2]

@@ -1,4 +1,5 @@
-"""Safetensors files' tensors as a model's: one as it lies, or several that are the codes and scales of one, dequantised where they are read."""
+"""Safetensors files' tensors as a model's: one that is stored unquantised, or several that are the codes and scales of
+one, dequantised when read."""
 
 from __future__ import annotations
 
@@ -17,13 +18,14 @@ _PER_WORD = 8  # codes of 4 bits
 _SCALE_INV = "_scale_inv"
 _INT4_PARTS = ("weight_packed", "weight_scale", "weight_shape")
 _FP8 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)  # by code
-_INT4 = np.stack([np.arange(256) & 15, np.arange(256) >> 4], -1).astype(np.float32) - 8  # the two of a byte; 8 was added to each
+# the two of a byte, without the 8 that was added to each
+_INT4 = np.stack([np.arange(256) & 15, np.arange(256) >> 4], -1).astype(np.float32) - 8
 
 Read = Callable[[FileTensor, Ranges], np.ndarray]
 
 
 class StoredTensor(Protocol):
-    """A tensor of the model: its `shape`, how it is stored, and where."""
+    """A tensor of the model: its `shape`, format and location."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -35,12 +37,12 @@ class StoredTensor(Protocol):
     def parts(self) -> Mapping[str, FileTensor]: ...
 
     def values(self, name: str, read: Read, ranges: Ranges) -> np.ndarray:
-        """What the ranges select, having read no more than that calls for. `name` is for messages."""
+        """What the ranges select; reads only what is needed for it. `name` is for messages."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Plain:
+class PlainTensor:
     parts: Mapping[str, FileTensor]
 
     @property
@@ -64,7 +66,7 @@ class Plain:
 
 @dataclass(frozen=True, slots=True)
 class Fp8Blocks:
-    """float8_e4m3fn and what each 128 x 128 is to be multiplied by; as float32."""
+    """float8_e4m3fn with a scale for each 128 x 128; as float32."""
 
     parts: Mapping[str, FileTensor]
     shape: tuple[int, ...]
@@ -73,16 +75,16 @@ class Fp8Blocks:
     def values(self, name: str, read: Read, ranges: Ranges) -> np.ndarray:
         codes, scale = self.parts.values()
         values = _FP8[read(codes, ranges).view(np.uint8)]
-        scales = read(scale, [_covering(r, _BLOCK) for r in ranges]).astype(np.float32)
+        scales = read(scale, [_cover(r, _BLOCK) for r in ranges]).astype(np.float32)
         for axis, of_axis in enumerate(ranges):
-            scales = _spread(scales, of_axis, _BLOCK, axis)
+            scales = _repeat_scales(scales, of_axis, _BLOCK, axis)
         values *= scales
         return values
 
 
 @dataclass(frozen=True, slots=True)
 class Int4Groups:
-    """Integers of 4 bits, eight in a word with the first lowest, and what 32 of a row are to be multiplied by; of the scales' type."""
+    """Integers of 4 bits, eight in a word with the first lowest, with a scale for 32 of a row; of the scales' type."""
 
     parts: Mapping[str, FileTensor]
     shape: tuple[int, ...]
@@ -91,30 +93,31 @@ class Int4Groups:
     def values(self, name: str, read: Read, ranges: Ranges) -> np.ndarray:
         packed, scale, _ = self.parts.values()
         rows, columns = ranges
-        words = read(packed, [rows, _covering(columns, _PER_WORD)])
+        words = read(packed, [rows, _cover(columns, _PER_WORD)])
         first = columns[0] // _PER_WORD * _PER_WORD
         codes = np.take(_INT4, words.astype("<i4", copy=False).view(np.uint8), 0).reshape(len(words), -1)
         values = codes[:, columns[0] - first : columns[1] - first]
-        scales = read(scale, [rows, _covering(columns, _GROUP)])
-        values *= _spread(scales.astype(np.float32), columns, _GROUP, 1)
-        return values.astype(scales.dtype)  # a product is rounded as where the model was trained or tuned to run so
+        scales = read(scale, [rows, _cover(columns, _GROUP)])
+        values *= _repeat_scales(scales.astype(np.float32), columns, _GROUP, 1)
+        return values.astype(scales.dtype)  # a product is rounded as it was during training or tuning
 
 
-def _covering(within: tuple[int, int], size: int) -> tuple[int, int]:
-    """The blocks of that size which (start, stop) touch."""
+def _cover(within: tuple[int, int], size: int) -> tuple[int, int]:
+    """The blocks of that size that overlap (start, stop)."""
     start, stop = within
     return start // size, -(-stop // size) if stop > start else start // size
 
 
-def _spread(scales: np.ndarray, within: tuple[int, int], size: int, axis: int) -> np.ndarray:
-    """The scale of each place within (start, stop) of an axis, from those of the blocks that it touches."""
+def _repeat_scales(scales: np.ndarray, within: tuple[int, int], size: int, axis: int) -> np.ndarray:
+    """The scale of each element within (start, stop) of an axis, from those of the blocks that it overlaps."""
     return np.take(scales, np.arange(*within) // size - within[0] // size, axis)
 
 
 def model_tensors(tensors: Mapping[str, FileTensor], quantisation: str | None) -> dict[str, StoredTensor]:
-    """By the model's names, such as "X.weight" of the three that an int4 matrix is stored as.
+    """By the model's names, such as "X.weight" for the three that an int4 matrix is stored as.
 
-    Raises `CheckpointError` for parts that are missing or don't fit one another."""
+    Raises `CheckpointError` for parts that are missing or inconsistent.
+    """
     found: dict[str, StoredTensor] = {}
     for name, tensor in tensors.items():
         if quantisation == FP8_BLOCKS and name.endswith(_SCALE_INV):
@@ -127,7 +130,7 @@ def model_tensors(tensors: Mapping[str, FileTensor], quantisation: str | None) -
                 raise CheckpointError(f"{tensor.file.path}: tensor {module + 'weight'!r} is there packed too; fetch the checkpoint again")
             found[module + "weight"] = _int4(module, {part: _part(tensors, module + part, name) for part in _INT4_PARTS})
         elif not (quantisation == INT4_GROUPS and name.endswith(_INT4_PARTS) and name.rpartition(".")[0] + ".weight_packed" in tensors):
-            found[name] = Plain({last_word(name): tensor})
+            found[name] = PlainTensor({last_word(name): tensor})
     return found
 
 

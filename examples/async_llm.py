@@ -1,4 +1,4 @@
-"""Many tasks of asyncio over one engine, which batches what they ask: python examples/async_llm.py"""
+"""Many asyncio tasks over one engine, which batches their requests: python examples/async_llm.py"""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ async def main() -> None:
         outputs = await llm.generate(prompts, greedy)
         print([output.outputs[0].finish_reason for output in outputs])
 
-        with contextlib.suppress(TimeoutError):  # who cancels a task aborts its requests
+        with contextlib.suppress(TimeoutError):  # cancelling a task aborts its requests
             async with asyncio.timeout(0.2):
                 await llm.generate("Once upon a time", SamplingParams(max_tokens=1000, ignore_eos=True))
         answer = await llm.chat([{"role": "user", "content": "Name a primary colour."}], greedy)

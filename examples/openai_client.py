@@ -1,4 +1,4 @@
-"""The official OpenAI client against a server of our own: pip install openai; python examples/openai_client.py"""
+"""The official OpenAI client with a local server: pip install openai; python examples/openai_client.py"""
 
 import subprocess
 import sys

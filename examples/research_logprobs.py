@@ -4,7 +4,7 @@ from jaxinfer import LLM, SamplingParams
 
 llm = LLM(model="default")
 
-# What sampling reports is what a plain forward pass over the same tokens gives.
+# Sampling reports the same log-probabilities as a plain forward pass over the same tokens.
 result = llm.generate(["The three laws of robotics are"], SamplingParams(temperature=0, max_tokens=12, logprobs=0))[0]
 output = result.outputs[0]
 plain = llm.logprobs(result.prompt_token_ids + output.token_ids)[-len(output.token_ids) :]

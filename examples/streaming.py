@@ -1,4 +1,4 @@
-"""Tokens as they come, and a thread's answer beside them: python examples/streaming.py"""
+"""Streamed tokens, and a thread's answer beside them: python examples/streaming.py"""
 
 import threading
 
@@ -6,7 +6,7 @@ from jaxinfer import LLM, SamplingParams
 
 greedy = SamplingParams(temperature=0, max_tokens=40)
 
-with LLM(model="default") as llm:  # closed in the end; Ctrl+C aborts what is under way
+with LLM(model="default") as llm:  # closed at the end; Ctrl+C aborts running requests
     beside = threading.Thread(target=lambda: print(f"\nbeside: {llm.generate('The capital of France is', greedy)[0].outputs[0].text!r}"))
     beside.start()
     for delta in llm.stream("Once upon a time, in a small village,", greedy):

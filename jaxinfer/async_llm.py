@@ -1,4 +1,4 @@
-"""AsyncLLM: what LLM does, for asyncio."""
+"""AsyncLLM: `LLM` for asyncio."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from jaxinfer.engine_thread import NewRequest
 from jaxinfer.generation import Generation
 from jaxinfer.listeners import Failed
 from jaxinfer.llm import LLM
-from jaxinfer.prompts import Message, Prompt
+from jaxinfer.prompts import Message, PromptInput
 from jaxinfer.request import OutputDelta, RequestOutput, SamplingParams
 
 
 class AsyncLLM:
-    """`AsyncLLM(model=..., ...)` takes what `LLM` takes, or an `LLM` whose engine it shares: threads then use the one and tasks the other.
+    """`AsyncLLM(model=..., ...)` takes the arguments of `LLM`, or an `LLM` whose engine it shares with threads.
 
-    Making one blocks until the engine is ready: do it before the event loop runs, or by `await asyncio.to_thread(AsyncLLM, ...)`. Methods
-    are any task's of any event loop, and raise what `LLM`'s do. Cancelling a task aborts its requests. `async with` closes it in the end,
-    but not an LLM that it was given.
+    The constructor blocks until the engine is ready: call it before the event loop runs, or with
+    `await asyncio.to_thread(AsyncLLM, ...)`. Any task of any event loop may call methods; they raise what `LLM`'s
+    raise. Cancelling a task aborts its requests. `async with` closes the engine on exit, except that of a given LLM.
     """
 
     def __init__(self, model: str | LLM = "default", *, config: EngineConfig | None = None, **settings: Any) -> None:
@@ -49,7 +49,7 @@ class AsyncLLM:
             await asyncio.to_thread(self.llm.close)
 
     async def generate(
-        self, prompts: Prompt | Iterable[Prompt], params: SamplingParams | Iterable[SamplingParams] | None = None
+        self, prompts: PromptInput | Iterable[PromptInput], params: SamplingParams | Iterable[SamplingParams] | None = None
     ) -> list[RequestOutput]:
         """Continue each prompt. See `LLM.generate`."""
         return await self._complete(await asyncio.to_thread(self.llm.reader.read, prompts, params))
@@ -68,9 +68,9 @@ class AsyncLLM:
         outputs = await self._complete(generation)
         return outputs[0] if is_one else outputs
 
-    async def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncGenerator[OutputDelta]:
-        """Continue one prompt: deltas as they come. Closing the iterator early aborts the request: `async with contextlib.aclosing(...)`
-        does so at once, a `break` when Python lets go of it. See `LLM.stream`."""
+    async def stream(self, prompt: PromptInput, params: SamplingParams | None = None) -> AsyncGenerator[OutputDelta]:
+        """Continue one prompt; yields deltas as they come. Closing the iterator early aborts the request, at once with
+        `async with contextlib.aclosing(...)`, after a `break` when Python collects it. See `LLM.stream`."""
         request = await asyncio.to_thread(self.llm.reader.read_one, prompt, params)
         async with aclosing(self._stream(request)) as deltas:
             async for delta in deltas:
@@ -79,7 +79,7 @@ class AsyncLLM:
     async def stream_chat(
         self, messages: Sequence[Message], params: SamplingParams | None = None, **template: Any
     ) -> AsyncGenerator[OutputDelta]:
-        """Answer a conversation, with deltas as of `stream`."""
+        """Answer a conversation; yields deltas as `stream` does."""
         request = await asyncio.to_thread(self.llm.reader.read_conversation, messages, params, template)
         async with aclosing(self._stream(request)) as deltas:
             async for delta in deltas:
@@ -88,7 +88,7 @@ class AsyncLLM:
     async def embed(
         self, texts: Text | Iterable[Text], *, dimensions: int | None = None, truncate_prompt_tokens: int | None = None
     ) -> Float32[np.ndarray, "N D"]:
-        """A row for each text. See `LLM.embed`."""
+        """An embedding a row, in the order of texts. See `LLM.embed`."""
         reader = self.llm.text_reader()
         token_lists = await asyncio.to_thread(read_texts, reader, texts, dimensions, truncate_prompt_tokens)
         if not token_lists:
@@ -110,11 +110,11 @@ class AsyncLLM:
     def _of_this_loop(self) -> AsyncRequests:
         requests = self._requests
         if requests is None or requests.event_loop is not asyncio.get_running_loop():
-            requests = self._requests = AsyncRequests(self.llm.engine_loop)  # those of another loop go on with theirs
+            requests = self._requests = AsyncRequests(self.llm.engine_loop)  # another event loop keeps its own
         return requests
 
     async def _complete(self, generation: Generation) -> list[RequestOutput]:
-        """Wait for all outputs: one wake-up for all."""
+        """Wait for all outputs, with one wake-up of the event loop."""
         if not generation.requests:
             return []
         event_loop = asyncio.get_running_loop()
@@ -125,7 +125,7 @@ class AsyncLLM:
             nonlocal num_left
             num_left -= 1
             if isinstance(ended, Failed) or not num_left:
-                with suppress(RuntimeError):  # the event loop is closed, and with it who waited
+                with suppress(RuntimeError):  # the event loop is closed, so nobody waits
                     event_loop.call_soon_threadsafe(_resolve, done, ended)
 
         generation.on_end = end
@@ -139,7 +139,7 @@ class AsyncLLM:
 
 
 def _resolve(done: asyncio.Future[None], ended: RequestOutput | Failed) -> None:
-    if done.done():  # cancelled, or another request has failed before
+    if done.done():  # cancelled, or another request has failed already
         return
     if isinstance(ended, Failed):
         done.set_exception(ended.error)

@@ -1,4 +1,4 @@
-"""AsyncRequests: an engine loop's requests as asyncio sees them, with one wake-up of the event loop for all that a step gave."""
+"""AsyncRequests: asyncio's side of an engine loop, with one wake-up of the event loop for each engine step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxinfer.request import OutputDelta
 
 
 class AsyncRequests:
-    """Belongs to the event loop that runs when it is made; only `deliver` is called elsewhere, by the engine's thread."""
+    """Belongs to the event loop that it is made in. Only `deliver` is called from the engine's thread."""
 
     def __init__(self, engine_loop: EngineLoop) -> None:
         self._engine_loop = engine_loop
@@ -21,8 +21,8 @@ class AsyncRequests:
         self._waiting: dict[str, asyncio.Queue[Event]] = {}  # by request id
 
     async def stream(self, request: NewRequest) -> AsyncGenerator[OutputDelta]:
-        """A request's deltas. Raises what `EngineLoop.submit` raises, and what the request fails by. Closing it early, or cancelling the task
-        that iterates, aborts the request."""
+        """A request's deltas. Raises what `EngineLoop.submit` raises, or the request's error. Closing it early, or
+        cancelling the task that iterates, aborts the request."""
         events = self._expect(request.request_id)
         num_unfinished = request.params.n
         try:
@@ -41,7 +41,8 @@ class AsyncRequests:
                 self._engine_loop.abort([request.request_id])
 
     async def embed(self, request_id: str, token_lists: Sequence[TokenIds]) -> Embedded:
-        """Embeddings of texts that the engine's `encode.reader` has read. Raises as `stream` does; cancelling the task drops the request."""
+        """Embeddings of texts as token ids (see `encode.reader`). Raises as `stream` does; cancelling the task drops
+        the request."""
         events = self._expect(request_id)
         try:
             self._engine_loop.embed(request_id, token_lists, self)
@@ -65,10 +66,10 @@ class AsyncRequests:
         """See `Listener`."""
         try:
             self.event_loop.call_soon_threadsafe(self._sort, events)
-        except RuntimeError:  # the event loop is closed, and with it who waited
+        except RuntimeError:  # the event loop is closed, so nobody waits
             self._engine_loop.abort([event.request_id for event in events])
 
     def _sort(self, events: list[Event]) -> None:
         for event in events:
-            if (waiting := self._waiting.get(event.request_id)) is not None:  # else it was left while the step ran
+            if (waiting := self._waiting.get(event.request_id)) is not None:  # None: abandoned during the step
                 waiting.put_nowait(event)

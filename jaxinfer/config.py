@@ -1,4 +1,5 @@
-"""EngineConfig: frozen, composed, checked once. Command-line flags and their help come from the fields here. Imports no JAX."""
+"""EngineConfig: frozen, composed, checked once. Its fields make the command-line flags and their help. Imports no
+JAX."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from sharding.layout import Parallel
 
 
 class ConfigError(ValueError):
-    """A configuration that can't work; the message names the flag, the value and what would be right."""
+    """A configuration that can't work; the message names the flag, its value and what to change."""
 
 
 def _flag(default: Any, help: str, **extra: Any) -> Any:
@@ -28,69 +29,70 @@ class ModelConfig:
     model: str = _flag("default", "local folder, .gguf file, Hugging Face id, or 'default' (SmolLM2-135M-Instruct)")
     dtype: str = _flag(
         "auto",
-        "compute type: auto (float32 on CPU, bfloat16 on GPU), float32, bfloat16 (on CPU: products only, activations stay float32)",
+        "compute type: float32, bfloat16 (on CPU: products only, activations stay float32), auto (bfloat16 on GPU, and on CPU with "
+        "AVX512-BF16 or AMX; else float32)",
         choices=("auto", "float32", "bfloat16"),
     )
     weights: str = _flag(
         "auto",
-        "matrices in memory: auto (as dtype says) or int8 (8-bit integers with a scale an output, multiplied as integers: fast for few "
-        "sequences on a CPU, and not exactly the checkpoint's)",
+        "weight matrices in memory: auto (dtype's type) or int8 (8-bit integers with a scale per output, integer products: faster for "
+        "small batches on CPU, results differ slightly from the checkpoint's)",
         choices=("auto", "int8"),
     )
     matmul_backend: str = _flag(
         "auto",
-        "products with weights: xla; packed (CPU only: matrices lie as a kernel that is made for the processor reads them); auto: packed "
-        "where it can run",
+        "backend of weight products: xla; packed (CPU only: matrices in the memory layout of a kernel for this processor); auto: packed "
+        "where supported",
         choices=("auto", "packed", "xla"),
     )
-    max_model_len: int | None = _flag(None, "longest prompt plus output in tokens; the model's own context if not given")
+    max_model_len: int | None = _flag(None, "longest prompt plus output in tokens; default: the model's context")
     generation_config: str = _flag(
         "auto",
-        "how to sample where a request doesn't say: auto (as the checkpoint's generation_config.json or, for the default model, its model card "
-        "says: temperature, top_p, top_k, min_p, repetition_penalty, max_new_tokens), none (temperature 1 and all else off)",
+        "default sampling parameters: auto (from the checkpoint's generation_config.json or, for the default model, its model card: "
+        "temperature, top_p, top_k, min_p, repetition_penalty, max_new_tokens), none (temperature 1, everything else off)",
         choices=("auto", "none"),
     )
     embedding_model: str | None = _flag(
-        None, "embedding model beside the main one: a local folder, a Hugging Face id, or 'minilm' (all-MiniLM-L6-v2)"
+        None, "embedding model to serve as well: a local folder, a Hugging Face id, or 'minilm' (all-MiniLM-L6-v2)"
     )
-    random_weights: bool = _flag(False, "made-up weights of the model's shapes, to measure without its files' contents")
+    random_weights: bool = _flag(False, "random weights of the model's shapes, to measure without its files' contents")
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceConfig:
-    prefill_devices: tuple[int, ...] = _flag((), "devices of prefill, such as 0 or 0,1; from 0 on, as many as its layout has, if not given")
+    prefill_devices: tuple[int, ...] = _flag((), "devices of prefill, such as 0 or 0,1; default: from 0 on, as many as its layout has")
     decode_devices: tuple[int, ...] = _flag(
         (),
-        "devices of decode; the same as prefill's: both share one page pool; those if not given, or where the layouts differ the next ones",
+        "devices of decode; default: prefill's, or the next ones if the layouts differ; on the same devices both share one page pool",
     )
     prefill_parallel: str | None = _flag(
         None,
-        "how prefill's devices share the work: tp=N, devices that layers are split over; pp=N, stages of a pipeline, each of tp devices; "
-        "ep=N, devices that experts are dealt out to (tp of them); such as tp=2,pp=2; tp=all of them if not given",
+        "layout of prefill's devices: tp=N, tensor parallel over N devices; pp=N, pipeline stages of tp devices each; ep=N, expert "
+        "parallel: whole experts on each of the tp devices; such as tp=2,pp=2; default: tp over all of them",
     )
-    decode_parallel: str | None = _flag(None, "the same of decode; as prefill's if not given, where it has as many devices")
+    decode_parallel: str | None = _flag(None, "layout of decode's devices; default: prefill's, where it has as many devices")
     sequence_parallel: str = _flag(
         "auto",
-        "prefill over several devices of a stage: between a layer's sums each has its share of a step's tokens (on) or all of them (off); "
-        "auto: what is cheaper by arithmetic",
+        "sequence parallelism of prefill, tokens split over a stage's devices between reductions: on, off, or auto (whichever is "
+        "faster by the cost model)",
         choices=("auto", "on", "off"),
     )
     attention_backend: str = _flag(
         "auto",
-        "attention over KV pages: mosaic_gpu (NVIDIA GPUs from Hopper on), llvm_cpu (CPU only: kernels made for its processor), xla (any device), "
-        "reference (plain and slow); auto: mosaic_gpu or llvm_cpu where it can run, else xla",
+        "attention backend: mosaic_gpu (NVIDIA GPUs from Hopper on), llvm_cpu (CPU, kernels for this processor), xla (any device), "
+        "reference (plain and slow); auto: mosaic_gpu or llvm_cpu where supported, else xla",
         choices=("auto", "mosaic_gpu", "llvm_cpu", "xla", "reference"),
     )
     cpu_devices: int | None = _flag(None, "split the CPU into this many virtual devices")
-    coordinator: str | None = _flag(None, "HOST:PORT that process 0 listens on for the others, where one engine spans several processes")
-    num_processes: int = _flag(1, "processes that one engine spans; devices are numbered through, process by process")
-    process_id: int = _flag(0, "this process's number; 0 takes the requests, the others run `jaxinfer follow`")
-    connect_seconds: float = _flag(120.0, "how long processes wait for each other at the start")
+    coordinator: str | None = _flag(None, "HOST:PORT where process 0 listens, for one engine over several processes; the same for all")
+    num_processes: int = _flag(1, "processes of one engine; devices are numbered consecutively, process by process")
+    process_id: int = _flag(0, "this process's number; process 0 takes requests, the others run `jaxinfer follow`")
+    connect_seconds: float = _flag(120.0, "seconds that processes wait for each other at the start")
     heartbeat_seconds: float = _flag(
-        20.0, "a process of several that shows no sign of life for so long counts as gone, and all end; at least 1; give it to each process"
+        20.0, "seconds without a heartbeat after which a process counts as lost and all of them end; at least 1; the same for all processes"
     )
-    profile: str | None = _flag(None, "folder to write a trace of the first seconds of work to, for XProf and Perfetto")
-    profile_seconds: float = _flag(5.0, "how long that trace is")
+    profile: str | None = _flag(None, "folder for a trace of the first seconds of work, for XProf and Perfetto")
+    profile_seconds: float = _flag(5.0, "length of that trace in seconds")
 
     def of_role(self, role: str) -> tuple[int, ...]:
         """The devices of 'prefill' or 'decode', stage by stage."""
@@ -98,50 +100,48 @@ class DeviceConfig:
         return ids
 
     def layout(self, role: str) -> Parallel:
-        """Of 'prefill' or 'decode'."""
+        """The layout of 'prefill' or 'decode'."""
         return Parallel.parse(getattr(self, f"{role}_parallel"))
 
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
     page_size: int | None = _flag(
-        None, "tokens a KV page; if not given 16, and of latents 16 for each device of a stage, which then share them out"
+        None, "tokens per KV page; default: 16, or for latents 16 times the devices of a stage, which then share each page"
     )
-    prefix_cache: bool = _flag(True, "keep the pages of finished requests, for those that start with the same tokens")
-    session_seconds: float = _flag(300.0, "how long pages that a session used (x-session-affinity) are kept ahead of others")
+    prefix_cache: bool = _flag(True, "cache the pages of finished requests, for requests with the same prefix")
+    session_seconds: float = _flag(300.0, "seconds for which a session's pages (x-session-affinity) are evicted after others")
     kv_memory: str = _flag(
-        "auto", "KV page memory of each mesh, such as 512MiB; auto: 512MiB on CPU, 85% of what weights leave free on GPU", is_size=True
+        "auto", "KV page memory on each device, such as 512MiB; auto: 512MiB on CPU, 85% of what weights leave free on GPU", is_size=True
     )
-    kv_host_memory: str | None = _flag(
-        None, "host memory for KV pages that the devices had no room to keep, such as 8GiB; 0: none", is_size=True
-    )
+    kv_host_memory: str | None = _flag(None, "host memory for KV pages evicted from the devices, such as 8GiB; 0: none", is_size=True)
     kv_disk: str | None = _flag(
-        None, "PATH:SIZE of a file for KV pages behind host memory, such as /var/cache/kv.bin:20GiB; used again after a restart"
+        None, "PATH:SIZE of a file for KV pages evicted from host memory, such as /var/cache/kv.bin:20GiB; reused after a restart"
     )
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduleConfig:
-    max_batch_size: int = _flag(32, "most sequences decoded at once")
-    decode_buckets: tuple[int, ...] = _flag((1, 8, 32), "batch sizes a decode program is compiled for")
+    max_batch_size: int = _flag(32, "most sequences in the decode batch")
+    decode_buckets: tuple[int, ...] = _flag((1, 8, 32), "batch sizes that decode programs are compiled for")
     prefill_chunk_size: int = _flag(
-        512, "most prompt tokens in one prefill step; longer prompts go in chunks, so that decoding goes on between them"
+        512, "most prompt tokens in one prefill step; longer prompts are prefilled in chunks, with decode steps between them"
     )
-    prefill_buckets: tuple[int, ...] = _flag((32, 128, 512), "token counts a prefill program is compiled for")
+    prefill_buckets: tuple[int, ...] = _flag((32, 128, 512), "token counts that prefill programs are compiled for")
     target_ttft: float | None = _flag(
-        None, "seconds to the first token that prefill steers by: its steps are as small as this allows, to delay running requests less"
+        None, "target seconds to the first token: prefill chunks are as small as it allows, to delay running requests less"
     )
     target_itl: float | None = _flag(
-        None, "seconds between two tokens that prefill steers by: its steps are kept so small that running requests hold this"
+        None, "target seconds between tokens: prefill chunks are kept small enough for running requests to meet it"
     )
     ageing_seconds: float = _flag(
-        3.0, "after each such time that others were preferred to it, waiting work counts as one priority more urgent (flex is 10, batch 20)"
+        3.0, "seconds of being passed over after which waiting work gains one priority level (flex is 10, batch 20)"
     )
-    max_queue_size: int = _flag(256, "requests that may wait before one of their priority; above it a server answers 429")
+    max_queue_size: int = _flag(256, "requests that may wait ahead of one of their priority; beyond it a server answers 429")
 
 
 def _lay_out(devices: DeviceConfig) -> None:
-    """Fill in what is not given of the roles' devices and layouts. Raises `ConfigError` where they do not fit each other."""
+    """Fill in the defaults of both roles' devices and layouts. Raises `ConfigError` where they don't match."""
     layouts: dict[str, Parallel | None] = {}
     for role in ("prefill", "decode"):
         ids, text = devices.of_role(role), getattr(devices, f"{role}_parallel")
@@ -178,7 +178,8 @@ def _lay_out(devices: DeviceConfig) -> None:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """All an engine needs to know. `EngineConfig.of(model=..., kv_memory=...)` takes the fields by their flat names."""
+    """The configuration of an engine. `EngineConfig.of(model=..., kv_memory=...)` takes all fields by their flat
+    names."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     devices: DeviceConfig = field(default_factory=DeviceConfig)
@@ -197,12 +198,12 @@ class EngineConfig:
             parse_bytes("kv_memory", cache.kv_memory)
         host_bytes = parse_bytes("kv_host_memory", "0" if cache.kv_host_memory is None else cache.kv_host_memory)
         if host_bytes and not cache.prefix_cache:
-            raise ConfigError(f"kv_host_memory is {cache.kv_host_memory}, but without prefix_cache no page is kept: leave one of them out")
+            raise ConfigError(f"kv_host_memory is {cache.kv_host_memory}, but without prefix_cache no page is cached: leave one out")
         if cache.kv_disk is not None:
             parse_disk("kv_disk", cache.kv_disk)
             if not host_bytes:
                 raise ConfigError(
-                    f"kv_disk is {cache.kv_disk}, but its pages come by way of host memory: give kv_host_memory too, such as 1GiB"
+                    f"kv_disk is {cache.kv_disk}, but pages reach it through host memory: give kv_host_memory too, such as 1GiB"
                 )
         if not cache.session_seconds >= 0:
             raise ConfigError(f"session_seconds is {cache.session_seconds}: it must be at least 0")
@@ -231,7 +232,7 @@ class EngineConfig:
 
     @classmethod
     def of(cls, **flat: Any) -> EngineConfig:
-        """Build from flat field names. Unknown names raise `ConfigError` with the nearest known one."""
+        """Build from flat field names. Raises `ConfigError` for an unknown name, with the nearest known one."""
         part_of = {f.name: part for part, kind in _PARTS.items() for f in dataclasses.fields(kind)}
         for name in flat:
             if name not in part_of:
@@ -246,7 +247,7 @@ _PARTS: dict[str, type[Any]] = {"model": ModelConfig, "devices": DeviceConfig, "
 
 
 def flat_fields() -> list[dataclasses.Field[Any]]:
-    """Every setting of EngineConfig as a dataclass field (name, type, default, metadata['help']), for building flags."""
+    """All settings of EngineConfig as dataclass fields (name, type, default, metadata['help']), for building flags."""
     return [f for kind in _PARTS.values() for f in dataclasses.fields(kind)]
 
 
@@ -259,7 +260,8 @@ _UNITS = (
 
 
 def parse_bytes(name: str, text: str) -> int:
-    """'512MiB' -> 536870912. Units in any case, up to P: kB is 1000 bytes, KiB and K are 1024. Raises `ConfigError` naming the setting."""
+    """'512MiB' -> 536870912. Case doesn't matter; kB is 1000 bytes, KiB and K are 1024. Raises `ConfigError` naming the
+    setting."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     if not match or match.group(2).upper() not in _UNITS:
         raise ConfigError(f"{name} is {text!r}: give a size such as 512MiB or 2GB; the units are B, kB, KiB, MB, MiB, GB, GiB, TB, TiB")
@@ -267,13 +269,13 @@ def parse_bytes(name: str, text: str) -> int:
 
 
 def size_text(value: object) -> object:
-    """A number of bytes as `parse_bytes` reads it; anything else as it is."""
+    """A number of bytes as text for `parse_bytes`; other values unchanged."""
     is_whole = isinstance(value, Integral) or (isinstance(value, float) and value.is_integer())
     return f"{int(value)}B" if is_whole and not isinstance(value, bool) else value  # type: ignore[call-overload]
 
 
 def parse_disk(name: str, text: str) -> tuple[str, int]:
-    """'/var/cache/kv.bin:20GiB' -> the path, which may hold ':', and 21474836480. Raises `ConfigError` naming the setting."""
+    """'/var/cache/kv.bin:20GiB' -> path, which may contain ':', and bytes. Raises `ConfigError` naming the setting."""
     path, colon, size = text.rpartition(":")
     if not colon or not path.strip():
         raise ConfigError(f"{name} is {text!r}: give PATH:SIZE, such as /var/cache/kv.bin:20GiB")
@@ -281,7 +283,7 @@ def parse_disk(name: str, text: str) -> tuple[str, int]:
 
 
 def parse_address(name: str, text: str) -> tuple[str, int]:
-    """'10.0.0.1:7000' -> the host and the port. Raises `ConfigError` naming the setting."""
+    """'10.0.0.1:7000' -> host and port. Raises `ConfigError` naming the setting."""
     host, _, port = text.rpartition(":")
     if not host.strip("[]") or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ConfigError(f"{name} is {text!r}: give HOST:PORT, such as 10.0.0.1:7000")
@@ -301,7 +303,7 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-# By a field's annotation: what its value must be, in words and as a test.
+# For each field annotation: a description of valid values, and a test.
 _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "str": ("text", lambda value: isinstance(value, str)),
     "str | None": ("text or None", lambda value: value is None or isinstance(value, str)),
@@ -318,7 +320,8 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 def _checked(setting: dataclasses.Field[Any], value: Any) -> Any:
-    """The value in the form of its field's type. Raises `ConfigError` for one of another type, or not among the field's choices."""
+    """The value converted to its field's type. Raises `ConfigError` for another type, or a value not among the
+    choices."""
     if setting.metadata.get("is_size"):
         value = size_text(value)
     elif setting.name == "kv_disk" and isinstance(value, (tuple, list)) and len(value) == 2:

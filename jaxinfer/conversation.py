@@ -1,4 +1,5 @@
-"""Conversations as prompts, such that no message is lost: no call of a tool, no role that the model's template lacks."""
+"""Conversations as prompts from which nothing is missing: no tool call, and no message whose role the chat template
+ignores."""
 
 from __future__ import annotations
 
@@ -9,17 +10,17 @@ from typing import Any
 from jaxinfer.prompts import Message
 from jaxinfer.request import RequestError
 from jaxinfer.tokenizer import Tokenizer
-from jaxinfer.untrusted_text import PromptText
+from jaxinfer.tokenizer.untrusted_text import PromptText
 
-_SURE_ROLES = ("system", "user", "assistant")  # that every template reads, or refuses itself
+_SURE_ROLES = ("system", "user", "assistant")  # every template reads these, or refuses them itself
 _FIRST_MARK, _NUM_MARKS = 0x100000, 0xFFFE  # private-use characters
 
 
 def render_conversation(tokenizer: Tokenizer, messages: Sequence[Message], **template: Any) -> PromptText:
-    """The prompt, as `Tokenizer.render_chat` has it with what it takes further.
+    """The prompt of a conversation. `template`: further arguments of `Tokenizer.render_chat`.
 
-    Arguments of calls may be JSON text, which the template reads as objects where it can. A template that has no calls of
-    tools is given them, and what the tools returned, as text. Raises `RequestError` as `render_chat` does, and for a
+    Arguments of tool calls may be JSON text; templates get them as objects where possible. A template that doesn't
+    support tool calls gets them, and their results, as text. Raises `RequestError` as `render_chat` does, and for a
     message that the template leaves out.
     """
     has_calls = any(_calls(message) or message.get("role") == "tool" for message in messages)
@@ -44,14 +45,14 @@ def render_conversation(tokenizer: Tokenizer, messages: Sequence[Message], **tem
 
 
 def _calls(message: Message) -> list[Mapping[str, Any]]:
-    """A message's calls of functions, where they are such."""
+    """A message's function calls; empty if it has none, or they are malformed."""
     calls = message.get("tool_calls")
     are_calls = isinstance(calls, (list, tuple)) and all(isinstance(c, Mapping) and isinstance(c.get("function"), Mapping) for c in calls)
     return list(calls) if are_calls and calls else []
 
 
 def _with_objects(message: Message) -> Message:
-    """With the arguments of its calls as objects: most templates write them as JSON themselves."""
+    """The message with its calls' arguments as objects: most templates write them as JSON themselves."""
     calls = _calls(message)
     return {**message, "tool_calls": [_with_object(call) for call in calls]} if calls else message
 
@@ -67,8 +68,8 @@ def _with_object(call: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _as_text(messages: Sequence[Message]) -> list[Message]:
-    """Calls as JSON in the assistant's words, what tools returned as the user's. Several results, and what the user said
-    then, are one message: some templates want roles to alternate."""
+    """Tool calls as JSON in assistant messages, results as user messages. Consecutive results, and the user message
+    after them, become one message: some templates require alternating roles."""
     names: dict[Any, Any] = {}
     made: list[dict[str, Any]] = []
     after_result = False
@@ -99,7 +100,8 @@ def _text(content: Any) -> str:
 
 
 def _left_out(tokenizer: Tokenizer, messages: Sequence[Message], template: Mapping[str, Any]) -> int | None:
-    """The first message that the template leaves out, of those that some do. What it reads of each is marked to see it."""
+    """Index of the first message that the template leaves out, among those at risk. Each gets a marker character that
+    must show up in the rendered text."""
     marked = list(messages)
     marks: dict[int, str] = {}
     for i, message in enumerate(messages):
@@ -108,7 +110,8 @@ def _left_out(tokenizer: Tokenizer, messages: Sequence[Message], template: Mappi
         if calls := _calls(message):
             call, *others = calls
             function = {**call["function"], "name": f"{call['function'].get('name', '')}{mark}"}
-            called = {**call, "id": f"{call.get('id', '')}{mark}", "function": function}  # Kimi's writes ids, the others names
+            # Kimi's template writes ids, others write names.
+            called = {**call, "id": f"{call.get('id', '')}{mark}", "function": function}
             marked[i], marks[i] = {**message, "tool_calls": [called, *others]}, mark
         elif message.get("role") not in _SURE_ROLES and isinstance(content, str):
             marked[i], marks[i] = {**message, "content": content + mark}, mark
@@ -128,7 +131,7 @@ def _of_left_out(index: int, message: Message) -> RequestError:
 
 
 def _naming_roles(error: RequestError, messages: Sequence[Message]) -> RequestError:
-    """A template's refusal, with the role that it is likely about."""
+    """A template's error, with the role that likely caused it."""
     odd = next((i for i, message in enumerate(messages) if message.get("role") not in _SURE_ROLES), None)
     if odd is None or error.param != "messages":
         return error

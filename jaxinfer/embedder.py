@@ -1,32 +1,34 @@
-"""Embedder: texts to vectors, offline and blocking, without a language model."""
+"""Embedder: offline, blocking embeddings of texts, without a language model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float32
 
-from jaxinfer.builder import split_cpu
 from jaxinfer.config import EngineConfig
 from jaxinfer.encode.loading import load_encoder
 from jaxinfer.encode.text_batching import Embedded, Text, TextReader, TokenIds, cut
 from jaxinfer.encode.worker import EncodeWorker
+from jaxinfer.engine.builder import split_cpu
 from jaxinfer.engine_access import EngineAccess
 from jaxinfer.engine_loop import EngineLoop
 from jaxinfer.listeners import Answers, Failed
 from jaxinfer.multi_process.peer_failure import ProcessLostError
+from jaxinfer.pipeline.device_clock import DeviceClock
+from jaxinfer.programs.compilation import use_persistent_cache
 from jaxinfer.prompts import as_prompts
 from jaxinfer.request import DEFAULT_CONTEXT, OutputDelta, RequestContext, SamplingParams
-from jaxinfer.runtime.compilation import use_persistent_cache
-from jaxinfer.runtime.device_clock import DeviceClock
+from jaxinfer.segments import Prompt
 from jaxinfer.stats import EngineStats
 
 
 class Embedder:
-    """`Embedder(model=..., dtype=..., prefill_devices=..., cpu_devices=...)`: an encoder as `embedding_model` names it, and settings of
-    `EngineConfig` by their names. Blocks until it is ready; then any thread's. Raises `ConfigError`, `CheckpointError` or `UnsupportedModelError`."""
+    """`Embedder(model=..., dtype=..., prefill_devices=..., cpu_devices=...)`: an encoder, named as `embedding_model`
+    is, and settings of `EngineConfig` by name. The constructor blocks until it is ready; then any thread may call it.
+    Raises `ConfigError`, `CheckpointError` or `UnsupportedModelError`."""
 
     def __init__(self, model: str = "minilm", **settings: Any) -> None:
         config = EngineConfig.of(embedding_model=model, **settings)
@@ -34,7 +36,7 @@ class Embedder:
         use_persistent_cache()
         split_cpu(config.devices.cpu_devices)
         self._worker = load_encoder(config, self.stats, DeviceClock())
-        self._reader, self._engine_loop = self._worker.reader, EngineLoop(_EncoderAlone(self._worker))
+        self._reader, self._engine_loop = self._worker.reader, EngineLoop(_EncoderEngine(self._worker))
         self.tokenizer = self._reader.tokenizer
         self.embedding_size = self._reader.embedding_size
         self.max_tokens = self._reader.max_tokens  # of a text
@@ -42,11 +44,11 @@ class Embedder:
     def embed(
         self, texts: Text | Iterable[Text], *, dimensions: int | None = None, truncate_prompt_tokens: int | None = None
     ) -> Float32[np.ndarray, "N D"]:
-        """A row for each text (or its token ids), in the texts' order; of length 1 where the model normalises.
+        """An embedding a row, in the order of texts (or their token ids); of length 1 if the model normalises.
 
-        `dimensions` keeps that many of each embedding and brings it to length 1 again. Of a text of more tokens than
-        `truncate_prompt_tokens` the first are read; -1: as many as the model takes. Raises `RequestError` for the first text that
-        is empty or too long, before any is computed.
+        `dimensions` truncates each embedding and normalises it again. A text is truncated to its first
+        `truncate_prompt_tokens` tokens; -1: to the model's maximum. Raises `RequestError` for the first text that is
+        empty or too long, before any is computed.
         """
         self._engine_loop.check()
         return embed(self._engine_loop, self._reader, texts, dimensions, truncate_prompt_tokens)
@@ -77,15 +79,15 @@ def embed(
 def read_texts(
     reader: TextReader, texts: Text | Iterable[Text], dimensions: int | None, truncate_prompt_tokens: int | None
 ) -> list[TokenIds]:
-    """Token ids of what `Embedder.embed` is given; none for no text. Raises `RequestError` as that does."""
+    """Token ids of each text; empty for no text. Raises `RequestError` as `Embedder.embed` does."""
     reader.check_dimensions(dimensions)
     truncation = None if truncate_prompt_tokens is None else reader.truncation(truncate_prompt_tokens)
     several = as_prompts(texts, "texts")
     return reader.read(several, "texts", truncation) if several else []
 
 
-class _EncoderAlone:
-    """An engine that has no language model. See `Drivable`."""
+class _EncoderEngine:
+    """An engine without a language model. See `Drivable`."""
 
     has_requests = has_work = False
     shares_mesh = True
@@ -94,9 +96,7 @@ class _EncoderAlone:
         self.access = EngineAccess()
         self.encode: EncodeWorker | None = encode
 
-    def add_request(
-        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, context: RequestContext = DEFAULT_CONTEXT
-    ) -> None:
+    def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams, context: RequestContext = DEFAULT_CONTEXT) -> None:
         raise AssertionError
 
     def step(self) -> list[OutputDelta]:
@@ -106,7 +106,7 @@ class _EncoderAlone:
         return False
 
     def on_process_loss(self, listener: Callable[[ProcessLostError], None]) -> None:
-        pass  # it never spans several
+        pass  # an encoder never spans several processes
 
     def close(self) -> None:
         self.access.close()

@@ -1,4 +1,4 @@
-"""EngineAccess: who may touch an engine: one thread at a time, in the process that made it, until it is closed."""
+"""EngineAccess: lets one thread at a time use an engine, in the process that made it, until it is closed."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any
 
 from jaxinfer.request import RequestError
 
-_DRAIN_SECONDS = 1.0  # in which a driver whose last request has ended reads the steps that are still under way
+_DRAIN_SECONDS = 1.0  # for the driver to read steps in flight after its last request has ended
 
 
 class EngineClosedError(RequestError):
-    """The engine was closed, or belongs to the process that this one was forked from: it takes no request any more."""
+    """The engine is closed, or belongs to the parent of this forked process: it takes no requests."""
 
 
 class EngineAccess:
-    """`with access.call():` around each call that touches the engine. A thread that drives it for longer holds it by `drive`, and calls of
-    other threads raise `RequestError` meanwhile instead of taking its tokens."""
+    """`with access.call():` guards each call to the engine. A thread that drives the engine for longer uses `drive`;
+    calls of other threads then raise `RequestError` instead of taking its tokens."""
 
     def __init__(self, has_requests: Callable[[], bool] = lambda: False) -> None:
         self._has_requests = has_requests
@@ -31,7 +31,7 @@ class EngineAccess:
 
     @property
     def is_forked(self) -> bool:
-        """Whether this process is a child of the engine's."""
+        """Whether this process is a fork of the engine's process."""
         return os.getpid() != self._pid
 
     @property
@@ -39,7 +39,8 @@ class EngineAccess:
         return self._is_closed
 
     def check(self) -> None:
-        """Raise `EngineClosedError` where no request can be taken any more. For any thread; takes no lock, which a fork may have left held."""
+        """Raise `EngineClosedError` if the engine takes no requests any more. Any thread may call it; it takes no lock,
+        since a fork may have copied a held one."""
         if self.is_forked:
             raise EngineClosedError(
                 f"this process was forked from process {self._pid}, which has the engine; devices and threads don't survive a fork: "
@@ -49,7 +50,8 @@ class EngineAccess:
             raise EngineClosedError("the engine is closed: nothing can be asked of it any more; make a new one")
 
     def call(self) -> AbstractContextManager[Any]:
-        """The lock of one call. Raises `EngineClosedError`, or `RequestError` while another thread drives the engine."""
+        """The lock for one call. Raises `EngineClosedError`, or `RequestError` while another thread drives the
+        engine."""
         self.check()
         if self._driver is not None and self._driver != threading.get_ident():
             self._await_driver()
@@ -67,7 +69,7 @@ class EngineAccess:
 
     @contextmanager
     def drive(self) -> Iterator[None]:
-        """Within it the engine is this thread's alone. Waits for the end of another thread's call."""
+        """Makes the engine this thread's for the context's duration. Waits for another thread's call to end."""
         with self._lock:
             self._driver = threading.get_ident()
             try:
@@ -76,5 +78,5 @@ class EngineAccess:
                 self._driver = None
 
     def close(self) -> None:
-        """Let no more calls in."""
+        """Refuse all further calls."""
         self._is_closed = True

@@ -1,4 +1,4 @@
-"""EngineLoop: requests of any thread for an engine that one thread alone touches."""
+"""EngineLoop: requests from any thread to an engine that only one thread uses."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from typing import TypeVar
 from jaxinfer.encode.text_batching import TokenIds
 from jaxinfer.engine_access import EngineClosedError
 from jaxinfer.engine_thread import (
-    Abort,
-    Add,
-    Call,
-    Command,
+    AbortRequests,
+    AddRequests,
     Drivable,
-    Embed,
-    End,
+    EmbedTexts,
+    EngineCommand,
     EngineFailedError,
     EngineThread,
     Heartbeat,
     NewRequest,
+    RunFunction,
+    StopThread,
     run,
 )
 from jaxinfer.listeners import Answers, Failed, Listener
@@ -36,27 +36,29 @@ from jaxinfer.request import OutputDelta
 
 logger = logging.getLogger(__name__)
 
-Result = TypeVar("Result")
+T = TypeVar("T")
 
-_EXIT_SECONDS = 10.0  # that a step under way gets when the interpreter ends
+_EXIT_SECONDS = 10.0  # for a step in flight when the interpreter exits
 
 
 class EngineLoop:
-    """Sends an engine's deltas to whoever asked for them: `LLM`, `AsyncLLM` and `LocalBackend` are layers over it. While a request is under
-    way the engine is this loop's alone. Methods are any thread's, take no lock and return at once, except where they say that they wait.
+    """Runs an engine in a thread and delivers its deltas to listeners; `LLM`, `AsyncLLM` and `LocalBackend` are built
+    on it. While it has requests, no other thread may use the engine. Any thread may call methods; they take no lock and
+    return at once unless they say that they wait.
 
-    The thread is a daemon. It ends with `close`, with the interpreter, and when nobody has the loop any more.
+    The thread is a daemon. It ends with `close`, with the interpreter, and when the loop is garbage collected.
     """
 
     def __init__(self, engine: Drivable) -> None:
         self._engine = engine
-        self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[EngineCommand] = queue.SimpleQueue()
         self._ids = itertools.count()
         self._inner = EngineThread(engine, self._inbox)
         self._thread = threading.Thread(target=run, args=(self._inbox, weakref.ref(self._inner)), name="engine", daemon=True)
         self._thread.start()
         engine.on_process_loss(partial(_lose_by, weakref.ref(self._inner)))
-        # After what the engine and JAX have registered, hence before it: no step may be under way when devices go.
+        # atexit runs in reverse order, so this runs before the engine's and JAX's handlers: no step may be in flight
+        # then.
         at_exit = partial(_stop_at_exit, weakref.ref(self))
         atexit.register(at_exit)
         weakref.finalize(self, _let_go, self._inbox, at_exit).atexit = False
@@ -67,34 +69,34 @@ class EngineLoop:
 
     @property
     def num_unseen(self) -> int:
-        """Requests submitted that the engine's gauges don't count yet."""
+        """Submitted requests that the engine's gauges don't include yet."""
         return len(self._inner.unseen)
 
     @property
     def failure(self) -> BaseException | None:
-        """What the engine failed by, after which it serves nothing; None while all is well."""
+        """The engine's error, after which it serves nothing; None while it works."""
         return self._inner.failure
 
     def new_id(self) -> str:
-        """A request id that no other call of this returns."""
+        """A new, unique request id."""
         return f"request-{next(self._ids)}"
 
     def check(self) -> None:
-        """Raise `EngineClosedError` or `EngineFailedError` where no request is taken any more."""
-        self._engine.access.check()  # first: in a forked child nothing else may be touched
+        """Raise `EngineClosedError` or `EngineFailedError` if no request is taken any more."""
+        self._engine.access.check()  # first: a forked process must touch nothing else
         if self._inner.has_ended:
             raise self._inner.refusal()
 
     def submit(self, requests: Sequence[NewRequest], listener: Listener) -> None:
-        """Start requests. The listener gets their deltas until each of their n sequences has a finish_reason, or `Failed` for a request
-        that turns out not to be servable. Raises what `check` raises."""
+        """Start requests. The listener gets deltas until each of the n sequences has a finish_reason, or `Failed` for a
+        request that can't be served. Raises as `check` does."""
         self.check()
         self._inner.unseen.update([request.request_id for request in requests])
-        self._send(Add(requests, listener))
+        self._send(AddRequests(requests, listener))
 
     def stream(self, request: NewRequest) -> Generator[OutputDelta]:
-        """Start a request with the first delta that is asked for, and wait for each. Closing it early aborts the request. Raises what `check`
-        raises, and what the request fails by."""
+        """Start a request when the first delta is requested, and wait for each delta. Closing the generator early
+        aborts the request. Raises as `check` does, or the request's error."""
         answers = Answers()
         num_unfinished = request.params.n
         try:
@@ -111,33 +113,36 @@ class EngineLoop:
                 self.abort([request.request_id], wait=True)
 
     def embed(self, request_id: str, token_lists: Sequence[TokenIds], listener: Listener) -> None:
-        """Embed texts that the engine's `encode.reader` has read. The listener gets `Embedded` or `Failed`. Raises what `check` raises."""
+        """Embed texts as token ids (see `encode.reader`). The listener gets `Embedded` or `Failed`. Raises as `check`
+        does."""
         self.check()
-        self._send(Embed(request_id, token_lists, listener))
+        self._send(EmbedTexts(request_id, token_lists, listener))
 
     def abort(self, request_ids: Iterable[str], *, wait: bool = False) -> None:
-        """Drop requests of either kind, after the step under way, whose end is waited for if asked. Ids of none are passed over."""
+        """Abort generation or embedding requests after the current step; `wait` for that step's end. Unknown ids are
+        ignored."""
         if not self._engine.access.is_forked:
-            self._send(Abort(frozenset(request_ids)))
-            if wait and threading.current_thread() is not self._thread:  # where a stream may be let go of, too
+            self._send(AbortRequests(frozenset(request_ids)))
+            if wait and threading.current_thread() is not self._thread:  # that thread may collect a stream too
                 with suppress(EngineClosedError, EngineFailedError):
                     self.call(lambda: None)
 
-    def call(self, function: Callable[[], Result]) -> Result:
-        """Run a function in the engine's thread between two steps, and wait for its result. Raises what it raises, and what `check` raises."""
+    def call(self, function: Callable[[], T]) -> T:
+        """Run a function in the engine's thread between two steps; returns its result. Raises what it raises, or as
+        `check` does."""
         self.check()
-        result: Future[Result] = Future()
-        self._send(Call(function, result))
+        result: Future[T] = Future()
+        self._send(RunFunction(function, result))
         try:
             return result.result()
         except BaseException:
-            result.cancel()  # where the waiting was interrupted
+            result.cancel()  # the wait was interrupted
             raise
 
     def close(self, timeout: float | None = None) -> None:
-        """End requests under way with `EngineClosedError`, close the engine, and wait for the thread's end, `timeout` seconds at most. Of no
-        effect the second time, nor in a forked child."""
-        self._stop(End(closes_engine=True), timeout)
+        """End unfinished requests with `EngineClosedError`, close the engine, and wait up to `timeout` seconds for the
+        thread's end. A second call does nothing, nor does one in a forked process."""
+        self._stop(StopThread(closes_engine=True), timeout)
         if self._inner.failure is not None and not self._engine.access.is_closed:
             try:
                 self._engine.close()
@@ -145,17 +150,17 @@ class EngineLoop:
                 logger.warning("the engine that failed could not be closed: %s: %s", type(error).__name__, error)
 
     def exit(self) -> None:
-        """End the thread with the interpreter. Threads that still wait are daemons, which it ends too: nothing is told them."""
-        self._stop(End(tells_waiting=False), _EXIT_SECONDS)
+        """End the thread at interpreter exit. Waiting threads are daemons, which end too, so they get no event."""
+        self._stop(StopThread(tells_waiting=False), _EXIT_SECONDS)
 
-    def _stop(self, command: End, timeout: float | None) -> None:
+    def _stop(self, command: StopThread, timeout: float | None) -> None:
         if not self._engine.access.is_forked:
             self._send(command)
             self._thread.join(timeout)
 
-    def _send(self, command: Command) -> None:
+    def _send(self, command: EngineCommand) -> None:
         self._inbox.put(command)
-        if self._inner.has_ended:  # the thread may have looked into the inbox for the last time before
+        if self._inner.has_ended:  # the thread may have emptied the inbox for the last time already
             self._inner.refuse_rest()
 
 
@@ -169,6 +174,6 @@ def _stop_at_exit(loop_of: weakref.ref[EngineLoop]) -> None:
         loop.exit()
 
 
-def _let_go(inbox: queue.SimpleQueue[Command], at_exit: Callable[[], None]) -> None:
-    inbox.put(End())
+def _let_go(inbox: queue.SimpleQueue[EngineCommand], at_exit: Callable[[], None]) -> None:
+    inbox.put(StopThread())
     atexit.unregister(at_exit)

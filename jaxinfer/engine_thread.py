@@ -1,4 +1,5 @@
-"""EngineThread: what runs in the thread that touches an engine. Commands come in through one queue, events go out to listeners."""
+"""EngineThread: runs in the only thread that uses an engine. Commands come in through a queue, events go to
+listeners."""
 
 from __future__ import annotations
 
@@ -18,72 +19,73 @@ from jaxinfer.engine_access import EngineAccess, EngineClosedError
 from jaxinfer.listeners import Event, Failed, Listener, deliver
 from jaxinfer.multi_process.peer_failure import ProcessLostError
 from jaxinfer.request import DEFAULT_CONTEXT, OutputDelta, RequestContext, RequestError, SamplingParams
+from jaxinfer.segments import Prompt
 
 logger = logging.getLogger(__name__)
 
-_ADDED_AT_ONCE = 256  # requests between two steps: adding thousands takes a second, in which nobody else would get a token
+_ADDED_AT_ONCE = 256  # requests between two steps: thousands would delay everyone's tokens by a second
 
 
 class EngineFailedError(RuntimeError):
-    """An earlier step raised an error, which is this one's cause: the engine serves nothing any more."""
+    """A step raised an error, which is this one's cause: the engine serves nothing any more."""
 
 
 class Heartbeat(NamedTuple):
-    """For a watchdog: an engine that is busy and has finished no iteration for long hangs."""
+    """For a watchdog: a busy engine hangs if it has finished no iteration for long."""
 
     is_busy: bool
-    finished_at: float  # seconds, time.monotonic(): the last iteration's end, or when work came to an idle engine
+    finished_at: float  # seconds, time.monotonic(): end of the last iteration, or when an idle engine got work
 
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
     request_id: str  # see `EngineLoop.new_id`
-    prompt_token_ids: Sequence[int]
+    prompt: Prompt  # as `Engine.validate` gave it for these params
     params: SamplingParams
     context: RequestContext = DEFAULT_CONTEXT
 
 
 @dataclass(frozen=True, slots=True)
-class Add:
+class AddRequests:
     requests: Sequence[NewRequest]
     listener: Listener
 
 
 @dataclass(frozen=True, slots=True)
-class Embed:
+class EmbedTexts:
     request_id: str
     token_lists: Sequence[TokenIds]
     listener: Listener
 
 
 @dataclass(frozen=True, slots=True)
-class Abort:
+class AbortRequests:
     request_ids: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class RunFunction:
     function: Callable[[], Any]
     result: Future[Any]
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class StopThread:
     closes_engine: bool = False
     tells_waiting: bool = True
 
 
-Command = Add | Embed | Abort | Call | End
+EngineCommand = AddRequests | EmbedTexts | AbortRequests | RunFunction | StopThread
 
 
 @dataclass(slots=True)
 class _UnderWay:
     listener: Listener
-    num_unfinished: int  # of its n sequences
+    num_unfinished: int  # of the request's n sequences
 
 
 class Drivable(Protocol):
-    """What a loop needs of an `Engine`."""
+    """The part of `Engine` that a loop uses."""
 
     access: EngineAccess
     encode: EncodeWorker | None
@@ -97,9 +99,7 @@ class Drivable(Protocol):
     @property
     def shares_mesh(self) -> bool: ...
 
-    def add_request(
-        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, context: RequestContext = DEFAULT_CONTEXT
-    ) -> None: ...
+    def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams, context: RequestContext = DEFAULT_CONTEXT) -> None: ...
 
     def step(self) -> list[OutputDelta]: ...
 
@@ -111,12 +111,13 @@ class Drivable(Protocol):
 
 
 class EngineThread:
-    """One instance a loop. `refusal`, `refuse_rest` and `lose` are any thread's, as is reading `heartbeat`, `failure` and `has_ended`."""
+    """One instance a loop. Any thread may call `refusal`, `refuse_rest` and `lose`, and read `heartbeat`, `failure` and
+    `has_ended`."""
 
-    def __init__(self, engine: Drivable, inbox: queue.SimpleQueue[Command]) -> None:
+    def __init__(self, engine: Drivable, inbox: queue.SimpleQueue[EngineCommand]) -> None:
         self._engine = engine
         self.inbox = inbox
-        self.unseen: set[str] = set()  # requests submitted that the engine's gauges don't count yet
+        self.unseen: set[str] = set()  # submitted requests that the engine's gauges don't include yet
         self.has_ended = False
         self.failure: BaseException | None = None
         self.heartbeat = Heartbeat(False, time.monotonic())
@@ -127,7 +128,7 @@ class EngineThread:
         self._is_driven_by_hand = False
 
     def refusal(self) -> Exception:
-        """Why nothing is taken any more."""
+        """The error for further commands."""
         if self.failure is None:
             return EngineClosedError("the engine is closed: nothing can be asked of it any more; make a new one")
         error = EngineFailedError(f"the engine failed ({type(self.failure).__name__}: {self.failure}): make a new one")
@@ -135,28 +136,29 @@ class EngineThread:
         return error
 
     def refuse_rest(self) -> None:
-        """Answer what came in after the end."""
+        """Refuse commands that came in after the end."""
         while True:
             try:
                 command = self.inbox.get_nowait()
             except queue.Empty:
                 return
             match command:
-                case Add(requests, listener):
+                case AddRequests(requests, listener):
                     deliver(listener, [Failed(request.request_id, self.refusal()) for request in requests])
-                case Embed(request_id, _, listener):
+                case EmbedTexts(request_id, _, listener):
                     deliver(listener, [Failed(request_id, self.refusal())])
-                case Call(_, result) if result.set_running_or_notify_cancel():
+                case RunFunction(_, result) if result.set_running_or_notify_cancel():
                     result.set_exception(self.refusal())
 
     def lose(self, error: ProcessLostError) -> None:
-        """End all that is under way, though the step under way may wait for the lost process for ever."""
+        """Fail all requests, though the current step may wait for the lost process for ever."""
         if not self.has_ended:
             self.failure = error
             self._finish(error)
 
-    def work(self, command: Command) -> bool:
-        """Carry out a command, then work until nothing is left to do; False at the end. For the loop's own thread."""
+    def work(self, command: EngineCommand) -> bool:
+        """Execute a command, then iterate until nothing is left to do; False after the last command. Called by the
+        loop's own thread only."""
         try:
             with self._engine.access.drive():
                 self._is_driven_by_hand = self._engine.has_requests
@@ -169,7 +171,7 @@ class EngineThread:
             return goes_on
         except BaseException as error:
             self.failure = self.failure or error
-            if not isinstance(self.failure, ProcessLostError):  # which has been logged, and ends this process
+            if not isinstance(self.failure, ProcessLostError):  # that one is logged already, and ends this process
                 logger.critical("the engine failed; nothing is served until a restart", exc_info=error)
             self._finish(error)
             return False
@@ -188,23 +190,23 @@ class EngineThread:
                 return False
         return True
 
-    def _carry_out(self, command: Command) -> bool:
-        """False if it is the last one."""
+    def _carry_out(self, command: EngineCommand) -> bool:
+        """False for the last command."""
         match command:
-            case Add(requests, listener):
+            case AddRequests(requests, listener):
                 self._waiting.extend([(request, listener) for request in requests])
-            case Embed(request_id, token_lists, listener):
+            case EmbedTexts(request_id, token_lists, listener):
                 assert self._engine.encode is not None
                 self._engine.encode.add(request_id, token_lists)
                 self._embeddings[request_id] = listener
-            case Abort(request_ids):
+            case AbortRequests(request_ids):
                 self._abort(request_ids)
-            case Call(function, result) if result.set_running_or_notify_cancel():
+            case RunFunction(function, result) if result.set_running_or_notify_cancel():
                 try:
                     result.set_result(function())
                 except BaseException as error:
                     result.set_exception(error)
-            case End(closes_engine, tells_waiting):
+            case StopThread(closes_engine, tells_waiting):
                 for request_id in self._requests:
                     self._engine.abort(request_id)
                 if closes_engine and not self._engine.access.is_closed:
@@ -224,7 +226,7 @@ class EngineThread:
         self.unseen -= request_ids
 
     def _iterate(self) -> None:
-        """Add what waits, take one step of the engine and one of the encoder, and tell the listeners."""
+        """Add waiting requests, run one step of the engine and one of the encoder, deliver the events."""
         self._add_waiting()
         if self._steps_engine:
             for delta in self._engine.step():
@@ -247,23 +249,23 @@ class EngineThread:
             try:
                 if self._is_driven_by_hand:
                     raise RequestError("the engine has requests that were added to it by hand: step until they end, or abort them, before")
-                self._engine.add_request(request.request_id, request.prompt_token_ids, request.params, request.context)
+                self._engine.add_request(request.request_id, request.prompt, request.params, request.context)
                 self._requests[request.request_id] = _UnderWay(listener, request.params.n)
             except RequestError as error:
                 self._events.setdefault(listener, []).append(Failed(request.request_id, error))
             self.unseen.discard(request.request_id)
 
     def _step_encoder(self) -> list[Embedded]:
-        """One batch of texts for each step of the engine."""
+        """Run one batch of texts for each engine step."""
         engine = self._engine
         if engine.encode is None or not engine.encode.has_work:
             return []
         is_alone = not self._steps_engine
-        # On one mesh the batch ends before the engine's last step does: reading it costs no time, and tells theirs.
+        # On a shared mesh the batch ends before the engine's last step: waiting for it costs no time, and times both.
         return engine.encode.step(wait=is_alone or engine.shares_mesh, most_in_flight=2 if is_alone else 1)
 
     def _finish(self, error: BaseException | None) -> None:
-        """Take no more commands, and tell everyone who waits by what the requests end."""
+        """Take no more commands; fail unfinished requests with this error, if there is one."""
         self.has_ended = True
         self.heartbeat = Heartbeat(False, time.monotonic())
         if error is not None:
@@ -273,7 +275,7 @@ class EngineThread:
         self.refuse_rest()
 
     def _fail(self, error: BaseException) -> None:
-        events = self._events.copy()  # all copies: see `lose`
+        events = self._events.copy()  # copies, since `lose` runs in another thread
         listeners = {request_id: request.listener for request_id, request in self._requests.copy().items()} | self._embeddings
         listeners |= {request.request_id: listener for request, listener in self._waiting.copy()}
         for request_id, listener in listeners.items():
@@ -282,8 +284,8 @@ class EngineThread:
             deliver(listener, of_listener)
 
 
-def run(inbox: queue.SimpleQueue[Command], thread_of: weakref.ref[EngineThread]) -> None:
-    """The engine's thread. While idle it holds the inbox only, so that a loop nobody has any more is let go of."""
+def run(inbox: queue.SimpleQueue[EngineCommand], thread_of: weakref.ref[EngineThread]) -> None:
+    """The engine's thread. While idle it references only the inbox, so that an unused loop is garbage collected."""
     while True:
         command = inbox.get()
         thread = thread_of()

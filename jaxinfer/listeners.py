@@ -1,4 +1,4 @@
-"""What comes of requests, and who is told: the seam between the engine's thread and whoever waits. Imports no JAX."""
+"""Events of requests and their listeners: the seam between the engine's thread and its callers. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 class Failed(NamedTuple):
-    """A request has ended by an error: nothing more comes of it."""
+    """A request has ended with an error; no other event follows."""
 
     request_id: str
     error: BaseException
@@ -25,21 +25,22 @@ Event = OutputDelta | Embedded | Failed
 
 class Listener(Protocol):
     def deliver(self, events: list[Event]) -> None:
-        """What one iteration had for this listener's requests. Called in the engine's thread, which it must not keep waiting."""
+        """Receive one iteration's events for this listener's requests. Called in the engine's thread: must not
+        block."""
         ...
 
 
 class Answers:
-    """A listener whose events a thread waits for."""
+    """A listener that a thread waits on."""
 
     def __init__(self) -> None:
         self._events: queue.SimpleQueue[list[Event]] = queue.SimpleQueue()
         self.deliver = self._events.put
-        self.get = self._events.get  # what the next iteration gives
+        self.get = self._events.get  # waits for the next iteration's events
 
 
 def deliver(listener: Listener, events: list[Event]) -> None:
-    """Tell a listener. If it fails its requests do, and nobody else's."""
+    """Deliver events. If the listener raises, only its own requests fail."""
     try:
         listener.deliver(events)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Prompts, texts and conversations in every form that callers give them. Imports no JAX."""
+"""Prompts, texts and conversations: converts every form that callers may use. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ from typing import Any
 
 from jaxinfer.request import RequestError, SamplingParams
 
-Prompt = str | Sequence[int]  # a text or its token ids
+PromptInput = str | Sequence[int]  # text or token ids
 Message = Mapping[str, Any]
 
 _FORMS = "one is a text or a list of token ids, several are a list of such"
 
 
-def as_prompts(given: Prompt | Iterable[Prompt], name: str) -> list[str | list[int]]:
-    """Texts and lists of token ids, from one of either or any iterable of them: lists, arrays, generators. Raises `RequestError`, naming
-    the argument, for anything else."""
+def as_prompts(given: PromptInput | Iterable[PromptInput], name: str) -> list[str | list[int]]:
+    """A list of texts and token id lists, from a single one or any iterable (lists, arrays, generators). Raises
+    `RequestError` naming the argument for anything else."""
     given = _plain(given)
     if isinstance(given, str):
         return [given]
     items = _items(given, name)
+    if _are_plain_tokens(items):
+        return [items]
     num_tokens = sum(map(_is_token, items))
     if not num_tokens:
         return [_prompt(item, f"{name}[{number}]", name) for number, item in enumerate(items)]
@@ -32,7 +34,7 @@ def as_prompts(given: Prompt | Iterable[Prompt], name: str) -> list[str | list[i
 
 
 def as_params(given: SamplingParams | Iterable[SamplingParams], count: int) -> list[SamplingParams]:
-    """As many as there are prompts. Raises `RequestError` for another number, or what are no `SamplingParams`."""
+    """One for each prompt. Raises `RequestError` for another number, or for other types."""
     if isinstance(given, SamplingParams):
         return [given] * count
     if isinstance(given, (str, Mapping)) or not isinstance(given, Iterable):
@@ -47,7 +49,7 @@ def as_params(given: SamplingParams | Iterable[SamplingParams], count: int) -> l
 
 
 def as_conversations(given: Iterable[Message] | Iterable[Iterable[Message]]) -> tuple[list[list[Message]], bool]:
-    """Conversations, and whether it was one alone. Raises `RequestError` for what is none."""
+    """Conversations, and whether a single one was given. Raises `RequestError` for anything else."""
     items = _items(given, "messages", "a list of messages such as {'role': 'user', 'content': 'hi'}, or a list of such lists")
     if not items:
         raise RequestError("messages is empty: give at least one message", "messages")
@@ -65,6 +67,8 @@ def _prompt(item: Any, name: str, param: str) -> str | list[int]:
     if isinstance(item, str):
         return item
     tokens = _items(item, name, "a text or a list of token ids", param)
+    if _are_plain_tokens(tokens):
+        return tokens
     for token in tokens:
         if not _is_token(token):
             raise RequestError(f"{name} has token id {reprlib.repr(token)}: {_FORMS}", param)
@@ -79,8 +83,13 @@ def _items(given: Any, name: str, form: str = _FORMS, param: str | None = None) 
 
 
 def _plain(given: Any) -> Any:
-    """Arrays as lists; anything else as it is."""
+    """Arrays as lists; other values unchanged."""
     return given.tolist() if hasattr(given, "tolist") else given
+
+
+def _are_plain_tokens(items: list[Any]) -> bool:
+    """Whether these are Python integers, which they mostly are: a look at their types alone."""
+    return set(map(type, items)) == {int}
 
 
 def _is_token(value: Any) -> bool:

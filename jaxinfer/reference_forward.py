@@ -1,4 +1,5 @@
-"""The reference forward pass: whole sequence, dense causal attention, no pages, no batch. What the engine is checked against."""
+"""The reference forward pass: a whole sequence with dense causal attention, without pages or batches. The engine is
+compared with it."""
 
 from __future__ import annotations
 
@@ -19,30 +20,32 @@ from jaxtyping import Array, Float, Int
 from jaxinfer.kv_cache.pages import Pages
 from jaxinfer.layers.attention import AttentionParams, LayerAttention
 from jaxinfer.layers.latent_attention import expanded
+from jaxinfer.layers.step_context import NO_CONTEXT, StepContext
 from jaxinfer.models.base import run_slice
-from jaxinfer.runtime.compilation import ProgramSource, compile_program
-from jaxinfer.runtime.template import ModelTemplate, Weights
-from pallas_kernels.seen import first_seen
+from jaxinfer.programs.compilation import ProgramSource, compile_program
+from jaxinfer.weights.template import ModelTemplate, Weights
+from pallas_kernels.visibility import first_visible
 from sharding.mesh import TENSOR
 from sharding.partition import replicated
 
-_SHORTEST = 32  # tokens; lengths are rounded up to powers of two, so that few programs serve all
+TokenIds = Sequence[int] | Int[np.ndarray, " T"]
+_SHORTEST = 32  # tokens; lengths are rounded up to powers of two, so that few programs are needed
 
 
 class ReferenceForward:
-    """Compiles on first use of a length, and says nothing of it to the engine's count of compilations after ready. Any thread's."""
+    """Compiles on first use of a length; these compilations are not counted as unexpected. Any thread may call it."""
 
     def __init__(self, stages: Sequence[tuple[ModelTemplate, Mesh]], weights: Sequence[Weights]) -> None:
         self._stages, self._weights = tuple(stages), tuple(weights)
-        self._programs: dict[int, list[Compiled]] = {}  # the stages' by length
+        self._programs: dict[int, list[Compiled]] = {}  # padded length -> a program a stage
         self._compiling = threading.Lock()
 
-    def logits(self, token_ids: list[int]) -> Float[np.ndarray, "T V"]:
-        """float32 scores of what follows each token."""
+    def logits(self, token_ids: TokenIds) -> Float[np.ndarray, "T V"]:
+        """float32 logits of the next token after each token."""
         return np.asarray(self.prepare(token_ids)())[: len(token_ids)]
 
-    def prepare(self, token_ids: list[int]) -> Callable[[], Float[Array, "P V"]]:
-        """Compile what is needed, and return a function that starts the pass and returns its scores, of places after the last token too."""
+    def prepare(self, token_ids: TokenIds) -> Callable[[], Float[Array, "P V"]]:
+        """Compile what is needed; returns a function that runs the pass and returns logits, padding included."""
         padded_length = max(_SHORTEST, 1 << math.ceil(math.log2(len(token_ids))))
         padded = np.zeros(padded_length, np.int32)
         padded[: len(token_ids)] = token_ids
@@ -69,7 +72,7 @@ class ReferenceForward:
 
 
 def _forward(template: ModelTemplate, mesh: Mesh, weights: Weights, handed: Int[Array, " T"] | Float[Array, "T D"]) -> Float[Array, "T X"]:
-    """A stage: logits of the last, hidden states of others."""
+    """A stage: logits from the last, hidden states from others."""
     model, hidden = template.merge(weights), None if template.is_first else handed
     x, _ = run_slice(model, template.part, handed, hidden, jnp.arange(len(handed)), jnp.zeros(0), _Everywhere(mesh))
     return jax.sharding.reshard(model.logits(x), PartitionSpec()) if template.is_last else x
@@ -77,9 +80,10 @@ def _forward(template: ModelTemplate, mesh: Mesh, weights: Weights, handed: Int[
 
 @dataclass(frozen=True)
 class _Everywhere:
-    """Attention in any layer, all of them alike: nothing is kept. See `AttentionBackend` and `LayerAttention`."""
+    """Attention without a KV cache, the same in every layer. See `AttentionBackend` and `LayerAttention`."""
 
     mesh: Mesh
+    context: StepContext = NO_CONTEXT
 
     def location(self, layer: int) -> Any:
         return ()
@@ -109,13 +113,13 @@ class _Everywhere:
 def causal_attention(
     q: Float[Array, "T N H"], k: Float[Array, "T K H"], v: Float[Array, "T K V"], params: AttentionParams
 ) -> Float[Array, "T N V"]:
-    """Every query over the tokens of its span up to its own, in float32."""
+    """Each query attends to the tokens of its span up to its own; computed in float32."""
     num_tokens, num_heads, head_size = q.shape
     grouped = q.reshape(num_tokens, k.shape[1], num_heads // k.shape[1], head_size).astype(jnp.float32)
     scores = jnp.einsum("tknh,skh->knts", grouped, k.astype(jnp.float32)) * params.scale
     if params.soft_cap is not None:
         scores = jnp.tanh(scores / params.soft_cap) * params.soft_cap
     token = jnp.arange(num_tokens)
-    is_seen = (token <= token[:, None]) & (token >= first_seen(params.span, token[:, None]))
+    is_seen = (token <= token[:, None]) & (token >= first_visible(params.span, token[:, None]))
     weights = jax.nn.softmax(jnp.where(is_seen, scores, -jnp.inf), axis=-1)
     return jnp.einsum("knts,skh->tknh", weights, v.astype(jnp.float32)).reshape(num_tokens, num_heads, -1).astype(q.dtype)

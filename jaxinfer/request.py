@@ -1,11 +1,12 @@
-"""The nouns every part of the engine speaks: what is asked, how to sample, what comes back. Imports no JAX."""
+"""Requests, sampling parameters and outputs, as all parts of the engine use them. Imports no JAX."""
 
 from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol, Self, TypeVar
 
 MAX_TOP_LOGPROBS = 20  # alternatives a step can report; the compiled programs return this many, OpenAI's limit too
 MAX_LOGIT_BIAS = 300  # entries of `logit_bias`, OpenAI's limit
@@ -16,6 +17,15 @@ MAX_BAD_WORDS = 100  # entries of `bad_words`
 MAX_BAD_WORD = 200  # characters of one
 MIN_REPETITION_PENALTY = 1e-30  # scores divided by it stay within float32
 MAX_N = 128  # sequences of one request, OpenAI's limit
+
+
+class _Sliceable(Protocol):
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: slice, /) -> Self: ...
+
+
+TokenIds = TypeVar("TokenIds", bound=_Sliceable)  # a list, or an array, which the command line has no time to import
 
 
 class RequestError(ValueError):
@@ -50,34 +60,35 @@ class FinishReason(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one request's tokens are chosen. Checked on construction: `RequestError` names the field, the value and the range.
+    """How one request's tokens are sampled. Checked on construction: `RequestError` names the field, its value and the
+    range.
 
-    Order on the device: penalties, logit_bias, temperature, min_p, top_k, top_p. Log-probabilities are those of the model's
+    Order on the device: penalties, logit_bias, temperature, min_p, top_k, top_p. Log-probabilities are of the model's
     own distribution, before any of these, so that they equal a reference forward pass.
     """
 
-    temperature: float = 1.0  # 0: greedy, the exact argmax; numbers so small that nothing but it has weight give it too
+    temperature: float = 1.0  # 0: greedy, the exact argmax
     top_k: int = 0  # 0: off
     top_p: float = 1.0
     min_p: float = 0.0
-    seed: int | None = None  # None: drawn at random for each request
+    seed: int | None = None  # None: a random one for each request
     repetition_penalty: float = 1.0  # over prompt and output tokens (CTRL, arXiv:1909.05858)
     presence_penalty: float = 0.0  # over output tokens, as OpenAI defines it
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    max_tokens: int | None = 16  # at most what the context holds beside the prompt, which more is clamped to; None: that many
-    min_tokens: int = 0  # before that many, no end-of-sequence or stop token is sampled and no stop string ends the text
+    max_tokens: int | None = 16  # clamped to the context left by the prompt; None: all of it
+    min_tokens: int = 0  # until then no end-of-sequence or stop token is sampled, and no stop string ends the text
     ignore_eos: bool = False
     n: int = 1
-    logprobs: int | None = None  # None: off; k: the sampled token's and those of the k likeliest
+    logprobs: int | None = None  # None: off; k: of the sampled token and of the k likeliest
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
     echo: bool = False  # the text starts with the prompt's
-    allowed_token_ids: tuple[int, ...] | None = None  # no other is sampled; None: all are
-    bad_words: tuple[str, ...] = ()  # no answer holds a word's tokens in a row, as it is or after a space
-    logprob_token_ids: tuple[int, ...] = ()  # each step's log-probabilities are of these, not of the likeliest
-    skip_special_tokens: bool = True  # the text leaves them out
+    allowed_token_ids: tuple[int, ...] | None = None  # no other token is sampled; None: all are allowed
+    bad_words: tuple[str, ...] = ()  # whose tokens never follow each other in the output, with or without a space first
+    logprob_token_ids: tuple[int, ...] = ()  # log-probabilities of these instead of the likeliest
+    skip_special_tokens: bool = True  # leave them out of the text
     include_stop_str_in_output: bool = False  # the text ends with the stop string, or the stop token's text
     truncate_prompt_tokens: int | None = None  # keep that many last ones; -1: as many as fit beside max_tokens
 
@@ -160,7 +171,7 @@ class SamplingParams:
         names = ("logit_bias", "stop_token_ids", "allowed_token_ids", "logprob_token_ids")
         return tuple((name, getattr(self, name) or ()) for name in names)
 
-    def truncated(self, prompt_token_ids: Sequence[int], max_model_len: int) -> Sequence[int]:
+    def truncated(self, prompt_token_ids: TokenIds, max_model_len: int) -> TokenIds:
         """What is left of a prompt by `truncate_prompt_tokens`: its last tokens, in a context of that many."""
         num_kept = self.truncate_prompt_tokens
         if num_kept == -1:
@@ -172,13 +183,13 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class RequestContext:
-    """Who asks, how urgently and by when: what decides about a request's turn, never about its tokens."""
+    """Tenant, priority and deadline of a request: they decide when it runs, never which tokens it gets."""
 
-    tenant: str = ""  # whose share of the engine it takes, such as an API key's name
-    namespace: str = ""  # requests find each other's cached prefixes only within one
-    session: str | None = None  # a conversation, whose pages are kept ahead of others
+    tenant: str = ""  # whose share of the engine it uses, such as an API key's name
+    namespace: str = ""  # cached prefixes are shared within it only
+    session: str | None = None  # a conversation, whose pages are evicted after others
     priority: int = 0  # lower goes first, as in vLLM
-    deadline: float | None = None  # seconds, time.monotonic(); then it is aborted
+    deadline: float | None = None  # seconds, time.monotonic(), when it is aborted
 
     def __post_init__(self) -> None:
         _integer("priority", self.priority, -(2**31), 2**31 - 1)
@@ -188,38 +199,30 @@ DEFAULT_CONTEXT = RequestContext()
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """One prompt, tokenized, and how to continue it."""
-
-    request_id: str
-    prompt_token_ids: tuple[int, ...]
-    params: SamplingParams
-    arrival_time: float  # seconds, time.monotonic()
-    context: RequestContext = DEFAULT_CONTEXT
-
-
-@dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Natural-log probability of one token, and the step's likeliest alternatives (token id, log-probability), best first."""
+    """Natural-log probability of one token, and the step's likeliest alternatives (token id, log-probability), best
+    first."""
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
-    rank: int | None = None  # a prompt's token among the step's likeliest 20, from 1; None past them
+    rank: int | None = None  # of a prompt token among the step's 20 likeliest, from 1; None beyond
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceUsage:
-    """Seconds that a request took so far, all its n sequences together: waiting, and its share of device time in each phase."""
+    """Seconds of a request so far, for its n sequences together: in the queue, and its share of device time by
+    phase."""
 
     queue_seconds: float
     prefill_seconds: float
     decode_seconds: float
 
 
-@dataclass(slots=True)  # not frozen, which would make making one, done for each token, three times as dear
+@dataclass(slots=True)  # not frozen: one is made for each token, which would take three times as long
 class OutputDelta:
-    """What one engine step added to one sequence of a request. `text` never ends inside a character or a possible stop string."""
+    """What one engine step added to one sequence of a request. `text` never ends inside a character or a possible stop
+    string."""
 
     request_id: str
     index: int  # which of the request's n sequences
@@ -231,7 +234,7 @@ class OutputDelta:
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = (
         None  # once, on a sequence's first delta where asked for; the first token has none
     )
-    cached_tokens: int = 0  # prompt tokens whose KV was found rather than computed; on the first delta
+    cached_tokens: int = 0  # prompt tokens whose KV was cached; on the first delta
     device_usage: DeviceUsage | None = None  # on each sequence's last delta
 
 
@@ -249,7 +252,7 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """Everything a request gave: the prompt and its n sequences."""
+    """A request's whole output: the prompt and its n sequences."""
 
     request_id: str
     prompt: str | None
@@ -275,7 +278,7 @@ class RequestOutput:
             self.prompt_logprobs = list(delta.prompt_logprobs)
         self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
         if delta.device_usage is not None:
-            self.device_usage = delta.device_usage  # the latest holds those before
+            self.device_usage = delta.device_usage  # the latest includes earlier ones
         if delta.finish_reason is not None:
             output.finish_reason, output.stop_reason = delta.finish_reason, delta.stop_reason
 

@@ -1,4 +1,4 @@
-"""How a model's makers would have it sampled: what applies where a caller says nothing. Imports no JAX."""
+"""A model's default sampling parameters, for requests that leave them out. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from checkpoints.source import CheckpointError
 from jaxinfer.request import RequestError, SamplingParams
 
 FILE = "generation_config.json"
-# Names in the file, and the fields of `SamplingParams`. Those that vLLM applies too; its other entries are not about sampling, or not used.
+# Names in the file -> fields of `SamplingParams`. The same set as vLLM's; other entries don't affect sampling.
 _FIELDS = {
     "temperature": "temperature",
     "top_k": "top_k",
@@ -24,8 +24,8 @@ _FIELDS = {
 
 
 def read_sampling_defaults(model: str, path: Path, generation_config: str) -> dict[str, Any]:
-    """Fields of `SamplingParams` by their names, from the file in a checkpoint's folder or, for a known model without one, from its model
-    card; none for `generation_config` "none". Raises `CheckpointError` for a value that can't be."""
+    """Fields of `SamplingParams` by name, from the checkpoint's file or, for a known model without one, from its model
+    card; empty for `generation_config` "none". Raises `CheckpointError` for an invalid value."""
     if generation_config == "none":
         return {}
     file = path / FILE
@@ -41,5 +41,5 @@ def read_sampling_defaults(model: str, path: Path, generation_config: str) -> di
 
 
 def describe(defaults: Mapping[str, Any]) -> str:
-    """Such as 'temperature 0.2, top_p 0.9'."""
+    """As text, such as 'temperature 0.2, top_p 0.9'."""
     return ", ".join(f"{name} {value:g}" for name, value in defaults.items())

@@ -1,4 +1,4 @@
-"""What an engine does until it is ready: written by the threads that build it, read by any. Imports no JAX."""
+"""Progress of an engine's start: written by the threads that build it, read by any. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from contextlib import contextmanager
 
 
 class StartProgress:
-    """Tasks under way, several at once: weights are loaded while programs are compiled."""
+    """Tasks in progress; several at once, such as loading weights and compiling programs."""
 
     def __init__(self, first: str = "opening the model") -> None:
-        self._between = first  # what is done while there is no task
+        self._between = first  # shown while there is no task
         self._tasks: dict[int, Callable[[], str]] = {}
         self._lock = threading.Lock()
 
     def describe(self) -> str:
-        """Such as 'loading weights 40%, compiling 3 of 12'."""
+        """As text, such as 'loading weights 40%, compiling 3 of 12'."""
         return ", ".join([describe() for describe in list(self._tasks.values())]) or self._between
 
     def note(self, text: str) -> None:
-        """What follows has no measure of its own."""
+        """Name a task without a measure of progress."""
         self._between = text
 
     @contextmanager
     def measured(self, what: str, total: float, done: Callable[[], float]) -> Iterator[None]:
-        """A task of which `done` out of `total` is over; a total of 0 is unknown."""
+        """A task with `done()` of `total` finished; a total of 0 is unknown."""
         with self._task(lambda: f"{what} {min(100, int(100 * done() / total))}%" if total else what):
             yield
 
     @contextmanager
     def counted(self, what: str, total: int) -> Iterator[Callable[[], None]]:
-        """A task of `total` steps, for each of which the function is to be called at its end, from any thread."""
+        """A task of `total` steps; yields a function to call after each, from any thread."""
         num_done = 0
 
         def advance() -> None:

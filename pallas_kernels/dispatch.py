@@ -1,7 +1,7 @@
-"""Names of the ways an op can run. A named one that can't run is an error, never a quiet fallback."""
+"""Names of an op's backends. A backend that is asked for by name and can't run is an error, never a quiet fallback."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-Backend = Literal["mosaic_gpu", "llvm_cpu", "xla", "reference"]
+KernelBackend = Literal["mosaic_gpu", "llvm_cpu", "xla", "reference"]

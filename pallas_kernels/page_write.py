@@ -1,4 +1,4 @@
-"""Writing to a page pool: what every program does that keeps keys and values, or latents, for kernels to read."""
+"""Writing to a page pool, in every program that stores keys and values, or latents."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ def write(
     page_ids: Int[Array, " T"],
     offsets: Int[Array, " T"],
 ) -> Float[Array, "L S P K G H"]:
-    """Put each token's key and value of a layer, or its latent, at its place of its page.
+    """Stores each token's key and value of a layer, or its latent, in its slot of its page.
 
-    What is not a finite number is stored as 0: a model that overflows spoils its own request, but its freed pages, whose old contents the
-    next owner's masked weights multiply, stay harmless. Kernels are promised so (`pool_is_finite`).
+    What is not finite is stored as 0. A model that overflows spoils its own request. But its freed pages stay harmless
+    to their next owner, whose masked weights multiply old contents. Kernels rely on it (`pool_is_finite`).
     """
-    # The first index is an array too, so that XLA sees one scatter of S T rows. A single row would become a slice update, which is then
-    # fused into each of its readers, and each copies the whole pool to update its own: 1.3 s a step instead of 20 ms.
+    # The first index is an array too, so that XLA sees one scatter of S T rows. A single row would become a slice
+    # update. XLA fuses that into each of its readers, and each copies the whole pool to update its own: 1.3 s a step
+    # instead of 20 ms.
     of_sides = jnp.arange(len(sides))[:, None]
     kept = jnp.stack(sides).astype(pages.dtype)
     kept = jnp.where(jnp.isfinite(kept), kept, 0)  # after the cast, which may overflow

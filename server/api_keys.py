@@ -1,4 +1,5 @@
-"""The server's API keys: read from files and the environment, held as digests, compared in constant time, read again on SIGHUP."""
+"""The server's API keys: read from files and the environment, stored as digests, compared in constant time, reloaded on
+SIGHUP."""
 
 from __future__ import annotations
 
@@ -18,24 +19,26 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """What is known of a key once it is read: never the key."""
+    """What is stored of a key once it is read: never the key."""
 
     tenant: str
-    may_go_ahead: bool  # of the default priority
+    may_go_ahead: bool  # whether its requests may have a priority before the default
 
 
 def tenant_name(key: str) -> str:
-    """An API key's name in metrics and logs: always the same, and no way back to the key."""
+    """An API key's name in metrics and logs: always the same, and it doesn't reveal the key."""
     return f"key-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
 
 
 class KeyRing:
     """The keys of which a request must send one: those of a file, and fixed ones. `reload` reads the files again.
 
-    Raises `ConfigError`, which names the setting, for a file that can't be read or holds no key, and for a priority key that is none."""
+    Raises `ConfigError`, which names the setting, for a file that can't be read or holds no key, and for a priority key
+    that is not among the keys.
+    """
 
     def __init__(self, setting: str, file: str | None, fixed: Iterable[str] = ()) -> None:
-        self._pepper = secrets.token_bytes(32)  # what memory holds of a key is of no use elsewhere
+        self._pepper = secrets.token_bytes(32)  # digests in memory are useless elsewhere
         self._setting, self._file = setting, file
         self._fixed = {self._digest(key): tenant_name(key) for key in fixed}
         self._priority_file: str | None = None
@@ -43,16 +46,16 @@ class KeyRing:
         self._keys: dict[bytes, ApiKey] = {}
 
     @classmethod
-    def of_api(cls, config: ServerConfig) -> KeyRing:
-        """Those of /v1/."""
+    def api_keys(cls, config: ServerConfig) -> KeyRing:
+        """The keys of /v1/."""
         ring = cls("api_key_file", config.api_key_file, config.api_keys)
         ring._priority_file, ring._fixed_priority = config.priority_key_file, frozenset(map(ring._digest, config.priority_keys))
         ring._keys = ring._read()
         return ring
 
     @classmethod
-    def of_metrics(cls, config: ServerConfig) -> KeyRing:
-        """Those of /metrics."""
+    def metrics_keys(cls, config: ServerConfig) -> KeyRing:
+        """The keys of /metrics."""
         ring = cls("metrics_key_file", config.metrics_key_file)
         ring._keys = ring._read()
         return ring
@@ -66,7 +69,7 @@ class KeyRing:
         return bool(self._keys)
 
     def find(self, sent: bytes) -> ApiKey | None:
-        """The key with these bytes. Compares with every key, whichever is right."""
+        """The key with these bytes. Compares with every key, whichever matches."""
         digest = self._digest(sent)
         found = None
         for known, key in self._keys.items():
@@ -75,17 +78,18 @@ class KeyRing:
         return found
 
     def reload(self) -> None:
-        """Read the files again. Keys that can't be read, or none at all, are reported in the log, and those of before stay in force."""
+        """Reads the files again. Keys that can't be read, or none at all, are reported in the log, and the previous
+        keys remain valid."""
         if self._file is None:
             return
         try:
             keys = self._read()
         except ConfigError as error:
-            logger.error("the keys of before stay in force: %s", error)
+            logger.error("the previous API keys stay in force: %s", error)
             return
         num_new, num_gone = len(keys.keys() - self._keys.keys()), len(self._keys.keys() - keys.keys())
         self._keys = keys
-        logger.info("%s was read again: %d keys in force, %d of them new, %d gone", self._setting, len(keys), num_new, num_gone)
+        logger.info("%s was reread: %d keys in force, %d of them new, %d removed", self._setting, len(keys), num_new, num_gone)
 
     def _read(self) -> dict[bytes, ApiKey]:
         tenants, priority = dict(self._fixed), set(self._fixed_priority)
@@ -102,7 +106,8 @@ class KeyRing:
 
 
 def _read_lines(setting: str, path: str) -> list[str]:
-    """A file's lines that are neither empty nor a comment. Raises `ConfigError` that names `setting` and quotes nothing of the file."""
+    """A file's lines that are neither empty nor a comment. Raises `ConfigError` that names `setting` and quotes nothing
+    from the file."""
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

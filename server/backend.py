@@ -1,4 +1,5 @@
-"""The seam between the HTTP front and whatever makes tokens: an engine in this process, or a router to many."""
+"""The interface between the HTTP front and whatever generates tokens: an engine in this process, or a router to
+many."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from typing import Any, Protocol
 
 from jaxinfer.encode.text_batching import Embedded, TextReader, TokenIds
 from jaxinfer.request import DEFAULT_CONTEXT, OutputDelta, RequestContext, SamplingParams
+from jaxinfer.segments import Prompt
 from jaxinfer.stats import EngineStats
 
 
@@ -19,27 +21,32 @@ class Overloaded(Exception):
 
 
 class Unavailable(Exception):
-    """The backend is stopping, or has failed: no request is served any more; the message says why."""
+    """The backend is stopping, or has failed: it accepts no more requests; the message says why."""
 
 
 class Backend(Protocol):
-    """`generate` yields a request's deltas until each of its n sequences has a finish_reason. Raises `RequestError` for a
-    request that can never be served, `Overloaded` when the queue is full and `Unavailable` once stopping, all before the
-    first delta; `Unavailable` also later when the engine fails. Closing the iterator early (aclose, or cancelling the task
-    that iterates) aborts the request and frees its pages."""
+    """`generate` yields a request's deltas until each of its n sequences has a finish_reason. Its prompt is one that
+    `validate` gave. Raises `Overloaded` when the queue is full and `Unavailable` once stopping, both before the first
+    delta; `Unavailable` also later when the engine fails. Closing the iterator early (aclose, or cancelling
+    the task that iterates) aborts the request and frees its pages."""
 
     max_model_len: int  # tokens, prompt plus output
     max_batch_size: int  # sequences decoded at once
-    sampling_defaults: Mapping[str, Any]  # fields of `SamplingParams` that hold where a request says nothing
+    sampling_defaults: Mapping[str, Any]  # fields of `SamplingParams` that apply where a request doesn't set them
     text_reader: TextReader | None  # of the embedding model; None without one
 
+    def validate(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> Prompt:
+        """A prompt's token ids as `generate` takes them. Raises `RequestError` for a request that can never be served,
+        and `TokenIdError` where that is for a token id."""
+        ...
+
     def generate(
-        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, context: RequestContext = DEFAULT_CONTEXT
+        self, request_id: str, prompt: Prompt, params: SamplingParams, context: RequestContext = DEFAULT_CONTEXT
     ) -> AsyncGenerator[OutputDelta]: ...
 
     async def embed(self, request_id: str, token_lists: Sequence[TokenIds], context: RequestContext = DEFAULT_CONTEXT) -> Embedded:
-        """Embeddings of texts that `text_reader` has read. Raises `Overloaded` and `Unavailable` as `generate` does; cancelling the task
-        that waits drops the request."""
+        """Embeddings of texts that `text_reader` has read. Raises `Overloaded` and `Unavailable` as `generate` does;
+        cancelling the task that waits drops the request."""
         ...
 
     def stats(self) -> EngineStats: ...
@@ -47,15 +54,15 @@ class Backend(Protocol):
     def is_ready(self) -> bool: ...
 
     def failure(self) -> str | None:
-        """Why nothing can be served until a restart; None while all is well."""
+        """Why nothing can be served until a restart; None while the backend works."""
         ...
 
     def iteration_seconds(self) -> float:
-        """How long the engine has been in one iteration; 0 while it is idle."""
+        """Seconds that the engine has spent in the current iteration; 0 while it is idle."""
         ...
 
     async def start(self) -> None: ...
 
     async def stop(self) -> None:
-        """Refuse new requests, finish those under way, then return."""
+        """Refuses new requests, finishes those that are running, then returns."""
         ...

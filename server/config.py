@@ -1,4 +1,4 @@
-"""ServerConfig: what the HTTP front needs to know. Command-line flags and their help come from the fields here."""
+"""ServerConfig: the settings of the HTTP front. Command-line flags and their help come from the fields here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def _flag(default: Any, help: str, **extra: Any) -> Any:
 
 
 def _secret(instead: str, variable: str) -> Any:
-    """A field without a flag, for every user of a machine sees its command lines."""
+    """A field without a flag: every user of a machine sees its command lines."""
     return field(default=(), repr=False, metadata={"instead": f"--{instead.replace('_', '-')} FILE or the environment, {variable}"})
 
 
@@ -22,52 +22,52 @@ def _secret(instead: str, variable: str) -> Any:
 class ServerConfig:
     host: str = _flag("127.0.0.1", "address to listen on; 0.0.0.0 for every interface")
     port: int = _flag(8000, "port to listen on; 0: any free one")
-    served_model_name: tuple[str, ...] = _flag((), "names clients may ask for, the first one reported; from --model if not given")
-    embedding_truncate: bool = _flag(False, "cut texts that are longer than the embedding model takes, instead of refusing them")
-    served_embedding_name: tuple[str, ...] = _flag((), "the same of the embedding model; from --embedding-model if not given")
-    root_path: str = _flag("", "path below which a proxy serves this, such as /llm; requests are taken with it and without")
+    served_model_name: tuple[str, ...] = _flag((), "model names in the API, the first one reported; default: from --model")
+    embedding_truncate: bool = _flag(False, "truncate texts longer than the embedding model's maximum instead of refusing them")
+    served_embedding_name: tuple[str, ...] = _flag((), "embedding model names in the API; default: from --embedding-model")
+    root_path: str = _flag("", "path prefix of a proxy, such as /llm; requests are accepted with and without it")
     api_keys: tuple[str, ...] = _secret("api_key_file", "JAXINFER_API_KEYS")
     priority_keys: tuple[str, ...] = _secret("priority_key_file", "JAXINFER_PRIORITY_KEYS")
     api_key_file: str | None = _flag(
         None,
-        "file of keys, one on each line, of which clients must send one; read again on SIGHUP; also the environment, JAXINFER_API_KEYS",
+        "file of API keys, one a line; clients must send one; reread on SIGHUP; also from JAXINFER_API_KEYS",
     )
     priority_key_file: str | None = _flag(
-        None, "file of those API keys whose requests may go ahead of others', all if there is none; also from JAXINFER_PRIORITY_KEYS"
+        None, "file of the API keys that may use priority; default: all of them; also from JAXINFER_PRIORITY_KEYS"
     )
-    metrics_key_file: str | None = _flag(None, "file of keys of which /metrics and /stats need one; none: they need no key")
-    ssl_certfile: str | None = _flag(None, "PEM file of a certificate and its chain: the server speaks HTTPS; read again on SIGHUP")
+    metrics_key_file: str | None = _flag(None, "file of keys for /metrics and /stats; default: they need none")
+    ssl_certfile: str | None = _flag(None, "PEM file of a certificate and its chain, to serve HTTPS; reread on SIGHUP")
     ssl_keyfile: str | None = _flag(None, "PEM file of the certificate's key, if it is not in --ssl-certfile")
-    ssl_ca_certs: str | None = _flag(None, "PEM file of authorities: clients must show a certificate that one of them signed")
-    cors_origins: tuple[str, ...] = _flag(
-        (), "origins whose pages may use the server, such as https://chat.example.com; *: those of any website"
+    ssl_ca_certs: str | None = _flag(
+        None, "PEM file of certificate authorities: clients must present a certificate signed by one of them (mTLS)"
     )
+    cors_origins: tuple[str, ...] = _flag((), "allowed CORS origins, such as https://chat.example.com; *: any")
     allowed_hosts: tuple[str, ...] = _flag(
         (),
-        "names that a request's Host may have, beside addresses, localhost, --host and this machine's; *.a.org: all below it; *: any, "
-        "which is so too where there are API keys and no names are given",
+        "allowed Host headers besides IP addresses, localhost, --host and this machine's name; *.a.org: all subdomains; *: any; "
+        "default with API keys: any",
     )
     max_connections: int = _flag(
-        1000, "connections that may be open; over it the longest idle one is closed, and if none is, requests get 503"
+        1000, "most open connections; beyond it the longest idle one is closed, and if none is idle, requests get 503"
     )
-    head_timeout: float = _flag(10.0, "seconds for a request's head to be complete, from its first byte or the opening of its connection")
-    body_timeout: float = _flag(30.0, "seconds that a request's body may take, and one more for each 4 KiB of it")
-    idle_timeout: float = _flag(75.0, "seconds that a connection may stay open after an answer without another request")
-    write_timeout: float = _flag(300.0, "seconds in which a client must take at least a byte of what is sent to it")
-    request_timeout: float | None = _flag(None, "most seconds a request may take, whatever its timeout says; then it is given up")
-    usage_log: str | None = _flag(None, "file to append a JSON line to for each request: whose it was, its tokens, its device time")
-    max_body_size: str = _flag("4MiB", "largest request body, which is read while nothing else runs; above it a request is answered 413")
-    batch_dir: str | None = _flag(None, "folder to keep /v1/files and /v1/batches in, one server's alone; none: both are off")
-    max_file_size: str = _flag("200MiB", "largest file that may be uploaded to /v1/files")
+    head_timeout: float = _flag(10.0, "seconds to receive a request's head, from its first byte or from the opening of its connection")
+    body_timeout: float = _flag(30.0, "seconds to receive a request's body, and one more for each 4 KiB")
+    idle_timeout: float = _flag(75.0, "seconds for which a connection without requests stays open (keep-alive)")
+    write_timeout: float = _flag(300.0, "seconds after which a connection is closed if its client reads nothing")
+    request_timeout: float | None = _flag(None, "most seconds for a request, whatever timeout it gives; then it is aborted")
+    usage_log: str | None = _flag(None, "file for a JSON line per request: API key's name, tokens, device time")
+    max_body_size: str = _flag("4MiB", "largest request body; larger ones get 413 (a body is parsed while nothing else runs)")
+    batch_dir: str | None = _flag(None, "folder for /v1/files and /v1/batches, used by one server only; default: both are off")
+    max_file_size: str = _flag("200MiB", "largest upload to /v1/files")
     strict_parameters: bool = _flag(
-        False, "refuse what requests hold that is unknown or has no effect; off: what can't change the answer is ignored and named"
+        False, "refuse unknown parameters and those without effect; off: those that can't change the answer are ignored and reported"
     )
     max_prompts: int = _flag(128, "most prompts in one completions request")
-    watchdog_timeout: float = _flag(300.0, "seconds that one iteration of the engine may take before /health is 503: it hangs")
-    shutdown_timeout: float = _flag(60.0, "seconds that running requests get to finish after SIGTERM")
-    log_level: str = _flag("info", "least level that is logged", choices=("debug", "info", "warning", "error"))
-    log_format: str = _flag("text", "how log lines are written: for people, or a JSON object each", choices=("text", "json"))
-    access_log: bool = _flag(True, "log a line for each HTTP request; those of probes and metrics at the level debug only")
+    watchdog_timeout: float = _flag(300.0, "seconds of one engine iteration after which it counts as hung and /health is 503")
+    shutdown_timeout: float = _flag(60.0, "seconds for running requests to finish after SIGTERM")
+    log_level: str = _flag("info", "lowest log level", choices=("debug", "info", "warning", "error"))
+    log_format: str = _flag("text", "format of log lines: plain text, or a JSON object each", choices=("text", "json"))
+    access_log: bool = _flag(True, "log each HTTP request; probes and metrics at level debug only")
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -105,7 +105,7 @@ class ServerConfig:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}: give at least 1 byte")
 
     def without_secrets(self) -> ServerConfig:
-        """The same, for all that need no key's text."""
+        """The same without keys, for everything that doesn't need them."""
         return replace(self, api_keys=(), priority_keys=())
 
     @property
@@ -128,5 +128,5 @@ class ServerConfig:
 
     @property
     def embedding_names(self) -> tuple[str, ...]:
-        """Every name a client may ask for embeddings by."""
+        """Every name of the embedding model a client may ask for."""
         return self.served_embedding_name or ("embedding",)

@@ -11,14 +11,15 @@ Field = dataclasses.Field[Any]
 
 
 def add_flags(parser: argparse.ArgumentParser, title: str, fields: Iterable[Field]) -> None:
-    """Give `parser` one flag for each field, named after it. A flag that isn't given leaves no trace in the namespace."""
+    """Adds one flag to `parser` for each field, named after it. A flag that isn't given leaves no entry in the
+    namespace."""
     group = parser.add_argument_group(title)
     options: dict[str, Any]
     for field in fields:
         kind = str(field.type)
         if "instead" in field.metadata:
             options = {"dest": field.name, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
-            group.add_argument(_name(field), action=_Refused, nargs="?", const=field.metadata["instead"], **options)
+            group.add_argument(_name(field), action=_RefuseFlag, nargs="?", const=field.metadata["instead"], **options)
             continue
         help = f"{field.metadata['help']} (default: {_shown(field.default)})".replace("%", "%%")
         name = _name(field)
@@ -35,14 +36,14 @@ def _name(field: Field) -> str:
     return "--" + field.name.replace("_", "-")
 
 
-class _Refused(argparse.Action):
-    """A flag that must not be: ends the command with what to give instead."""
+class _RefuseFlag(argparse.Action):
+    """A flag that must not be used: ends the command and says what to give instead."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: object, values: object, option_string: str | None = None) -> None:
         parser.error(f"{option_string} would show secrets to every user of this machine: give {self.const}")
 
 
-def given(arguments: argparse.Namespace, fields: Iterable[Field]) -> dict[str, Any]:
+def given_flags(arguments: argparse.Namespace, fields: Iterable[Field]) -> dict[str, Any]:
     """The fields' values that were given on the command line."""
     return {field.name: getattr(arguments, field.name) for field in fields if hasattr(arguments, field.name)}
 

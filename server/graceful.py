@@ -1,5 +1,5 @@
-"""uvicorn with a graceful end: after SIGTERM new requests are answered 503, running ones finish, and the process exits 0. A second SIGTERM ends
-it at once."""
+"""uvicorn with a graceful end: after SIGTERM new requests are answered 503, running ones finish, and the process exits
+0. A second SIGTERM ends it at once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from server.tls_listener import TlsListener
 logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-CLOSE_TIMEOUT = 5  # seconds for connections to close once their requests have finished, or run out of time
+CLOSE_TIMEOUT = 5  # seconds for connections to close once their requests have finished, or timed out
 
 
 class App(Protocol):
@@ -39,23 +39,25 @@ class App(Protocol):
 
 
 class GracefulServer(uvicorn.Server):
-    """uvicorn closes its sockets at the first signal and dies of that signal in the end; here both wait for the requests."""
+    """uvicorn closes its sockets at the first signal and dies of that signal in the end; here both wait for the
+    requests."""
 
     def __init__(
         self, app: App, config: ServerConfig, on_started: Callable[[], None] = lambda: None, before_cut: Callable[[], None] = lambda: None
     ) -> None:
-        """`before_cut` is called when a second signal ends the process, and must be quick."""
+        """`before_cut` is called when a second signal ends the process, and must be fast."""
         self._tls = Tls.of(config)
         self._make_protocol = protocol_factory(config)
         settings = uvicorn.Config(
             app,  # type: ignore[arg-type]  # uvicorn's own types of scopes are narrower
             host=config.host,
             port=config.port,
-            log_config=None,  # logs.configure's holds
+            log_config=None,  # logs.configure has configured it
             access_log=False,  # request_log's has more
             http=self._make_protocol,  # type: ignore[arg-type]  # called as a class is
             h11_max_incomplete_event_size=MAX_HEAD_BYTES,
-            timeout_keep_alive=config.idle_timeout,  # type: ignore[arg-type]  # handed on to the loop, which takes fractions
+            # uvicorn passes it to the loop, which accepts fractions.
+            timeout_keep_alive=config.idle_timeout,  # type: ignore[arg-type]
             timeout_graceful_shutdown=CLOSE_TIMEOUT,
             server_header=False,
         )
@@ -65,7 +67,7 @@ class GracefulServer(uvicorn.Server):
         self._ending: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """uvicorn's, with TLS begun here, then tell that requests are taken."""
+        """uvicorn's, with TLS begun here; then reports that requests are accepted."""
         if self._tls is None:
             await super().startup(sockets)
         else:
@@ -90,17 +92,17 @@ class GracefulServer(uvicorn.Server):
             for number in (*SIGNALS, signal.SIGHUP) if is_main else ():
                 loop.remove_signal_handler(number)
             if is_main:
-                signal.signal(signal.SIGHUP, signal.SIG_IGN)  # what is left to do ends without it too
+                signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the rest ends without it too
 
     def reload(self) -> None:
-        """Read the API keys and the certificate again, as SIGHUP asks. What can't be read stays as it was."""
+        """Reads the API keys and the certificate again, on SIGHUP. What can't be read stays unchanged."""
         for keys in getattr(self._app.state, "key_rings", ()):  # none before it serves: they are still to be read
             keys.reload()
         if self._tls is not None:
             self._tls.reload()
 
     def end(self) -> None:
-        """Begin the end."""
+        """Begins the graceful end."""
         if self._ending is None:
             self._ending = asyncio.get_running_loop().create_task(self._end())
 
@@ -109,10 +111,10 @@ class GracefulServer(uvicorn.Server):
             self.end()
             return
         traffic = getattr(self._app.state, "traffic", None)
-        logger.warning("told to end again: ending at once, %d requests are cut off", 0 if traffic is None else traffic.num_open)
+        logger.warning("second signal: exiting at once, %d requests are cut off", 0 if traffic is None else traffic.num_open)
         self._before_cut()
         logging.shutdown()
-        os._exit(128 + number)  # cancelling everything would take its time, and each request would report it
+        os._exit(128 + number)  # cancelling everything would take time, and each request would report it
 
     async def _end(self) -> None:
         traffic = getattr(self._app.state, "traffic", None)

@@ -1,7 +1,10 @@
-"""Limits on connections: how many, how long a head may take, a body, a pause between requests, a client that reads nothing.
+"""Limits on connections: their number, the time for a head and for a body, the pause between requests, and clients that
+read nothing.
 
-uvicorn bounds the size of a head and the pause after an answer. What it lacks is here: `LimitedProtocol` is its protocol with a timer for
-whatever a connection owes, and `timely` bounds the wait for a body. Neither ever cuts an answer that its client reads."""
+uvicorn limits the size of a head and the pause after an answer. The rest is here: `LimitedProtocol` is its protocol
+with a timer for whatever a connection must send or read next, and `timely` limits the wait for a body. Neither ever
+cuts an answer that its client reads.
+"""
 
 from __future__ import annotations
 
@@ -31,21 +34,23 @@ from server.openai.api_error import ApiError
 logger = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 64 * 1024
-MIN_BODY_RATE = 4096  # bytes a second that an unfinished body must keep, on average and beyond its timeout
+MIN_BODY_RATE = 4096  # bytes a second that an unfinished body must keep up, on average and beyond its timeout
 SPARE_FILES = 256  # descriptors for what is not a connection
-KEEPALIVE = (60, 15, 4)  # seconds until a silent peer is probed, between probes, and how many: then it is gone
+# seconds until a silent peer is probed, between probes, and their number: then it counts as lost
+KEEPALIVE = (60, 15, 4)
 
 
 @dataclass(slots=True)
 class Connections:
-    """Those of one server. Over the bound the one that has waited longest without a request under way makes room for a new one."""
+    """The connections of one server. Over the limit the one that has been idle longest is closed for a new one."""
 
     max_connections: int
     idle: dict[LimitedProtocol, None] = field(default_factory=dict)  # the longest idle first
     num_open: int = 0
 
     def admit(self, protocol: LimitedProtocol) -> bool:
-        """Count a new one, idle for now. False if it is one too many and no other could make room: then it may ask for no work."""
+        """Counts a new connection, idle for now. False if it is one too many and no other could be closed: then its
+        requests are refused."""
         self.num_open += 1
         has_room = self.num_open <= self.max_connections or bool(self.idle)
         if self.num_open > self.max_connections and self.idle:
@@ -64,8 +69,9 @@ def protocol_factory(config: ServerConfig) -> Callable[..., LimitedProtocol]:
 
 
 class LimitedProtocol(H11Protocol):
-    """h11 whatever is installed beside it, for it bounds a head's size. A connection owes a whole head as long as no request is under way,
-    and has `head_timeout` for it from its first byte on, or from when it was opened; uvicorn's own timer runs in the pause between."""
+    """h11 whatever is installed beside it, because it limits a head's size. A connection must send a whole head as long
+    as no request is active, within `head_timeout` from its first byte on, or from when it was opened. uvicorn's own
+    timer runs in the pause between."""
 
     def __init__(self, limits: ServerConfig, connections: Connections, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -81,16 +87,17 @@ class LimitedProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         _probe_silent_peers(transport)
-        if self._is_aborted:  # of many accepted at once the first make room for the last before they are made
+        if self._is_aborted:  # of many accepted at once the first are closed for the last before they are set up
             transport.abort()
         else:
             self._expect_head()
 
     def begin_tls(self, connection: socket.socket, context: ssl.SSLContext) -> asyncio.Task[None]:
-        """Serve an accepted connection over TLS; gives the task of its handshake. This has `head_timeout`, too, and counts as idle: it may be
-        ended for another connection."""
+        """Serves an accepted connection over TLS; returns the task of its handshake. This has `head_timeout`, too, and
+        counts as idle: it may be closed for another connection."""
         self._handshake = self.loop.create_task(self._shake_hands(connection, context))
-        self._handshake.add_done_callback(lambda _: self._end_handshake(connection))  # also if it is ended before it begins
+        # also if it is closed before it begins
+        self._handshake.add_done_callback(lambda _: self._end_handshake(connection))
         return self._handshake
 
     async def _shake_hands(self, connection: socket.socket, context: ssl.SSLContext) -> None:
@@ -101,7 +108,7 @@ class LimitedProtocol(H11Protocol):
 
     def _end_handshake(self, connection: socket.socket) -> None:
         self._handshake = None
-        if self.transport is None:  # it was never made, and so is never lost
+        if self.transport is None:  # it was never set up, and so is never lost
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)  # asyncio closes it in its own time
             self._leave()
@@ -131,7 +138,7 @@ class LimitedProtocol(H11Protocol):
             self._write_deadline = None
 
     def abort(self) -> None:
-        """Close at once, whatever is still to be sent."""
+        """Closes at once, whatever is still to be sent."""
         self._is_aborted = True
         self._all.idle.pop(self, None)
         if self.transport is not None:
@@ -149,7 +156,7 @@ class LimitedProtocol(H11Protocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def _look(self) -> None:
-        """After anything that may have begun or ended a request."""
+        """Called after anything that may have begun or ended a request."""
         if self.transport.is_closing() or self._is_under_way:
             self._all.idle.pop(self, None)
             self._cancel_deadline()
@@ -171,7 +178,7 @@ class LimitedProtocol(H11Protocol):
         if self.conn.our_state is h11.IDLE and self.conn.trailing_data[0]:
             self._answer_timeout()
         self.transport.close()
-        # A peer that reads nothing would hold even the closing.
+        # A peer that reads nothing would block even closing.
         self.loop.call_later(self._limits.head_timeout, self.transport.abort)
 
     def _answer_timeout(self) -> None:
@@ -190,7 +197,7 @@ class LimitedProtocol(H11Protocol):
         self._write_deadline = self.loop.call_later(self._limits.write_timeout, self._check_reading, num_unsent)
 
     def _check_reading(self, num_unsent: int) -> None:
-        """A slow client is waited for; one that took not a byte is gone."""
+        """A slow client is waited for; one that took not a byte counts as lost."""
         left = _num_unread(self.transport)
         if left < num_unsent:
             self._expect_reading(left)
@@ -200,18 +207,19 @@ class LimitedProtocol(H11Protocol):
 
 
 def _num_unread(transport: asyncio.WriteTransport) -> int:
-    """Bytes that the peer's system has not taken: those here, and those that the kernel holds, where it can be asked."""
-    held = array("i", [0])
+    """Bytes that the peer's system has not taken: those here, and those in the kernel, where it can be asked."""
+    unsent = array("i", [0])
     try:
-        fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, held)
+        fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, unsent)
     except OSError:
-        held[0] = 0
-    return transport.get_write_buffer_size() + held[0]
+        unsent[0] = 0
+    return transport.get_write_buffer_size() + unsent[0]
 
 
 def timely(receive: Receive, seconds: float) -> Receive:
-    """The same until the body has ended, but raises `ApiError` 408 where it isn't there within `seconds`, and as many more as what has come
-    takes at MIN_BODY_RATE. Time in which the handler reads nothing, for it is busy, doesn't count. Waits for a disconnect are unlimited."""
+    """The same until the body has ended. Raises `ApiError` 408 where it isn't complete within `seconds`, and as many
+    more as what has arrived takes at MIN_BODY_RATE. Time in which the handler is busy and reads nothing doesn't count.
+    Waits for a disconnect are unlimited."""
     waited = 0.0
     num_bytes = 0
     is_complete = False
@@ -236,7 +244,8 @@ def timely(receive: Receive, seconds: float) -> Receive:
 
 
 def raise_file_limit(max_connections: int) -> None:
-    """Have descriptors for as many connections: systems begin with 1,024 a process and allow more to who asks."""
+    """Raises the limit of descriptors for as many connections: systems begin with 1,024 a process and allow more on
+    request."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = max_connections + SPARE_FILES
     if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -250,7 +259,7 @@ def raise_file_limit(max_connections: int) -> None:
 
 
 def _probe_silent_peers(transport: asyncio.BaseTransport) -> None:
-    """A client whose machine is gone says no goodbye: without probes its request would run to its end for nobody."""
+    """A client whose machine is lost sends no goodbye: without probes its request would run to its end for nobody."""
     connection = transport.get_extra_info("socket")
     if connection is None or connection.family not in (socket.AF_INET, socket.AF_INET6):
         return

@@ -1,4 +1,4 @@
-"""`jaxinfer inspect`: what a checkpoint holds, and whether it can be served or why not."""
+"""`jaxinfer inspect`: the contents of a checkpoint, and whether it can be served or why not."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from checkpoints.inventory import PARTS, Inventory, Tensor, groups, take_inventory
+from checkpoints.inventory import PARTS, Inventory, TensorEntry, groups, take_inventory
 from checkpoints.source import CheckpointError
+from jaxinfer.architecture.model_config import UnsupportedModelError
 from jaxinfer.checkpoint_check import served_as
-from jaxinfer.models.config import UnsupportedModelError
 
 _WIDTH = 100
 _GAP = "  "
@@ -20,42 +20,44 @@ _GAP = "  "
 @dataclass(frozen=True, slots=True)
 class Inspection:
     inventory: Inventory
-    served_as: str | None  # the flag that takes it, such as --model; None: it can't be served
-    unsupported_reason: str | None  # then
+    served_as: str | None  # the flag that accepts it, such as --model; None: it can't be served
+    unsupported_reason: str | None  # why it can't be served
 
     def json(self) -> dict[str, Any]:
         """For programs: sizes in bytes and tokens, every tensor by itself."""
-        held = self.inventory
+        inventory = self.inventory
         return {
-            "path": str(held.path),
-            "format": held.format,
-            "num_files": len(held.files),
-            "architecture": held.architecture,
-            "num_parameters": held.num_parameters if held.source else None,
-            "context": held.context,
-            "tokenizer": held.tokenizer,
-            "has_chat_template": held.has_chat_template,
+            "path": str(inventory.path),
+            "format": inventory.format,
+            "num_files": len(inventory.files),
+            "architecture": inventory.architecture,
+            "num_parameters": inventory.num_parameters if inventory.source else None,
+            "context": inventory.context,
+            "tokenizer": inventory.tokenizer,
+            "has_chat_template": inventory.has_chat_template,
             "served_as": self.served_as,
             "why_not": self.unsupported_reason,
-            "num_bytes": held.num_bytes,
+            "num_bytes": inventory.num_bytes,
             "bytes_by_part": {part: _bytes(tensors) for part, tensors in self._by_part().items()},
-            "tensors": [{"name": t.name, "shape": t.shape, "type": t.type, "num_bytes": t.num_bytes, "part": t.part} for t in held.tensors],
+            "tensors": [
+                {"name": t.name, "shape": t.shape, "type": t.type, "num_bytes": t.num_bytes, "part": t.part} for t in inventory.tensors
+            ],
         }
 
     def lines(self) -> Iterator[str]:
         """For people: a line each."""
-        held = self.inventory
-        files = f"{len(held.files):,} files of together" if len(held.files) > 1 else "1 file of"
-        size = _size(sum(file.stat().st_size for file in held.files))
-        count = f"{len(held.tensors):,} tensors"
+        inventory = self.inventory
+        files = f"{len(inventory.files):,} files of together" if len(inventory.files) > 1 else "1 file of"
+        size = _size(sum(file.stat().st_size for file in inventory.files))
+        count = f"{len(inventory.tensors):,} tensors"
         about = {
-            "path": str(held.path),
-            "format": f"{held.format}, {files} {size}",
-            "architecture": held.architecture or "config.json names none",
-            "parameters": f"{held.num_parameters:,} in {count}" if held.source else f"not known, in {count} as the files have them",
-            "context": "not told" if held.context is None else f"{held.context:,} tokens",
-            "tokenizer": held.tokenizer or "none",
-            "chat template": "yes" if held.has_chat_template else "none",
+            "path": str(inventory.path),
+            "format": f"{inventory.format}, {files} {size}",
+            "architecture": inventory.architecture or "config.json names none",
+            "parameters": f"{inventory.num_parameters:,} in {count}" if inventory.source else f"unknown, {count} as the files have them",
+            "context": "unknown" if inventory.context is None else f"{inventory.context:,} tokens",
+            "tokenizer": inventory.tokenizer or "none",
+            "chat template": "yes" if inventory.has_chat_template else "none",
             "can be served": f"yes, as {self.served_as}" if self.served_as else f"no: {self.unsupported_reason}",
         }
         margin = max(map(len, about)) + 2
@@ -72,7 +74,7 @@ class Inspection:
         yield from self._table()
 
     def _table(self) -> Iterator[str]:
-        """A name that leaves the columns after it no room has a line of its own."""
+        """A name that leaves no room for the columns after it has a line of its own."""
         rows = [row for part, tensors in self._by_part().items() for row in self._rows(part, tensors)]
         rows.append(("all tensors", "", "", _size(self.inventory.num_bytes), ""))
         names, *columns = ([len(row[column]) for row in rows] for column in range(5))
@@ -85,7 +87,7 @@ class Inspection:
             aligned = (f"{name:{width}}", f"{cells[0]:>{shape}}", f"{cells[1]:{type_}}", f"{cells[2]:>{size}}", f"{cells[3]:>{share}}")
             yield _GAP.join(aligned).rstrip()
 
-    def _rows(self, part: str, tensors: Sequence[Tensor]) -> Iterator[tuple[str, str, str, str, str]]:
+    def _rows(self, part: str, tensors: Sequence[TensorEntry]) -> Iterator[tuple[str, str, str, str, str]]:
         num_bytes = _bytes(tensors)
         share = num_bytes / max(self.inventory.num_bytes, 1)
         yield part, "", "", _size(num_bytes), "<1%" if share < 0.005 else f"{share:.0%}"
@@ -94,15 +96,16 @@ class Inspection:
             count = f"{len(alike):,} x " if len(alike) > 1 else ""
             yield f"  {group.name}", f"{count}{list(alike[0].shape)}", alike[0].type, _size(_bytes(alike)), ""
 
-    def _by_part(self) -> dict[str, list[Tensor]]:
-        found: dict[str, list[Tensor]] = {part: [] for part in PARTS}
+    def _by_part(self) -> dict[str, list[TensorEntry]]:
+        found: dict[str, list[TensorEntry]] = {part: [] for part in PARTS}
         for tensor in self.inventory.tensors:
             found[tensor.part].append(tensor)
         return {part: tensors for part, tensors in found.items() if tensors}
 
 
 def inspect(path: Path) -> Inspection:
-    """Of what `hub.resolve` returned. Reads no weights. Raises `CheckpointError` for files that are missing or broken."""
+    """Inspects what `hub.resolve` returned. Reads no weights. Raises `CheckpointError` for files that are missing or
+    broken."""
     inventory = take_inventory(path)
     if inventory.source is None:
         return Inspection(inventory, None, inventory.unsupported_reason)
@@ -112,12 +115,12 @@ def inspect(path: Path) -> Inspection:
         return Inspection(inventory, None, str(error))
 
 
-def _bytes(tensors: Iterable[Tensor]) -> int:
+def _bytes(tensors: Iterable[TensorEntry]) -> int:
     return sum(tensor.num_bytes for tensor in tensors)
 
 
 def _size(num_bytes: float) -> str:
-    """1536 -> '1.5 kB', in metric units, as disks are sold and files listed on hubs."""
+    """1536 -> '1.5 kB', in metric units, as hubs list files."""
     for unit in ("B", "kB", "MB", "GB"):
         if num_bytes < 999.5 or unit == "GB":
             return f"{num_bytes:,.0f} {unit}" if unit == "B" or num_bytes >= 99.5 else f"{num_bytes:.1f} {unit}"

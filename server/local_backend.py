@@ -14,18 +14,20 @@ from jaxinfer.engine_access import EngineClosedError
 from jaxinfer.engine_loop import EngineLoop
 from jaxinfer.engine_thread import Heartbeat, NewRequest
 from jaxinfer.request import DEFAULT_CONTEXT, OutputDelta, RequestContext, RequestError, SamplingParams
+from jaxinfer.segments import Prompt
 from jaxinfer.stats import EngineStats
-from server.admission import Admissions
+from server.admission import AdmissionRate
 from server.backend import Overloaded, Unavailable
-from server.queue_room import Waiting, has_room, has_room_for_texts
+from server.queue_room import WaitingRequest, has_room, has_room_for_texts
 
-SHORTEST_RETRY, LONGEST_RETRY = 1.0, 120.0  # seconds
-MOST_TEXTS = 16_384  # to embed at once: the engine's thread goes through all that wait for each of their batches, 2 ms of that many
-JOIN_TIMEOUT = 30.0  # seconds that the engine's thread gets to end its last step and to save what it keeps
+MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 120.0  # seconds
+# to embed at once: the engine's thread scans all waiting ones for each of their batches, 2 ms for that many
+MAX_TEXTS = 16_384
+JOIN_TIMEOUT = 30.0  # seconds for the engine's thread to end its last step and to save its caches
 
 
 class LocalBackend:
-    """All state here belongs to the event loop; the engine is touched by its own thread alone."""
+    """All state here belongs to the event loop; the engine is used by its own thread alone."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -35,10 +37,10 @@ class LocalBackend:
         self.text_reader = None if engine.encode is None else engine.encode.reader
         self._engine_loop: EngineLoop | None = None  # from `start` on, as is the next
         self._requests: AsyncRequests | None = None
-        self._unserved: dict[str, Waiting] = {}  # by request id
-        self._admissions = Admissions()
-        self._unembedded: dict[str, tuple[Waiting, int]] = {}  # by request id, with how many texts it has
-        self._embedding_pace = Admissions()
+        self._unserved: dict[str, WaitingRequest] = {}  # by request id
+        self._admissions = AdmissionRate()
+        self._unembedded: dict[str, tuple[WaitingRequest, int]] = {}  # by request id, with its number of texts
+        self._embedding_pace = AdmissionRate()
         self._num_under_way = 0  # requests of both kinds
         self._is_stopping = False
         self._quiet = asyncio.Event()
@@ -72,21 +74,24 @@ class LocalBackend:
         self._requests = AsyncRequests(self._engine_loop)
 
     async def stop(self) -> None:
-        """Refuse new requests, finish those under way, then close the engine and end its thread."""
+        """Refuses new requests, finishes running ones, then closes the engine and ends its thread."""
         self._is_stopping = True
         await self._quiet.wait()
         if self._engine_loop is not None:
             await asyncio.to_thread(self._engine_loop.close, JOIN_TIMEOUT)
 
+    def validate(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> Prompt:
+        """See `Backend`."""
+        return self._engine.validate(prompt_token_ids, params)
+
     async def generate(
-        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, context: RequestContext = DEFAULT_CONTEXT
+        self, request_id: str, prompt: Prompt, params: SamplingParams, context: RequestContext = DEFAULT_CONTEXT
     ) -> AsyncGenerator[OutputDelta]:
         """See `Backend`."""
         requests = self._open()
-        self._engine.validate(prompt_token_ids, params)
-        waiting = Waiting(context.tenant, context.priority)
+        waiting = WaitingRequest(context.tenant, context.priority)
         self._check_room(waiting)
-        request = NewRequest(request_id, tuple(prompt_token_ids), params, context)
+        request = NewRequest(request_id, prompt, params, context)
         self._begin()
         self._admissions.wait(time.monotonic())
         self._unserved[request_id] = waiting
@@ -100,7 +105,7 @@ class LocalBackend:
                         self._admissions.admit(time.monotonic())
                     yield delta
         except Exception as error:
-            raise _as_told(error) from error
+            raise _error_for_caller(error) from error
         finally:
             if not is_admitted:
                 del self._unserved[request_id]
@@ -110,7 +115,7 @@ class LocalBackend:
     async def embed(self, request_id: str, token_lists: Sequence[TokenIds], context: RequestContext = DEFAULT_CONTEXT) -> Embedded:
         """See `Backend`."""
         requests = self._open()
-        waiting = Waiting(context.tenant, context.priority)
+        waiting = WaitingRequest(context.tenant, context.priority)
         self._check_room_for_texts(waiting, len(token_lists))
         self._unembedded[request_id] = waiting, len(token_lists)
         self._begin()
@@ -121,7 +126,7 @@ class LocalBackend:
             is_done = True
             return embedded
         except Exception as error:
-            raise _as_told(error) from error
+            raise _error_for_caller(error) from error
         finally:
             (self._embedding_pace.admit if is_done else self._embedding_pace.leave)(time.monotonic())
             del self._unembedded[request_id]
@@ -141,10 +146,10 @@ class LocalBackend:
         if not self._num_under_way:
             self._quiet.set()
 
-    def _overloaded(self, pace: Admissions) -> Overloaded:
-        return Overloaded(min(max(pace.seconds_until_admitted(time.monotonic()), SHORTEST_RETRY), LONGEST_RETRY))
+    def _overloaded(self, pace: AdmissionRate) -> Overloaded:
+        return Overloaded(min(max(pace.seconds_until_admitted(time.monotonic()), MIN_RETRY_SECONDS), MAX_RETRY_SECONDS))
 
-    def _check_room(self, request: Waiting) -> None:
+    def _check_room(self, request: WaitingRequest) -> None:
         """Requests that find a free slot don't wait, though the engine has not seen them yet."""
         stats, schedule = self._engine.stats, self._engine.config.schedule
         num_unseen = 0 if self._engine_loop is None else self._engine_loop.num_unseen
@@ -153,16 +158,16 @@ class LocalBackend:
         if not has_room(request, self._unserved.values(), num_waiting, schedule.max_queue_size):
             raise self._overloaded(self._admissions)
 
-    def _check_room_for_texts(self, request: Waiting, num_texts: int) -> None:
+    def _check_room_for_texts(self, request: WaitingRequest, num_texts: int) -> None:
         others = [other for other, _ in self._unembedded.values()]
         texts = [(other.tenant, number) for other, number in self._unembedded.values()]
         has_place = has_room(request, others, len(others), self._engine.config.schedule.max_queue_size)
-        if not has_place or not has_room_for_texts(request.tenant, num_texts, texts, MOST_TEXTS):
+        if not has_place or not has_room_for_texts(request.tenant, num_texts, texts, MAX_TEXTS):
             raise self._overloaded(self._embedding_pace)
 
 
-def _as_told(error: Exception) -> Exception:
-    """What the HTTP front is told of a request's error."""
+def _error_for_caller(error: Exception) -> Exception:
+    """What the HTTP front gets as a request's error."""
     if isinstance(error, RequestError) and not isinstance(error, EngineClosedError):
         return error
     return Unavailable("the server is shutting down" if isinstance(error, EngineClosedError) else _failure(error))

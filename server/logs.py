@@ -1,4 +1,4 @@
-"""Log lines: time, level, and which request of whose they belong to, as text or as JSON objects."""
+"""Log lines with time, level, and the request and tenant they belong to, as text or as JSON objects."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-PACKAGES = ("server", "jaxinfer", "checkpoints", "sharding", "pallas_kernels", "uvicorn")  # others' libraries only warn
+# other libraries log only warnings
+PACKAGES = ("server", "jaxinfer", "checkpoints", "sharding", "pallas_kernels", "uvicorn")
 REQUEST_ID = re.compile(r"[A-Za-z0-9._~:/+=@-]{1,128}")
 
 
 @dataclass(slots=True)
 class LoggedRequest:
-    """What log lines say of the request that they belong to."""
+    """The request that a log line belongs to."""
 
     id: str
     tenant: str | None = None  # until its key is known
@@ -25,16 +26,19 @@ class LoggedRequest:
     is_recorded: bool = False  # in the usage log
 
 
-current_request: ContextVar[LoggedRequest | None] = ContextVar("current_request", default=None)  # tasks and threads of a request inherit it
+# tasks and threads of a request inherit it
+current_request: ContextVar[LoggedRequest | None] = ContextVar("current_request", default=None)
 
 
 def request_id(sent: str | None) -> str:
-    """The client's own id, if it is 1 to 128 letters, digits or ._~:/+=@-, and else a new one: a log line must hold it as it is."""
+    """The client's own id, if it is 1 to 128 letters, digits or ._~:/+=@-, and otherwise a new one: a log line must
+    contain it unescaped."""
     return sent if sent is not None and REQUEST_ID.fullmatch(sent) else f"req_{uuid.uuid4().hex}"
 
 
 def configure(level: str, format: str) -> None:
-    """Have all log lines written to standard error, in the format "text" or "json". `level` is that of this project's own lines."""
+    """Writes all log lines to standard error, in the format "text" or "json". `level` is that of this project's own
+    lines."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if format == "json" else TextFormatter())
     handler.addFilter(_add_request)
@@ -57,8 +61,8 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """An object a line: time, level, logger, message; request_id and tenant where it belongs to a request; exception where there is one;
-    and what the line has as `extra={"fields": {...}}`."""
+    """An object a line: time, level, logger, message; request_id and tenant where it belongs to a request; exception
+    where there is one; and what the line has as `extra={"fields": {...}}`."""
 
     def format(self, record: logging.LogRecord) -> str:
         request = _request_of(record)

@@ -17,7 +17,7 @@ from server.batches.runner import BatchCounts
 from server.usage import Outcome, TenantTotals
 
 Answered = Mapping[tuple[str, str, int], int]  # HTTP requests by method, route and status
-Usage = Mapping[str, TenantTotals]  # by tenant
+UsageByTenant = Mapping[str, TenantTotals]  # by tenant
 
 _COUNTERS = {
     "num_requests": ("requests", "Requests taken in"),
@@ -49,7 +49,7 @@ _GAUGES = {
     "compile_seconds": ("compile_seconds", "Seconds that compiling the programs took"),
     "kv_tokens": ("kv_tokens", "Tokens of one context that the decode mesh's KV pages hold"),
     "peak_pages_used": ("kv_pages_peak", "Most KV pages of the decode mesh ever in use at once"),
-    "num_programs": ("programs", "Compiled programs held"),
+    "num_programs": ("programs", "Compiled programs in memory"),
 }
 _HISTOGRAMS = {
     "time_to_first_token": ("time_to_first_token_seconds", "From a request's arrival to its first token"),
@@ -67,9 +67,9 @@ _TENANT_COUNTERS = {
 
 
 class _StatsCollector(Collector):
-    """Reads the stats when it is asked, so that the engine never waits for an exporter."""
+    """Reads the stats when they are scraped, so that the engine never waits for an exporter."""
 
-    def __init__(self, stats: EngineStats, answered: Answered, usage: Usage, batches: BatchCounts | None) -> None:
+    def __init__(self, stats: EngineStats, answered: Answered, usage: UsageByTenant, batches: BatchCounts | None) -> None:
         self._stats, self._answered, self._usage, self._batches = stats, answered, usage, batches
 
     def collect(self) -> Iterable[Metric]:
@@ -85,11 +85,11 @@ class _StatsCollector(Collector):
         yield from self._targets()
         yield from self._by_tenant()
         if stats.read_expert_loads is not None:
-            yield _of_experts(stats.read_expert_loads())
+            yield _expert_metrics(stats.read_expert_loads())
         if stats.read_tiers is not None:
-            yield from _of_tiers(stats.read_tiers())
+            yield from _tier_metrics(stats.read_tiers())
         if self._batches is not None:
-            yield from self._of_batches(self._batches)
+            yield from self._batch_metrics(self._batches)
 
     def _labelled(self) -> Iterable[Metric]:
         stats = self._stats
@@ -128,14 +128,14 @@ class _StatsCollector(Collector):
 
     def _targets(self) -> Iterable[Metric]:
         seconds = GaugeMetricFamily("jaxinfer_target_seconds", "Latency targets that prefill steers by, where set", labels=["target"])
-        held = GaugeMetricFamily("jaxinfer_target_held_ratio", "Share of what was measured that kept its target", labels=["target"])
+        met = GaugeMetricFamily("jaxinfer_target_met_ratio", "Share of what was measured that met its target", labels=["target"])
         for name, (target, share) in self._stats.targets().items():
             seconds.add_metric([name], target)
             if share is not None:
-                held.add_metric([name], share)
-        yield from (seconds, held)
+                met.add_metric([name], share)
+        yield from (seconds, met)
 
-    def _of_batches(self, batches: BatchCounts) -> Iterable[Metric]:
+    def _batch_metrics(self, batches: BatchCounts) -> Iterable[Metric]:
         lines = CounterMetricFamily("jaxinfer_batch_lines", "Lines of batches answered, by whether with an error", labels=["outcome"])
         lines.add_metric(["completed"], batches.num_completed)
         lines.add_metric(["failed"], batches.num_failed)
@@ -157,7 +157,7 @@ class _StatsCollector(Collector):
 
 
 class _BuildCollector(Collector):
-    """What runs: 1, with the versions as labels."""
+    """Constant 1, with the versions as labels."""
 
     def collect(self) -> Iterable[Metric]:
         versions = {name: metadata.version(package) for name, package in (("version", "jaxinfer"), ("jax", "jax"), ("jaxlib", "jaxlib"))}
@@ -167,7 +167,7 @@ class _BuildCollector(Collector):
         yield info
 
 
-def _of_experts(loads: Mapping[str, ExpertLoad]) -> Metric:
+def _expert_metrics(loads: Mapping[str, ExpertLoad]) -> Metric:
     help = "Tokens of the busiest expert, or device with experts, as a multiple of the mean, on average over layers, or in the worst layer"
     ratio = GaugeMetricFamily("jaxinfer_expert_load_ratio", help, labels=["mesh", "of"])
     for mesh, load in loads.items():
@@ -178,7 +178,7 @@ def _of_experts(loads: Mapping[str, ExpertLoad]) -> Metric:
     return ratio
 
 
-def _of_tiers(tiers: TierStats) -> Iterable[Metric]:
+def _tier_metrics(tiers: TierStats) -> Iterable[Metric]:
     gauges = {
         "pages": "KV pages kept below the devices",
         "bytes": "Bytes of KV pages kept below the devices",
@@ -212,7 +212,7 @@ def _histogram(name: str, help: str, histogram: Histogram) -> HistogramMetricFam
     return HistogramMetricFamily(name, help, buckets=list(zip(bounds, cumulative, strict=True)), sum_value=histogram.total)
 
 
-def metrics_text(stats: EngineStats, answered: Answered, usage: Usage, batches: BatchCounts | None = None) -> tuple[bytes, str]:
+def metrics_text(stats: EngineStats, answered: Answered, usage: UsageByTenant, batches: BatchCounts | None = None) -> tuple[bytes, str]:
     """Prometheus' text format, and its content type."""
     registry = CollectorRegistry()
     registry.register(_StatsCollector(stats, answered, usage, batches))
@@ -222,7 +222,7 @@ def metrics_text(stats: EngineStats, answered: Answered, usage: Usage, batches: 
 
 
 def live_numbers(stats: EngineStats) -> dict[str, Any]:
-    """What the chat page shows, as JSON; seconds, and counts since the start. Rates are the reader's to work out."""
+    """What the chat page shows, as JSON: seconds, and counts since the start. The page computes rates."""
     return {
         "output_tokens": stats.num_output_tokens,
         "prompt_tokens": stats.num_prompt_tokens,
@@ -237,5 +237,5 @@ def live_numbers(stats: EngineStats) -> dict[str, Any]:
         "shares_pages": stats.prefill_devices == stats.decode_devices,
         "compilations_after_ready": stats.num_compilations_after_ready,
         "preemptions": stats.num_preemptions,
-        "targets": {name: {"seconds": target, "held": share} for name, (target, share) in stats.targets().items()},
+        "targets": {name: {"seconds": target, "met": share} for name, (target, share) in stats.targets().items()},
     }

@@ -1,4 +1,4 @@
-"""The chat page and what it loads, as the server sends them once it listens."""
+"""The chat page and its files, which the server sends once it listens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from starlette.staticfiles import StaticFiles
 
 _FOLDER = Path(__file__).parent / "static"
 STATIC_FILES = StaticFiles(directory=_FOLDER)  # below /static
-# It loads nothing from elsewhere and runs no inline script, so that no model's text can.
+# It loads nothing from elsewhere and runs no inline script, so a model's text can't either.
 _HEADERS = {"Content-Security-Policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'", "Cache-Control": "no-cache"}
 
 

@@ -1,4 +1,4 @@
-"""`jaxinfer plan`: what a known model takes on cards that need not be here, in which layout, and how fast it would be."""
+"""`jaxinfer plan`: what a known model needs on target GPUs, in which layout, and how fast it would be."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from jaxinfer.builder import split_cpu
+from jaxinfer.architecture.known_models import read_shape
 from jaxinfer.config import ConfigError, ScheduleConfig
-from jaxinfer.dry_run.calibration import MOST_DEVICES, calibrate
-from jaxinfer.dry_run.report import as_json, describe, ranking
-from jaxinfer.dry_run.run import DryRun, dry_run, named_layouts
-from jaxinfer.dry_run.search import Setting
-from jaxinfer.dry_run.shapes import Shapes
-from jaxinfer.dry_run.target import CPU, Target, calibration_path
-from jaxinfer.dry_run.workload import Workload
-from jaxinfer.models.shapes import read_shape
-from jaxinfer.runtime.compilation import use_persistent_cache
+from jaxinfer.engine.builder import split_cpu
+from jaxinfer.planner.calibration import MOST_DEVICES, calibrate
+from jaxinfer.planner.report import as_json, describe, ranking
+from jaxinfer.planner.search import PlanSettings
+from jaxinfer.planner.target import CPU, Target, calibration_path
+from jaxinfer.planner.target_model import TargetModel
+from jaxinfer.planner.target_plan import TargetPlan, named_layouts, plan_target
+from jaxinfer.planner.workload import Workload
+from jaxinfer.programs.compilation import use_persistent_cache
 
 _EXAMPLES = {"model": "llama-3.1-8b", "target": "8xh100"}
-_CONTEXT = 8192  # tokens, where nothing else is asked for
+_CONTEXT = 8192  # tokens, by default
 
 
-def make_plan(arguments: argparse.Namespace) -> DryRun:
+def plan_from_arguments(arguments: argparse.Namespace) -> TargetPlan:
     """Raises `ConfigError` and `UnsupportedModelError`."""
     for name in ("context", "batch"):
         value = getattr(arguments, name)
@@ -42,21 +42,21 @@ def make_plan(arguments: argparse.Namespace) -> DryRun:
         split_cpu(target.num_devices)
     layouts = named_layouts(target, arguments.prefill_parallel, arguments.decode_parallel)
     workload = _workload(arguments)
-    shapes = Shapes(read_shape(arguments.model), target, dtype=arguments.dtype)
+    shapes = TargetModel(read_shape(arguments.model), target, dtype=arguments.dtype)
     most = shapes.architecture.max_position_embeddings
     if arguments.context is not None and arguments.context > most:
         raise ConfigError(f"context is {arguments.context}: this model's is {most} tokens; give that or less")
     context = min(_CONTEXT, most) if arguments.context is None else arguments.context
-    setting = Setting(context, workload, arguments.batch)
+    setting = PlanSettings(context, workload, arguments.batch)
     if target.is_cpu:  # as an engine would be started here
         engine = ScheduleConfig()
-        setting = Setting(context, workload, arguments.batch or engine.max_batch_size, engine.prefill_chunk_size)
-    return dry_run(shapes, setting, layouts, num_compiled=arguments.compile)
+        setting = PlanSettings(context, workload, arguments.batch or engine.max_batch_size, engine.prefill_chunk_size)
+    return plan_target(shapes, setting, layouts, num_compiled=arguments.compile)
 
 
 def calibrate_cpu(target_name: str | None, say: Callable[[str], None]) -> str:
-    """Measure this machine's processor and keep what was found for later plans; returns where, and how well predictions fit what was measured.
-    Raises `ConfigError`."""
+    """Measures this machine's processor and stores the result for later plans. Returns where, and how well predictions
+    fit the measurements. Raises `ConfigError`."""
     target = Target.of(target_name or CPU)
     if not target.is_cpu:
         raise ConfigError(
@@ -74,17 +74,17 @@ def calibrate_cpu(target_name: str | None, say: Callable[[str], None]) -> str:
     )
 
 
-def show(run: DryRun, *, is_json: bool) -> None:
-    """On standard output."""
+def show(plan: TargetPlan, *, is_json: bool) -> None:
+    """Prints it to standard output."""
     if is_json:
-        print(json.dumps(as_json(run), indent=1))
+        print(json.dumps(as_json(plan), indent=1))
         return
     console = Console()
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    for name, value in describe(run):
+    for name, value in describe(plan):
         table.add_row(f"[bold]{name}", escape(value))
     console.print(table)
-    if rows := ranking(run):
+    if rows := ranking(plan):
         ranked = Table(box=None, padding=(0, 1, 0, 0), title="layouts by predicted throughput", title_justify="left")
         for name in rows[0]:
             ranked.add_column(name, no_wrap=True, justify="left" if name == rows[0][0] else "right")
@@ -92,9 +92,9 @@ def show(run: DryRun, *, is_json: bool) -> None:
             ranked.add_row(*map(escape, row))
         console.print()
         console.print(ranked)
-    if not run.fits:
-        print(f"does not fit: {run.setting.context:,} tokens of context have no room")
-        for change in run.changes:
+    if not plan.fits:
+        print(f"does not fit: {plan.setting.context:,} tokens of context have no room")
+        for change in plan.changes:
             print(f"would fit, by arithmetic: {change}")
 
 

@@ -1,4 +1,4 @@
-"""Who may wait: a bound on the queue, shared by those who wait in it."""
+"""Limits of the waiting queue, shared by the tenants that wait in it."""
 
 from __future__ import annotations
 
@@ -8,30 +8,33 @@ from typing import NamedTuple
 FLOOR_SHARE = 16  # of this many tenants each has room, whatever the others do
 
 
-class Waiting(NamedTuple):
-    """A request that has had nothing yet."""
+class WaitingRequest(NamedTuple):
+    """A request without a first token."""
 
     tenant: str
     priority: int
 
 
 def has_room_for_texts(tenant: str, num_texts: int, waiting: Collection[tuple[str, int]], most: int) -> bool:
-    """Whether a tenant may have so many more texts embedded. `waiting`: of each request that waits, whose it is and of how many texts.
+    """Whether a tenant may have `num_texts` more texts embedded. `waiting`: the tenant and the number of texts of each
+    waiting request.
 
-    A tenant may have one request of any size; with several it keeps to its share of `most`, divided as the queue is. All together have
-    twice as many."""
+    A tenant may have one request of any size; with several it is limited to its share of `most`, divided as the queue
+    is. All together have twice as many.
+    """
     own = sum(number for other, number in waiting if other == tenant)
     num_tenants = len({other for other, _ in waiting} | {tenant})
     share = max(most // FLOOR_SHARE, most // num_tenants)
     return (own == 0 or own + num_texts <= share) and num_texts + sum(number for _, number in waiting) <= 2 * most
 
 
-def has_room(request: Waiting, unserved: Collection[Waiting], num_waiting: int, max_queue_size: int) -> bool:
+def has_room(request: WaitingRequest, unserved: Collection[WaitingRequest], num_waiting: int, max_queue_size: int) -> bool:
     """Whether another request may wait. `num_waiting` are those of `unserved` for which no slot is free.
 
-    A tenant has its share of the queue, the whole of it divided by the tenants that wait, and at least a sixteenth. Of its own requests only
-    those as urgent count, so that batches keep out nobody; for all together there is room for twice as many, beyond which a tenant has
-    the sixteenth alone."""
+    A tenant has its share of the queue, the whole of it divided by the tenants that wait, and at least a sixteenth. Of
+    its own requests only those at least as urgent count, so that batches keep out nobody. All together have room for
+    twice as many; beyond that a tenant has the sixteenth alone.
+    """
     own = [other.priority for other in unserved if other.tenant == request.tenant]
     num_tenants = len({other.tenant for other in unserved} | {request.tenant})
     floor = max(1, max_queue_size // FLOOR_SHARE)

@@ -1,4 +1,4 @@
-"""What a server answers before its engine is ready: it is alive, it is not ready, and what it is doing."""
+"""What a server answers before its engine is ready: that it is alive, that it is not ready, and its progress."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from server.openai.api_error import ApiError
 from server.page import STATIC_FILES, chat_page
 from server.paths import route_path
 
-RETRY_AFTER = "5"  # seconds: how long a start will take is not known
+RETRY_AFTER = "5"  # seconds: the duration of a start is unknown
 
 
 class StartingApp:
-    """An ASGI app that has another built in a thread of its own and hands every request on to it from then on.
+    """An ASGI app that builds another one in a thread of its own and then passes every request to it.
 
-    `failure` is what building ended with, if it failed; `on_failed` is called then, `on_ready` once requests are served, both in the event
-    loop."""
+    `failure` is the error of building, if it failed; `on_failed` is called then, `on_ready` once requests are served,
+    both in the event loop.
+    """
 
     def __init__(
         self,

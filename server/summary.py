@@ -1,4 +1,4 @@
-"""The short table that says what ran where, how fast, and where the memory went."""
+"""The short table after a run: what ran where, how fast, and the memory."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from jaxinfer.stats import EngineStats, TierStats
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """One request, as its caller saw it."""
+class RequestTiming:
+    """The timing of one request, as its caller measured it."""
 
     num_prompt_tokens: int
     num_output_tokens: int
@@ -25,8 +25,8 @@ class Measured:
         return (self.num_output_tokens - 1) / self.seconds_after if self.num_output_tokens > 1 and self.seconds_after > 0 else None
 
 
-def summary_table(stats: EngineStats, measured: Measured | None = None) -> Table:
-    """Devices of each mesh, start, memory, and, of a request just answered, its speed and pages."""
+def summary_table(stats: EngineStats, measured: RequestTiming | None = None) -> Table:
+    """Devices of each mesh, start, memory, and speed and pages of a request just answered."""
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold")
     table.add_column()
@@ -36,6 +36,7 @@ def summary_table(stats: EngineStats, measured: Measured | None = None) -> Table
     table.add_row("load", f"{stats.load_seconds:.2f} s")
     compiled = f"{stats.num_compilations} compiled, the others cached" if stats.num_compilations < stats.num_programs else "all compiled"
     table.add_row("compile", f"{stats.compile_seconds:.2f} s, {stats.num_programs} programs: {compiled}")
+    table.add_row("compute type", stats.compute_type)
     table.add_row("matrices", stats.weights)
     table.add_row("KV", f"pages for {stats.kv_tokens:,} tokens")
     if stats.sampling_defaults:
@@ -69,14 +70,14 @@ def _add_tiers(table: Table, tiers: TierStats) -> None:
         table.add_row("KV on disk", f"{format_bytes(tiers.disk_size)} at most, {tiers.disk_pages} pages now{refused and f', {refused}'}")
 
 
-def _add_speed(table: Table, stats: EngineStats, measured: Measured) -> None:
+def _add_speed(table: Table, stats: EngineStats, measured: RequestTiming) -> None:
     table.add_row("tokens", f"{measured.num_prompt_tokens} in the prompt, {measured.num_output_tokens} in the answer")
     table.add_row("time to first token", f"{measured.seconds_to_first_token * 1000:.0f} ms")
     rate = measured.tokens_per_second
     table.add_row("decode", "too short to tell" if rate is None else f"{rate:.1f} tokens/s")
     for name, (target, share) in stats.targets().items():
-        held = "not measured" if share is None else f"held {share:.0%} of the times"
-        table.add_row(f"target {name.upper()}", f"{target * 1000:.0f} ms: {held}")
+        met = "not measured" if share is None else f"met {share:.0%} of the time"
+        table.add_row(f"target {name.upper()}", f"{target * 1000:.0f} ms: {met}")
     for role, share in stats.bubbles().items():
         table.add_row(f"{role} bubbles", f"{share:.0%} of the stages' time: they waited for one another")
     table.add_row("KV pages", f"{stats.peak_pages_used} used at most, of {stats.decode_pages}")

@@ -1,4 +1,4 @@
-"""TLS: the context of --ssl-certfile and --ssl-keyfile, checked at start and loaded again on SIGHUP."""
+"""TLS: the context of --ssl-certfile and --ssl-keyfile, checked at start and reloaded on SIGHUP."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from server.config import ServerConfig
 
 logger = logging.getLogger(__name__)
 
-PASSWORD_VARIABLE = "JAXINFER_SSL_KEYFILE_PASSWORD"  # not a flag: a command line is visible to every user of the machine
+# not a flag: a command line is visible to every user of the machine
+PASSWORD_VARIABLE = "JAXINFER_SSL_KEYFILE_PASSWORD"
 
 
 class Tls:
-    """The server's certificate. Connections that begin after `reload` get the files' present content.
+    """The server's certificate. Connections that begin after `reload` use the files' present content.
 
-    Raises `ConfigError` for a file that can't be read, is not PEM, or does not fit the other."""
+    Raises `ConfigError` for a file that can't be read, is not PEM, or does not match the other.
+    """
 
     def __init__(self, config: ServerConfig) -> None:
         self._config = config
@@ -30,14 +32,14 @@ class Tls:
         return None if config.ssl_certfile is None else cls(config)
 
     def reload(self) -> None:
-        """Read the files again. Files that don't fit are reported in the log, and the certificate of before stays."""
+        """Reads the files again. Files that don't match are reported in the log, and the previous certificate stays."""
         try:
             self._load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))  # a wrong pair must not reach the context in use
             self._load(self.context)
         except ConfigError as error:
-            logger.error("the certificate of before stays in force: %s", error)
+            logger.error("the previous certificate stays in force: %s", error)
             return
-        logger.info("the certificate was read again")
+        logger.info("the certificate was reread")
 
     def _load(self, context: ssl.SSLContext) -> ssl.SSLContext:
         config = self._config

@@ -1,7 +1,8 @@
 """Accepts connections and begins TLS on each.
 
-asyncio's servers can do both at once. But a connection's protocol then hears of it only after the handshake, whose time-out uvicorn doesn't set:
-sockets that send none would be bound by no limit of http_limits."""
+asyncio's servers can do both at once. But then a connection's protocol is created only after the handshake, whose
+time-out uvicorn doesn't set: http_limits would not apply to sockets that send none.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ RETRY_DELAY = 1.0  # seconds until the system may have descriptors again
 
 
 class TlsListener:
-    """One listening socket's, as far as uvicorn asks of an `asyncio.Server`. Needs a running loop."""
+    """The listening socket, with the methods of `asyncio.Server` that uvicorn uses. Needs a running loop."""
 
     def __init__(
         self, listener: socket.socket, context: ssl.SSLContext, make_protocol: Callable[[], LimitedProtocol], backlog: int
@@ -31,7 +32,7 @@ class TlsListener:
         self._task = asyncio.get_running_loop().create_task(self._accept())
 
     def close(self) -> None:
-        """Accept no more, and end the handshakes under way."""
+        """Accepts no more, and ends running handshakes."""
         for task in (self._task, *self._handshakes):
             task.cancel()
 

@@ -1,11 +1,12 @@
-"""What each request took: counted from its deltas, told in its reply, summed for each tenant, and a line of the usage log."""
+"""The usage of each request: counted from its deltas, reported in its reply, summed for each tenant, and written to the
+usage log."""
 
 from __future__ import annotations
 
 import asyncio
 import enum
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Sized
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from types import TracebackType
@@ -25,16 +26,16 @@ class Outcome(enum.StrEnum):
     TIMEOUT = "timeout"  # its deadline passed
     DISCONNECTED = "disconnected"  # its client left, or the server ended before it
     REFUSED = "refused"  # the queue was full, or it could never be served
-    ABORTED = "aborted"  # the backend gave it up
+    ABORTED = "aborted"  # the backend aborted it
     FAILED = "failed"  # an internal error
 
 
 @dataclass(frozen=True, slots=True)
 class RequestIdentity:
-    """Which request it was and whose, as its record says."""
+    """The request and its tenant, as in its usage record."""
 
-    id: str  # the answer's, which the body of a reply has
-    request_id: str  # the HTTP request's, which its headers have
+    id: str  # the answer's, in the body of a reply
+    request_id: str  # the HTTP request's, in its headers
     tenant: str
     session: str | None
     endpoint: str
@@ -57,18 +58,19 @@ class TenantTotals:
 
 
 class UsageMeter:
-    """Totals by tenant, and the log. A tenant's name becomes a metric's label: they must be few, such as the API keys'."""
+    """Totals by tenant, and the log. A tenant's name becomes a metric's label: there must be few, such as the API
+    keys'."""
 
     def __init__(self, tenants: Iterable[str] = (), log: UsageLog | None = None) -> None:
         self.totals = {tenant: TenantTotals() for tenant in tenants}
         self._log = log
 
-    def measure(self, asked: RequestIdentity, prompts: Sequence[Sequence[int]], n: int) -> RequestUsage:
+    def measure(self, asked: RequestIdentity, prompts: Sequence[Sized], n: int) -> RequestUsage:
         """To be entered when a request that passed its checks goes to the backend."""
         return RequestUsage(self, asked, [len(prompt) for prompt in prompts], n)
 
     def record(self, usage: RequestUsage, outcome: Outcome) -> None:
-        """Add what a request took to its tenant's totals and to the log."""
+        """Adds a request's usage to its tenant's totals and to the log."""
         totals = self.totals.setdefault(usage.asked.tenant, TenantTotals())
         totals.requests[outcome] += 1
         if outcome is Outcome.REFUSED and not usage.has_begun:
@@ -99,7 +101,7 @@ class UsageMeter:
             )
 
     def record_refusal(self, request: LoggedRequest, endpoint: str, status: int) -> None:
-        """Add a line to the log for a request that was answered with an error before it was measured: it took nothing."""
+        """Adds a line to the log for a request that was refused before it was measured: it used nothing."""
         if self._log is not None:
             self._log.write(
                 {
@@ -120,20 +122,20 @@ def _now() -> str:
 
 
 def device_seconds(device: DeviceUsage | None) -> dict[str, float | None]:
-    """To the microsecond; None where the engine did not say."""
+    """To the microsecond; None where the engine did not report it."""
     names = ("queue_seconds", "prefill_seconds", "decode_seconds")
     return {name: None if device is None else round(getattr(device, name), 6) for name in names}
 
 
 class RequestUsage:
-    """What one HTTP request takes, all its prompts and sequences together. As a context manager around its deltas it is recorded
-    when left, however that happens."""
+    """The usage of one HTTP request, with all its prompts and sequences. As a context manager around its deltas it is
+    recorded when left, however that happens."""
 
     def __init__(self, meter: UsageMeter, asked: RequestIdentity, prompt_sizes: list[int], n: int) -> None:
         self.asked = asked
         self.output_tokens = 0
         self.finish_reasons: list[str | None] = [None] * (len(prompt_sizes) * n)  # prompt by prompt; None: unfinished
-        self.has_begun = False  # the backend said something
+        self.has_begun = False  # the backend has sent something
         self._meter, self._n = meter, n
         self._prompt_sizes = prompt_sizes
         self._is_computed = [False] * len(prompt_sizes)
@@ -141,17 +143,18 @@ class RequestUsage:
         self._devices: list[DeviceUsage | None] = [None] * len(prompt_sizes)
 
     def add(self, delta: OutputDelta, prompt: int = 0) -> None:
-        """Count a delta of the prompt of that number."""
+        """Counts a delta of the prompt with that number."""
         self.has_begun = True
         self.output_tokens += len(delta.token_ids)
         if delta.device_usage is not None:
-            self._devices[prompt] = delta.device_usage  # it holds those before
-        if delta.cached_tokens and not delta.index:  # the first sequence's: the others start from the prompt that it computed
+            self._devices[prompt] = delta.device_usage  # it includes those before
+        # the first sequence's: the others start from the prompt that it computed
+        if delta.cached_tokens and not delta.index:
             self._cached[prompt] = delta.cached_tokens
         reason = delta.finish_reason
         if reason is not None:
             self.finish_reasons[prompt * self._n + delta.index] = str(reason)
-        if not self._is_computed[prompt]:  # given up in the queue, a prompt has cost nothing
+        if not self._is_computed[prompt]:  # aborted in the queue, a prompt has cost nothing
             device = delta.device_usage
             self._is_computed[prompt] = reason not in _GIVEN_UP or (device is not None and device.prefill_seconds > 0)
 
@@ -162,12 +165,12 @@ class RequestUsage:
 
     @property
     def cached_input_tokens(self) -> int:
-        """Of them, those whose KV was found."""
+        """Of them, those with cached KV."""
         return sum(self._cached)
 
     @property
     def device(self) -> DeviceUsage | None:
-        """Seconds so far; None as long as the engine has said none."""
+        """Seconds so far; None as long as the engine has reported none."""
         known = [device for device in self._devices if device is not None]
         if not known:
             return None

@@ -18,8 +18,9 @@ logger = logging.getLogger(__name__)
 
 
 class UsageLog:
-    """Open until its context is left, which waits for the lines still to be written. Writing stalls nobody, and a file that was
-    moved away to be rotated is followed by a new one. Raises `ConfigError` for a file that can't be opened."""
+    """Open until its context is left, which waits for the lines still to be written. Writing blocks no caller, and a
+    file that was moved away by rotation is replaced by a new one. Raises `ConfigError` for a file that can't be opened.
+    """
 
     def __init__(self, path: str) -> None:
         try:
@@ -31,11 +32,11 @@ class UsageLog:
         self._writer.start()
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """Have a line written soon."""
+        """Queues a line."""
         self._lines.put(logging.makeLogRecord({"msg": json.dumps(line)}))
 
     def flush(self, timeout: float) -> None:
-        """Wait, no longer than `timeout` seconds, until the lines are written. Nothing may be written afterwards."""
+        """Waits, at most `timeout` seconds, until the lines are written. Nothing may be written afterwards."""
         closing = threading.Thread(target=self._writer.stop, daemon=True)  # a disk may hang
         closing.start()
         closing.join(timeout)
@@ -49,10 +50,10 @@ class UsageLog:
 
 
 class _File(WatchedFileHandler):
-    """A line that can't be written, such as to a full disk, goes to the server's log: it may be worth money."""
+    """A line that can't be written, such as to a full disk, goes to the server's log: it may be needed for billing."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Also catches what opening the file anew raises, which would end the thread."""
+        """Also catches what opening the file again raises, which would end the thread."""
         try:
             super().emit(record)
         except OSError:

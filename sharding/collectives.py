@@ -1,4 +1,4 @@
-"""What a compiled program's devices say to each other, counted in its text."""
+"""Collectives of a compiled program, counted in its text."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 
-# Named alone, or with `-start` the first of an asynchronous pair, whose `-done` is the same one. Those that are wrapped in an `async-start`
-# stand in a computation of their own, by their plain names.
+# Named alone, or with `-start` the first of an asynchronous pair, whose `-done` is the same one. Those that are wrapped
+# in an `async-start` stand in a computation of their own, by their plain names.
 _OPERATION = re.compile(
     r"^\s*(?:ROOT )?%?[\w.-]+ = (?P<type>\(.*?\)|\S+) "
     r"(?P<kind>all-reduce|all-gather|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute|collective-broadcast)(?P<start>-start)?\(",
@@ -22,11 +22,12 @@ class Collective:
     """One operation, of all devices together."""
 
     kind: str  # such as "all-reduce"
-    arrays: tuple[str, ...]  # what each device has of it in the end, such as "bf16[32,8192]"; several where XLA made one of several
+    # each device's part of the result, such as "bf16[32,8192]"; several where XLA combined several
+    arrays: tuple[str, ...]
 
     @property
     def num_bytes(self) -> int:
-        """Of what each device has in the end."""
+        """Bytes of each device's part of the result."""
         return sum(map(_num_bytes, self.arrays))
 
     def __str__(self) -> str:
@@ -34,12 +35,14 @@ class Collective:
 
 
 def collectives(program: str) -> Counter[Collective]:
-    """Those in the text of an optimised HLO module, as often as they stand there: what is in a loop runs oftener, what is in a branch perhaps not."""
+    """The collectives in the text of an optimised HLO module, each counted once: those in a loop run oftener, those in
+    a branch perhaps not."""
     return Counter(_read(found) for found in _OPERATION.finditer(program))
 
 
 def collectives_a_layer(program: str, longer: str) -> Counter[Collective]:
-    """What a layer costs: what the same program of a model with one more layer has more. Raises `ValueError` if it lacks any."""
+    """The collectives of one layer: those that the same program of a model with one more layer has more. Raises
+    `ValueError` if it lacks any."""
     fewer, more = collectives(program), collectives(longer)
     if missing := fewer - more:
         raise ValueError(f"the program with one more layer lacks {', '.join(map(str, missing.elements()))}")
@@ -48,7 +51,8 @@ def collectives_a_layer(program: str, longer: str) -> Counter[Collective]:
 
 def _read(found: re.Match[str]) -> Collective:
     arrays = [array[0] for array in _ARRAY.finditer(found["type"])]
-    # The operands, then the results, then perhaps what the pair is known by; of a sum only the results, in the XLA of JAX 0.10.
+    # The operands, then the results, then perhaps the name of the pair; for a sum only the results, in the XLA of JAX
+    # 0.10.
     if found["start"] and (found["kind"] != "all-reduce" or found["type"].startswith("((")):
         while arrays[-1] == "u32[]":
             arrays.pop()

@@ -1,8 +1,9 @@
-"""How long a step takes, and what it spends its time on: from bytes read, products made and collectives waited for. Imports no JAX.
+"""Estimates of a step's time and what it is spent on: bytes read, products, and collectives. Imports no JAX.
 
-A roofline (Williams et al., CACM 2009) for each part of a model: its matrices are read while they are multiplied with,
-so that the slower of both counts, and the same of attention over keys and values; collectives and the starts of kernels come on top. Good for
-which layout is faster and why, to some tens of percent; what a card really reaches is `sharding.hardware`'s to say.
+A roofline (Williams et al., CACM 2009) for each part of a model. Its matrices are read while they are multiplied, so
+that the slower of both counts, and the same for attention over keys and values. Collectives and kernel launches are
+added. It shows which layout is faster and why, to some tens of percent; `sharding.hardware` has what a GPU really
+reaches.
 """
 
 from __future__ import annotations
@@ -12,53 +13,55 @@ from dataclasses import dataclass, fields
 from operator import add
 from typing import Literal
 
-from sharding.expert_exchange import Link, Mixture, choose, exchanged
+from sharding.expert_exchange import Link, MoELayerWork, choose, exchange_cost
 from sharding.hardware import HARDWARE, Hardware
 from sharding.sequence_parallel import splits_tokens
 
 
 @dataclass(frozen=True)
 class Matrices:
-    """Matrices that tokens are multiplied with, or rows of which they take."""
+    """Matrices that tokens are multiplied with, or whose rows are looked up."""
 
-    split_bytes: int = 0  # of which each of tp devices has its part
-    whole_bytes: int = 0  # that each device has
+    split_bytes: int = 0  # split over tp devices
+    whole_bytes: int = 0  # on each device
     split_values: int = 0  # a multiplication and an addition each, for each token
     whole_values: int = 0
-    row_bytes: int = 0  # of a table that each token takes a row of
-    dtype: str = "bfloat16"  # as what they are multiplied
+    row_bytes: int = 0  # of a table in which each token looks up a row
+    dtype: str = "bfloat16"  # the type of the product
 
 
 @dataclass(frozen=True)
 class ExpertWork:
-    """A mixture's, of which each token takes a few; all alike."""
+    """The experts of a mixture-of-experts layer, a few of which each token uses; all are alike."""
 
     num_experts: int
     top_k: int
-    expert_bytes: int  # of all matrices of one
+    expert_bytes: int  # of all matrices of one expert
     expert_values: int
     dtype: str = "bfloat16"
-    has_shared: bool = False  # whether every token takes one more besides, split over devices like other matrices
+    has_shared: bool = False  # whether every token uses one more, split over devices like other matrices
 
     def num_hit(self, num_tokens: int) -> float:
-        """Different ones that so many tokens take, if each is as likely as any other."""
+        """The expected number of different experts that `num_tokens` tokens use, if each is as likely as any other."""
         return self.num_experts * (1 - (1 - self.top_k / self.num_experts) ** num_tokens)
 
 
-_GATHERED_TOKENS = 4096  # whose latents prefill gathers at once
+_GATHERED_TOKENS = 4096  # tokens whose latents prefill gathers at once
 
 
 @dataclass(frozen=True)
 class AttentionWork:
-    """Over the keys and values of one layer."""
+    """Attention over the keys and values of one layer."""
 
-    token_bytes: int  # kept of a token, by all devices together where heads are split over them
-    is_split: bool  # else each device reads all that is kept of a token
+    token_bytes: int  # cached for a token, on all devices together where heads are split over them
+    is_split: bool  # otherwise each device reads everything cached for a token
     decode_values: int  # multiplied for a query and a key, of all heads
     prefill_values: int
-    expand_values: int = 0  # of latents: multiplied for each key in prefill, to expand it; in decode for each query, to take it to latents
-    exchanged_bytes: int = 0  # of a query of latents that devices share out: what decode sends for all heads, there and back
-    window: int | None = None  # tokens that a query attends to at most
+    # for latents: multiplied for each key in prefill, to expand it; in decode for each query, to project it to latents
+    expand_values: int = 0
+    # for latents that are split over devices: of a query, what decode sends for all heads, both ways
+    exchanged_bytes: int = 0
+    window: int | None = None  # most tokens that a query attends to
     chunk: int | None = None  # the same, counted from the start of the query's own chunk
 
     def num_pairs(self, first: int, stop: int) -> float:
@@ -72,7 +75,7 @@ class AttentionWork:
         return stop - (first // self.chunk * self.chunk if self.chunk is not None else 0)
 
     def num_keys(self, context: int) -> float:
-        """That the last token of a context attends to: one of a chunk, which it may be anywhere in, on average."""
+        """Keys that the last token of a context attends to; in a chunk the average over its positions."""
         size = self.chunk if self.chunk is not None and context > self.chunk else 1
         return self.num_pairs(context - size, context) / size
 
@@ -89,26 +92,27 @@ class AttentionWork:
 
 @dataclass(frozen=True)
 class LayerWork:
-    """What a step does in one layer, in the embedding or in the head."""
+    """The work of a step in one layer, in the embedding or in the head."""
 
     matrices: Matrices = Matrices()
     experts: ExpertWork | None = None
     attention: AttentionWork | None = None
     reduced_bytes: tuple[int, ...] = ()  # of a token, in each all-reduce over tp devices
-    split_moved: int = 0  # bytes of a token that lie between products, read and written: of which each of tp devices has its part
-    whole_moved: int = 0  # the same of what each device does for itself
+    # bytes of a token's activations that are read and written between products, split over tp devices
+    split_moved: int = 0
+    whole_moved: int = 0  # the same that each device does itself
     num_kernels: int = 0
-    of_sampled: bool = False  # only the last token of each sequence comes to it
+    of_sampled: bool = False  # only the last token of each sequence reaches it
 
 
 @dataclass(frozen=True)
 class Step:
-    """What one call of a program gets."""
+    """The shape of one call of a program."""
 
     role: Literal["prefill", "decode"]
     num_sequences: int
-    num_queries: int  # tokens of each sequence; 1 in decode
-    context: int  # tokens of each sequence once it is done
+    num_queries: int  # query tokens of each sequence; 1 in decode
+    context: int  # tokens of each sequence at the end of the step
 
     @property
     def num_tokens(self) -> int:
@@ -128,7 +132,7 @@ _BOUNDS = {
 
 @dataclass(frozen=True)
 class StepCost:
-    """Seconds. Where reads and products of one thing go on at the same time they add up to more than `seconds`."""
+    """Seconds. Where reads and products overlap they add up to more than `seconds`."""
 
     seconds: float = 0.0
     weight_reads: float = 0.0
@@ -147,12 +151,12 @@ class StepCost:
 
     @property
     def bound(self) -> str:
-        """What most of the time goes to."""
+        """The largest part of the time."""
         return _BOUNDS[max(_BOUNDS, key=lambda name: getattr(self, name))]
 
 
 def part_cost(part: LayerWork, step: Step, tp: int, ep: int, hardware: Hardware) -> StepCost:
-    """Of one part of a model in one step, split over `tp` devices, or with experts whole on `ep` of them."""
+    """The cost of one part of a model in one step, split over `tp` devices, or with whole experts on `ep` of them."""
     weight_bytes, products = _matrices(part, step, tp, hardware)
     if part.experts is not None:
         expert_bytes, expert_products = _experts(part.experts, step.num_tokens, tp, ep, hardware)
@@ -175,15 +179,16 @@ def part_cost(part: LayerWork, step: Step, tp: int, ep: int, hardware: Hardware)
 
 
 def all_reduce_seconds(num_bytes: float, num_devices: int, hardware: Hardware) -> float:
-    """Each device's sum of all devices' bytes, by a ring: 2 (n - 1) / n of them pass each link (Patarasuk and Yuan, 2009)."""
+    """Each device's sum of all devices' bytes, by a ring: 2 (n - 1) / n of them pass each link (Patarasuk and Yuan,
+    2009)."""
     if num_devices == 1:
         return 0.0
     return hardware.link_seconds + 2 * (num_devices - 1) / num_devices * num_bytes / hardware.link_bandwidth
 
 
 def exchange_seconds(attention: AttentionWork, step: Step, tp: int, hardware: Hardware) -> float:
-    """What attention to latents that devices share out sends: in decode queries to all and results back, in prefill the context's latents, some
-    thousands at a time."""
+    """The communication of attention to latents that are split over devices: in decode queries to all and results back,
+    in prefill the context's latents, some thousands at a time."""
     if tp == 1 or not attention.exchanged_bytes:
         return 0.0
     num_bytes, starts = step.num_tokens * attention.exchanged_bytes, 2
@@ -198,25 +203,25 @@ def move_seconds(num_bytes: float, hardware: Hardware) -> float:
     return hardware.link_seconds + num_bytes / hardware.link_bandwidth
 
 
-def most_of(mean: float, deviation: float, num_devices: int) -> float:
-    """About what the fullest of some devices has, of independent amounts with this mean and deviation."""
+def expected_max(mean: float, deviation: float, num_devices: int) -> float:
+    """About the expected maximum over `num_devices` devices of independent amounts with this mean and deviation."""
     return mean + deviation * math.sqrt(2 * math.log(num_devices))
 
 
 def _collectives(part: LayerWork, step: Step, tp: int, ep: int, hardware: Hardware) -> float:
-    """All-reduces; what experts on devices of their own give may come together by an all-to-all instead, where that is quicker."""
+    """All-reduces; the results of whole experts may be combined by an all-to-all instead, where that is faster."""
     seconds = [all_reduce_seconds(_rows(part, step) * size, tp, hardware) for size in part.reduced_bytes]
     if part.experts is not None and ep > 1 and seconds:
         experts, link = part.experts, Link(hardware.link_bandwidth, hardware.link_seconds, is_ragged=not hardware.shares_machine)
-        mixture = Mixture(step.num_tokens, part.reduced_bytes[-1], 1, experts.num_experts, experts.top_k, ep, experts.has_shared)
+        mixture = MoELayerWork(step.num_tokens, part.reduced_bytes[-1], 1, experts.num_experts, experts.top_k, ep, experts.has_shared)
         if choose(mixture, link)[0] == "all_to_all":
-            seconds[-1] = exchanged(mixture, link).seconds(link)
+            seconds[-1] = exchange_cost(mixture, link).seconds(link)
     return sum(seconds)
 
 
 def _splits_tokens(part: LayerWork, step: Step, tp: int, hardware: Hardware) -> bool:
-    """Whether between a layer's sums each device has its share of the tokens, as programs decide it: by data sheets, calibrated or not. Where that
-    time isn't counted, neither is what this saves of it."""
+    """Whether between a layer's sums each device has its share of the tokens. Programs decide it by data sheets,
+    calibrated or not. Where the time of activations isn't counted, neither is what this saves of it."""
     if step.role != "prefill" or part.attention is None or not part.reduced_bytes or math.isinf(hardware.activation_bandwidth):
         return False
     return splits_tokens("auto", step.num_tokens, part.reduced_bytes[0], tp, HARDWARE.get(hardware.name, hardware))
@@ -235,13 +240,14 @@ def _matrices(part: LayerWork, step: Step, tp: int, hardware: Hardware) -> tuple
 
 
 def _experts(experts: ExpertWork, num_tokens: int, tp: int, ep: int, hardware: Hardware) -> tuple[float, float]:
-    """The same of experts: of those that the tokens take. Where they are whole on their devices, of the device that has most to do."""
+    """The same for experts: those that the tokens use. Where whole experts are on their devices, for the device with
+    the most work."""
     hit, rows = experts.num_hit(num_tokens), float(num_tokens * experts.top_k)
     if ep > 1:
         share = hit / experts.num_experts
         of_device = experts.num_experts / ep
-        hit = min(most_of(hit / ep, math.sqrt(of_device * share * (1 - share)), ep), of_device)
-        rows = min(most_of(rows / ep, math.sqrt(rows / ep), ep), rows)
+        hit = min(expected_max(hit / ep, math.sqrt(of_device * share * (1 - share)), ep), of_device)
+        rows = min(expected_max(rows / ep, math.sqrt(rows / ep), ep), rows)
         return hit * experts.expert_bytes, 2 * rows * experts.expert_values / hardware.rate(experts.dtype)
     return hit * experts.expert_bytes / tp, 2 * rows * experts.expert_values / tp / hardware.rate(experts.dtype)
 

@@ -1,4 +1,5 @@
-"""How a role's devices share its work: tensor parallel within a stage, stages in a pipeline, whole experts a device. Imports no JAX."""
+"""The layout of a role's devices: tensor parallel within a stage, stages in a pipeline, whole experts a device. Imports
+no JAX."""
 
 from __future__ import annotations
 
@@ -13,15 +14,17 @@ _AXES = ("tp", "pp", "ep")
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
-    """A layout. Its devices are `pp` stages in turn, each of `tp` devices."""
+    """A layout. Its devices are `pp` stages in order, each of `tp` devices."""
 
     tp: int = 1  # devices that every layer of a stage is split over
     pp: int = 1  # stages that the layers are cut into
-    ep: int = 1  # devices that experts are dealt out to: tp of them, or 1 where each device has its columns of every expert
+    # devices over which whole experts are distributed: tp of them, or 1 where each device has its columns of every
+    # expert
+    ep: int = 1
 
     @classmethod
     def parse(cls, text: str) -> Parallel:
-        """'tp=2,pp=2'; axes that are not named are 1. Raises `ValueError` naming what is wrong."""
+        """'tp=2,pp=2'; axes that are not named are 1. Raises `ValueError` saying what is wrong."""
         sizes: dict[str, int] = {}
         for part in text.split(","):
             axis, equals, size = (word.strip() for word in part.partition("="))
@@ -50,7 +53,7 @@ class Parallel:
 
 
 def missing_device(device_ids: Sequence[int], num_devices: int, platform: str) -> str | None:
-    """Which of these devices a machine of so many lacks, as an error says it; None if it has them all."""
+    """An error's text about devices that a machine with `num_devices` lacks; None if it has them all."""
     missing = [i for i in device_ids if i >= num_devices]
     if not missing:
         return None

@@ -14,7 +14,7 @@ TENSOR = "tensor"  # the mesh axis that attention heads, MLP columns and the voc
 
 
 def make_mesh(device_ids: Sequence[int], devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A mesh with one `tensor` axis over the devices at these places of `devices` (default: `jax.devices()`).
+    """A mesh with one `tensor` axis over the devices with these indices in `devices` (default: `jax.devices()`).
 
     Raises `ValueError` for a device number that does not exist.
     """
@@ -31,6 +31,6 @@ def is_cpu(mesh: Mesh) -> bool:
 
 
 def own_device(mesh: Mesh) -> jax.Device:
-    """The first of the mesh's devices that is this process's, or of all where none is."""
+    """The mesh's first device of this process, or its first device where the process has none."""
     devices = list(mesh.devices.flat)
     return next((device for device in devices if device.process_index == jax.process_index()), devices[0])

@@ -1,4 +1,4 @@
-"""From logical axes to shardings, and arrays onto those."""
+"""From logical axes to shardings, and moves of arrays to them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, reshard
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding, reshard
 
 from sharding.rules import Rules
 
@@ -19,7 +19,7 @@ def partition_spec(axes: Sequence[str | None], rules: Rules) -> PartitionSpec:
     return PartitionSpec(*(rules.get(axis) if axis is not None else None for axis in axes))
 
 
-def named_sharding(mesh: Mesh, rules: Rules, axes: Sequence[str | None], shape: Sequence[int], what: str) -> NamedSharding:
+def named_sharding(mesh: Mesh | AbstractMesh, rules: Rules, axes: Sequence[str | None], shape: Sequence[int], what: str) -> NamedSharding:
     """The sharding of an array of this shape. Raises `ValueError`, naming `what`, if an axis does not divide evenly."""
     spec = partition_spec(axes, rules)
     for axis, size, mesh_axis in zip(axes, shape, spec, strict=True):
@@ -38,23 +38,24 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def place(values: Any, sharding: NamedSharding) -> Any:
-    """A pytree of host arrays on a mesh. Where some of its devices are other processes', each process fills its own from the same values;
-    `device_put` would first compare all of them over the network."""
+    """A pytree of host arrays on a mesh. Where some of its devices belong to other processes, each process fills its
+    own from the same values; `device_put` would first compare all of them over the network."""
     if sharding.is_fully_addressable:
         return jax.device_put(values, sharding)
     return jax.tree.map(lambda value: jax.make_array_from_callback(value.shape, sharding, lambda index: value[index]), values)
 
 
 def move(array: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """An array of one mesh on another. Where the devices are several processes', each moves what its own have; if some need what only others'
-    have, the array is first made whole on all devices of its mesh, by a program that every process must launch, as this call is."""
+    """An array of one mesh on another. Where the devices belong to several processes, each moves what its own have. If
+    some need what only others' have, a program that every process must launch first makes the array whole on all
+    devices of its mesh."""
     if sharding.is_fully_addressable and array.is_fully_addressable:
         return jax.device_put(array, sharding)
     sources = _sources(array.sharding, sharding, array.shape)
     if sources is None:
         assert isinstance(array.sharding, NamedSharding)
-        # Until it is done, or on a CPU its collective could meet another program's: where a process has one device of a mesh, XLA runs side by side
-        # what has no data in common.
+        # Waits until it is done: on a CPU its collective could otherwise meet another program's. Where a process has
+        # one device of a mesh, XLA runs independent programs concurrently.
         array = jax.block_until_ready(reshard(array, NamedSharding(array.sharding.mesh, PartitionSpec())))
         sources = _sources(array.sharding, sharding, array.shape)
         assert sources is not None
@@ -71,8 +72,8 @@ def move(array: jax.Array, sharding: NamedSharding) -> jax.Array:
 def _sources(
     source: Sharding, target: Sharding, shape: tuple[int, ...]
 ) -> dict[jax.Device, tuple[jax.Device, tuple[slice, ...] | None]] | None:
-    """For each of the target's devices one of its process that has its part, and where in that one's, None for the whole of it. None if for
-    some there is no such device, whichever process asks."""
+    """For each of the target's devices a device of its process that has its part, and the part's indices there, None
+    for the whole of it. None if some have no such device, in any process."""
     held: Mapping[Any, Any] = source.devices_indices_map(shape)
     wanted: Mapping[Any, Any] = target.devices_indices_map(shape)
     found: dict[jax.Device, tuple[jax.Device, tuple[slice, ...] | None]] = {}
@@ -87,7 +88,7 @@ def _sources(
 
 
 def within(held: Index, wanted: Index, shape: Sequence[int]) -> tuple[slice, ...] | None:
-    """Where in one part of an array another lies; None if not all of it does."""
+    """The indices of one part of an array within another; None if it is not all within."""
     pairs = list(zip(_bounds(held, shape), _bounds(wanted, shape), strict=True))
     if any(c < a or b < d for (a, b), (c, d) in pairs):
         return None
@@ -95,5 +96,5 @@ def within(held: Index, wanted: Index, shape: Sequence[int]) -> tuple[slice, ...
 
 
 def _bounds(index: Index, shape: Sequence[int]) -> list[tuple[int, int]]:
-    """From where to where, in each dimension."""
+    """Start and stop in each dimension."""
     return [part.indices(size)[:2] for part, size in zip(index, shape, strict=True)]

@@ -1,4 +1,4 @@
-"""The timeline of a pipeline: which stage works on which micro-batch when, and how much of the time stages wait. Imports no JAX."""
+"""The timeline of a pipeline: when each stage works on which micro-batch, and the bubble share. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class StageWork:
 @dataclass(frozen=True)
 class Timeline:
     num_stages: int
-    works: tuple[StageWork, ...]  # in the order they were given to the stages
+    works: tuple[StageWork, ...]  # in the order of the stages' inputs
 
     @property
     def seconds(self) -> float:
@@ -29,12 +29,13 @@ class Timeline:
 
     @property
     def bubble_share(self) -> float:
-        """Of all stages' time, what they spend waiting, filling and draining of the pipeline included; 0 for works that take none."""
+        """The share of all stages' time in which they wait, including filling and draining of the pipeline; 0 for works
+        without duration."""
         whole = self.num_stages * self.seconds
         return 1 - sum(work.stop - work.start for work in self.works) / whole if whole else 0.0
 
     def ends(self, micro_batch: int) -> list[float]:
-        """When a micro-batch leaves the last stage, of each round."""
+        """When a micro-batch leaves the last stage, in each round."""
         return [work.stop for work in self.works if work.stage == self.num_stages - 1 and work.micro_batch == micro_batch]
 
 
@@ -46,10 +47,10 @@ def timeline(
     move_seconds: float = 0.0,
     return_seconds: float | None = None,
 ) -> Timeline:
-    """Of micro-batches that pass through the stages in turn, again and again: each stage takes them in the order of rounds, then of their
-    numbers, and begins with one when it is done with the one before and this one has arrived, `move_seconds` after the stage before was done.
-    `return_seconds`: after which a round's result is back at the first stage, where the next round of the same micro-batch waits for it, as a
-    sampled token's does in decode; None: nobody waits, as in prefill."""
+    """Micro-batches pass through the stages in order, repeatedly. Each stage processes them in the order of rounds,
+    then of their numbers. It begins with one when the one before is done and this one has arrived, `move_seconds` after
+    the stage before was done. After `return_seconds` a round's result is back at the first stage. The next round of the
+    same micro-batch waits there for it, as for a sampled token in decode; None: nothing waits, as in prefill."""
     if not stage_seconds or num_micro_batches < 1 or num_rounds < 1:
         raise ValueError(
             f"{len(stage_seconds)} stages, {num_micro_batches} micro-batches and {num_rounds} rounds: there must be one of each at least"
@@ -73,8 +74,8 @@ def timeline(
 def round_seconds(
     stage_seconds: Sequence[float], num_micro_batches: int, *, move_seconds: float = 0.0, return_seconds: float = 0.0
 ) -> float:
-    """How long a round of all micro-batches takes once the pipeline is full: the slowest stage's time with each, or one's way through all
-    stages and back where there are too few to fill it."""
+    """The time of a round of all micro-batches once the pipeline is full: the slowest stage's time with each, or the
+    time of one through all stages and back where there are too few to fill it."""
     way = sum(stage_seconds) + move_seconds * (len(stage_seconds) - 1) + return_seconds
     return max(num_micro_batches * max(stage_seconds), way)
 
@@ -82,6 +83,6 @@ def round_seconds(
 def steady_bubble_share(
     stage_seconds: Sequence[float], num_micro_batches: int, *, move_seconds: float = 0.0, return_seconds: float = 0.0
 ) -> float:
-    """Of all stages' time in a round, once the pipeline is full, what they spend waiting."""
+    """The share of all stages' time in a round in which they wait, once the pipeline is full."""
     whole = len(stage_seconds) * round_seconds(stage_seconds, num_micro_batches, move_seconds=move_seconds, return_seconds=return_seconds)
     return 1 - num_micro_batches * sum(stage_seconds) / whole if whole else 0.0

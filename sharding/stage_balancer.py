@@ -1,4 +1,4 @@
-"""Which layers each stage of a pipeline has: a cut that makes the slowest stage as fast as it can be. Imports no JAX."""
+"""The layers of each stage of a pipeline: a partition that minimises the time of the slowest stage. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-_ROUNDING = 1e-9  # share of a sum that floats may differ by, added up in another order
+_ROUNDING = 1e-9  # share of a sum by which floats may differ when they are added in another order
 
 
 @dataclass(frozen=True)
-class Costs:
-    """In any unit, such as seconds or bytes. Raises `ValueError` for what is no number of at least 0."""
+class LayerCosts:
+    """Costs in any unit, such as seconds or bytes. Raises `ValueError` for negative or non-finite costs."""
 
     layers: Sequence[float]
-    first: float = 0.0  # what the first stage has besides, such as the embedding
-    last: float = 0.0  # and the last, such as the head
+    first: float = 0.0  # additional cost of the first stage, such as the embedding
+    last: float = 0.0  # additional cost of the last stage, such as the head
 
     def __post_init__(self) -> None:
         if any(not 0 <= cost < math.inf for cost in (*self.layers, self.first, self.last)):
@@ -26,7 +26,7 @@ class Costs:
             )
 
     def of(self, start: int, stop: int) -> float:
-        """A stage with these layers."""
+        """The cost of a stage with these layers."""
         return self._before[stop] - self._before[start] + self.first * (start == 0) + self.last * (stop == len(self.layers))
 
     @cached_property
@@ -34,10 +34,10 @@ class Costs:
         return [0.0, *accumulate(self.layers)]
 
 
-def balance(costs: Costs, num_stages: int, sizes: Costs | None = None, slack: float = 0.0) -> list[range]:
-    """The layers of each stage, in turn and each at least one, so that no other cut's costliest stage costs less; of all cuts that come as near
-    as `slack`, a share, to that, those whose largest stage is smallest, where sizes are given; of those the one whose stages cost most alike
-    (least sum of squares).
+def balance(costs: LayerCosts, num_stages: int, sizes: LayerCosts | None = None, slack: float = 0.0) -> list[range]:
+    """The layers of each stage, in order and each at least one, so that no other partition's costliest stage costs
+    less. Among partitions within `slack`, a share, of that: those whose largest stage is smallest, where sizes are
+    given; of those the one with the most even costs (least sum of squares).
 
     Raises `ValueError` for more stages than layers.
     """
@@ -64,7 +64,8 @@ def _within(cost: float, bound: float, value: float) -> float:
 def _cut(
     num_layers: int, num_stages: int, cost: Callable[[int, int], float], join: Callable[[float, float], float]
 ) -> tuple[float, tuple[int, ...]]:
-    """The least of all cuts' costs, a stage's joined to those before it, and where each stage but the first begins; the earliest of equals."""
+    """The least of all partitions' costs, where a stage's is joined to those before it, and the first layer of each
+    stage but the first; the earliest of equals."""
     best: dict[int, tuple[float, tuple[int, ...]]] = {stop: (cost(0, stop), ()) for stop in range(1, num_layers + 1)}
     for stage in range(1, num_stages):
         best = {

@@ -1,4 +1,4 @@
-"""GPUs that this machine doesn't have: devices to compile programs for, from public descriptions of the cards."""
+"""Target GPUs: devices to compile programs for without the hardware, from public descriptions of the cards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FILES = {"h100": "h100_sxm.txtpb", "h200": "h200.txtpb", "b200": "b200.txtpb", 
 
 
 def known_cards() -> list[str]:
-    """Names of the cards that there is a description of."""
+    """Names of the cards with a description."""
     return sorted(_FILES)
 
 
@@ -26,9 +26,9 @@ def card_memory(name: str) -> int:
 
 
 def target_devices(name: str, num_devices: int) -> Sequence[jax.Device]:
-    """Devices of one machine with so many of these cards: programs compile for them, and never run.
+    """Devices of one machine with `num_devices` of these cards: programs compile for them, and never run.
 
-    Raises `ValueError` for a card that isn't known; `RuntimeError` where JAX's CUDA plugin is not installed (extra `aot`).
+    Raises `ValueError` for an unknown card; `RuntimeError` where JAX's CUDA plugin is not installed (extra `aot`).
     """
     if name not in _FILES:
         raise ValueError(f"no description of a {name}: there are {', '.join(_FILES)}")

@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from functools import cache
 from itertools import permutations
 from pathlib import Path, PurePosixPath
 
@@ -15,7 +16,7 @@ PACKAGES = ("jaxinfer", "pallas_kernels", "sharding", "checkpoints", "server")
 ARROWS: dict[str, tuple[str, ...]] = {
     "pallas_kernels": (),
     "sharding": (),
-    "checkpoints": ("pallas_kernels.decompress_matmul.format",),  # the packed-weight format
+    "checkpoints": (),
     "jaxinfer": ("pallas_kernels", "sharding", "checkpoints"),
     "server": ("jaxinfer",),
     "server.cli": ("jaxinfer", "checkpoints", "sharding.layout"),  # `jaxinfer convert` and the default model's fetch
@@ -33,36 +34,30 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "jaxinfer.listeners",
         "jaxinfer.async_requests",
         "jaxinfer.embedder",
-        "jaxinfer.builder",
-        "jaxinfer.warmup",
-        "jaxinfer.start_report",
         "jaxinfer.sampling_defaults",
         "jaxinfer.checkpoint_check",
-        "jaxinfer.output",
         "jaxinfer.reference_forward",
-        "jaxinfer.dry_run",
         "jaxinfer.multi_process",
     ),
-    ("jaxinfer.prefill", "jaxinfer.decode", "jaxinfer.encode", "jaxinfer.kv_transfer", "jaxinfer.plan"),
-    ("jaxinfer.runtime", "jaxinfer.speculative", "jaxinfer.sampling", "jaxinfer.structured_output"),
+    ("jaxinfer.planner",),
+    ("jaxinfer.prefill", "jaxinfer.decode", "jaxinfer.encode", "jaxinfer.kv_transfer"),
+    ("jaxinfer.sampling", "jaxinfer.pipeline"),
+    ("jaxinfer.programs", "jaxinfer.weights"),
     ("jaxinfer.models",),
-    ("jaxinfer.layers",),
+    ("jaxinfer.layers", "jaxinfer.weights.formats"),
     ("jaxinfer.kv_cache", "jaxinfer.kv_tiers"),
-    # models.config and layers.heads, alone of models and layers, are plain records of a model's shapes: layers and caches are built from them.
     (
-        "jaxinfer.models.config",
-        "jaxinfer.layers.heads",
+        "jaxinfer.architecture",
         "jaxinfer.sequence",
         "jaxinfer.request",
         "jaxinfer.prompts",
+        "jaxinfer.segments",
+        "jaxinfer.token_ids",
         "jaxinfer.conversation",
         "jaxinfer.config",
         "jaxinfer.stats",
         "jaxinfer.start_progress",
         "jaxinfer.tokenizer",
-        "jaxinfer.detokenizer",
-        "jaxinfer.chat_template",
-        "jaxinfer.untrusted_text",
     ),
 )
 TWINS = tuple(permutations(("jaxinfer.prefill", "jaxinfer.decode", "jaxinfer.encode"), 2))  # none imports another
@@ -70,22 +65,27 @@ TWINS = tuple(permutations(("jaxinfer.prefill", "jaxinfer.decode", "jaxinfer.enc
 # The host half: importing any of these must not bring in JAX, however indirectly.
 JAX_FREE = (
     "jaxinfer/__init__.py",
+    "jaxinfer/architecture/*.py",
     "jaxinfer/request.py",
     "jaxinfer/prompts.py",
+    "jaxinfer/segments.py",
+    "jaxinfer/token_ids.py",
     "jaxinfer/conversation.py",
     "jaxinfer/config.py",
     "jaxinfer/stats.py",
     "jaxinfer/start_progress.py",
     "jaxinfer/sequence.py",
-    "jaxinfer/output.py",
-    "jaxinfer/detokenizer.py",
+    "jaxinfer/engine/intake.py",
+    "jaxinfer/engine/output.py",
     "jaxinfer/tokenizer/*.py",
-    "jaxinfer/chat_template.py",
-    "jaxinfer/untrusted_text.py",
     "jaxinfer/kv_cache/spec.py",
     "jaxinfer/kv_cache/allocator.py",
+    "jaxinfer/kv_cache/block_keys.py",
     "jaxinfer/kv_cache/radix_cache.py",
     "jaxinfer/kv_cache/manager.py",
+    "jaxinfer/kv_transfer/handoff.py",
+    "jaxinfer/kv_transfer/handoff_bytes.py",
+    "jaxinfer/kv_transfer/same_mesh.py",
     "jaxinfer/kv_tiers/*.py",
     "jaxinfer/prefill/queue.py",
     "jaxinfer/prefill/chunk_size.py",
@@ -98,11 +98,9 @@ JAX_FREE = (
     "jaxinfer/encode/text_batching.py",
     "jaxinfer/encode/queue.py",
     "jaxinfer/encode/batch.py",
-    "jaxinfer/runtime/buckets.py",
-    "jaxinfer/layers/heads.py",
-    "jaxinfer/models/config.py",
-    "jaxinfer/models/encoder_config.py",
-    "jaxinfer/models/shapes.py",
+    "jaxinfer/programs/buckets.py",
+    "jaxinfer/planner/trace.py",
+    "jaxinfer/planner/workload.py",
     "sharding/cost_model.py",
     "sharding/expert_exchange.py",
     "sharding/hardware.py",
@@ -116,15 +114,14 @@ JAX_FREE = (
     "checkpoints/digest.py",
     "checkpoints/weight_map.py",
     "checkpoints/hub.py",
-    "checkpoints/embedded.py",
+    "checkpoints/wheel_models.py",
     "checkpoints/sentence_files.py",
     "checkpoints/orbax_source.py",
-    "checkpoints/outgoing.py",
+    "checkpoints/converted_tensors.py",
     "checkpoints/safetensors_writer.py",
     "checkpoints/inventory.py",
     "server/*.py",  # the pattern's * also matches folders: all of server
 )
-JAX_FREE_LATER = ("jaxinfer/structured_output/grammar.py",)  # rooms planned, not yet built
 JAX_FREE_EXCEPT = (
     "server/local_backend.py",
     "server/inspection.py",
@@ -132,7 +129,7 @@ JAX_FREE_EXCEPT = (
 )  # they hold the engine or ask a model, and name no array themselves
 JAX = ("jax", "jaxlib", "flax", "orbax", "optax", "safetensors.flax")
 
-HIDDEN_IMPORTS_ALLOWED = ("server/cli/*.py", "jaxinfer/__init__.py")
+HIDDEN_IMPORTS_ALLOWED = ("server/cli/*.py", "jaxinfer/__init__.py", "jaxinfer/engine/__init__.py")
 MAX_LINES = 400
 LONGER_ALLOWED = ("pallas_kernels/*/mosaic_gpu.py",)
 VAGUE_NAMES = {"util", "utils", "common", "helper", "helpers", "misc"}
@@ -143,7 +140,7 @@ RETIRED_NAMES = {
     "AttendInLayers": "AttentionBackend",
     "AttendOverPages": "PagedAttentionBackend",
     "Kernels": "AttentionKernels",
-    "_Kernels": "_AttentionKernels",
+    "_Kernels": "PrefillKernels, DecodeKernels",
     "Place": "KVCacheLocation, ParameterSlice, JobText: what it is a place of",
     "CachedRun": "CachedBlock",
     "runs_for": "blocks_for",
@@ -156,6 +153,9 @@ RETIRED_NAMES = {
     "Pace": "ChunkSizeController",
     "why_not": "unsupported_reason",
     "feed_step": "forward_step",
+    "of_lanes": "micro_batch_buckets",
+    "num_lanes": "num_micro_batches",
+    "num_active_lanes": "num_active_micro_batches",
     "FeedStep": "ForwardStep",
     "surprises": "unexpected",
     "num_surprises": "num_unexpected_compilations",
@@ -191,23 +191,91 @@ RETIRED_NAMES = {
     "Held": "RemoteArray",
     "PlainForward": "ReferenceForward",
     "plain_forward": "reference_forward",
+    "MatrixFormat": "ModelWeightFormat",
+    "InStack": "StackedMatrix",
+    "DryRun": "TargetPlan",
+    "dry_run": "plan_target",
+    "Turned": "TransposedRef",
+    "Multiplier": "ConsumerWarpgroup",
+    "Tiling": "DecodeTiling, PrefillTiling, GroupedMatmulTiling: which kernel's",
+    "Sizes": "PrefillBlocking, BenchmarkSizes, MlpSizes",
+    "Part": "KVSplit, PackedArray",
+    "Work": "TileWork, PieceBounds, RooflineWork, ScalingWorkload",
+    "first_seen": "first_visible",
+    "shrink": "rescale",
+    "NOTHING": "MASKED_SCORE",
+    "compiled_for": "target_device",
+    "card_of": "card_for",
+    "in_code_order": "to_code_order",
+    "share_of": "split_work",
+    "Company": "PeerSet",
+    "Asker": "RequestBuilder",
+    "Ways": "Implementations",
+    "Others": "BackgroundLoad",
+    "GPU_WAY": "GPU_BACKEND",
+    "Absent": "PeerUnavailable",
+    "Likeness": "DistributionDistance",
+    "Noticed": "AttackImpact",
+    "is_held": "is_met",
+    "words_of": "vocabulary_words",
+    "jax_about": "describe_jax",
+    "Reading": "ParameterPolicy",
+    "of_api": "api_keys",
+    "Steps": "StepTimes, StepRunner, BatchIncrements",
+    "steps_of": "increments_of",
+    "Fitted": "CalibrationFit",
+    "Timed": "CalibrationCase",
+    "_InFlight": "_InFlightPrefill, _InFlightDecode, _InFlightBatch",
 }
 RETIRED_MODULES = {
-    "jaxinfer.first_runs": "jaxinfer.warmup",
-    "jaxinfer.assembly": "jaxinfer.builder",
+    "jaxinfer.first_runs": "jaxinfer.engine.warmup",
+    "jaxinfer.assembly": "jaxinfer.engine.builder",
     "jaxinfer.plain_forward": "jaxinfer.reference_forward",
     "jaxinfer.servable": "jaxinfer.checkpoint_check",
     "jaxinfer.distributed": "jaxinfer.multi_process",
+    "jaxinfer.dry_run": "jaxinfer.planner",
+    "jaxinfer.plan": "jaxinfer.planner.engine_plan",
     "jaxinfer.encode.texts": "jaxinfer.encode.text_batching",
     "jaxinfer.layers.attention_over_pages": "jaxinfer.layers.paged_attention",
+    "jaxinfer.layers.heads": "jaxinfer.architecture.head_layout",
+    "jaxinfer.layers.int8": "jaxinfer.weights.formats.int8",
+    "jaxinfer.layers.packed": "jaxinfer.weights.formats.packed",
     "jaxinfer.layers.parts": "jaxinfer.layers.deferred_collectives",
+    "jaxinfer.models.config": "jaxinfer.architecture.model_config",
+    "jaxinfer.models.encoder_config": "jaxinfer.architecture.encoder_config",
+    "jaxinfer.models.shapes": "jaxinfer.architecture.known_models",
     "jaxinfer.prefill.pace": "jaxinfer.prefill.chunk_size",
-    "jaxinfer.runtime.cut": "jaxinfer.runtime.stage_partition",
+    "jaxinfer.runtime.cut": "jaxinfer.planner.stage_partition",
+    "jaxinfer.runtime.compilation": "jaxinfer.programs.compilation",
+    "jaxinfer.runtime.program_cache": "jaxinfer.programs.cache",
+    "jaxinfer.runtime.program_key": "jaxinfer.programs.key",
+    "jaxinfer.runtime.stage": "jaxinfer.pipeline.stage",
+    "jaxinfer.runtime.work": "jaxinfer.planner.model_work",
+    "jaxinfer.runtime.conversion": "jaxinfer.weights.conversion",
+    "jaxinfer.runtime.expert_packing": "jaxinfer.weights.expert_packing",
+    "jaxinfer.runtime.format_choice": "jaxinfer.weights.format_choice",
+    "jaxinfer.runtime.load": "jaxinfer.weights.load",
+    "jaxinfer.runtime.template": "jaxinfer.weights.template",
     "jaxinfer.sampling.counting": "jaxinfer.sampling.token_counts",
     "jaxinfer.sampling.reading": "jaxinfer.sampling.logprob_readback",
+    "jaxinfer.chat_template": "jaxinfer.tokenizer.chat_template",
+    "jaxinfer.detokenizer": "jaxinfer.tokenizer.detokenizer",
+    "jaxinfer.untrusted_text": "jaxinfer.tokenizer.untrusted_text",
     "jaxinfer.tokenizer.parts": "jaxinfer.tokenizer.components",
     "server.batches.turnstile": "server.batches.batch_admission",
     "server.openai.front_door": "server.openai.request_middleware",
+    "pallas_kernels.seen": "pallas_kernels.visibility",
+    "pallas_kernels.mosaic.shares": "pallas_kernels.mosaic.split_combine",
+    "pallas_kernels.mosaic.tuned": "pallas_kernels.mosaic.tuned_tilings",
+    "pallas_kernels.paged_attention.mosaic_multiplier": "pallas_kernels.paged_attention.mosaic_consumer",
+    "pallas_kernels.paged_attention.tokens": "pallas_kernels.paged_attention.query_rows",
+    "pallas_kernels.ragged_prefill_attention.mosaic_work": "pallas_kernels.ragged_prefill_attention.mosaic_tile_work",
+    "pallas_kernels.grouped_matmul.work": "pallas_kernels.grouped_matmul.row_pieces",
+    "pallas_kernels.llvm.machine": "pallas_kernels.llvm.host",
+    "server.openai.reading": "server.openai.parameter_policy",
+    "checkpoints.outgoing": "checkpoints.converted_tensors",
+    "checkpoints.filling": "checkpoints.parameter_filling",
+    "checkpoints.embedded": "checkpoints.wheel_models",
 }
 KERNEL_FILES = ("__init__.py", "op.py", "reference.py", "cases.py")
 SHARED_BY_KERNELS = {"llvm", "mosaic"}
@@ -345,25 +413,32 @@ def import_cycles(modules: Modules) -> list[str]:
 
 def ways_to_jax(modules: Modules) -> list[str]:
     """For each module of the host half that leads to JAX, the chain of imports that does. Hidden imports run later: not counted."""
+
+    @cache
+    def imported(name: str) -> tuple[list[str], set[str]]:
+        """What of JAX a module imports, and the modules that it runs."""
+        shown = [i for i in imports_of(modules[name]) if not i.is_hidden]
+        reached = sorted({n for i in shown for n in i.names if any(_is_in(n, j) for j in JAX)})
+        # Importing a.b.c runs a and a.b first.
+        named = {t for i in shown for t in targets_of(i, modules)} | {name}
+        parents = {".".join(n.split(".")[:k]) for n in named for k in range(1, n.count(".") + 1)}
+        return reached, (named | parents) & modules.keys()
+
     breaches = []
     for start in modules.values():
-        if not any(fnmatch(start.path, p) for p in (*JAX_FREE, *JAX_FREE_LATER)):
+        if not any(fnmatch(start.path, p) for p in JAX_FREE):
             continue
         is_excepted = start.path in JAX_FREE_EXCEPT
         seen, queue = {start.name}, [[start.name]]
         while queue:
             chain = queue.pop(0)
-            shown = [i for i in imports_of(modules[chain[-1]]) if not i.is_hidden]
-            reached = sorted({n for i in shown for n in i.names if any(_is_in(n, j) for j in JAX)})
+            reached, others = imported(chain[-1])
             if reached:
                 breaches.append(" -> ".join([*chain, reached[0]]))
                 break
             if is_excepted:
                 break
-            # Importing a.b.c runs a and a.b first.
-            named = {t for i in shown for t in targets_of(i, modules)} | {chain[-1]}
-            parents = {".".join(n.split(".")[:k]) for n in named for k in range(1, n.count(".") + 1)}
-            for name in sorted((named | parents) & modules.keys() - seen):
+            for name in sorted(others - seen):
                 seen.add(name)
                 queue.append([*chain, name])
     return breaches
@@ -423,6 +498,24 @@ def retired_names(modules: Modules) -> list[str]:
             if name in RETIRED_NAMES:
                 breaches.append(f"{module.path}:{node.lineno} {name}: say {RETIRED_NAMES[name]}")
     return breaches
+
+
+def repeated_class_names(modules: Modules) -> list[str]:
+    """Top-level classes that have the name of another top-level class or type alias; leading underscores don't count. One
+    word has one meaning."""
+    defined: dict[str, list[tuple[str, bool]]] = {}  # name -> each place, and whether it is a class
+    for module in modules.values():
+        for node in ast.parse(module.source).body:
+            match node:
+                case ast.ClassDef(name=name):
+                    defined.setdefault(name.lstrip("_"), []).append((f"{module.path}:{node.lineno}", True))
+                case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)) if not name.isupper():
+                    defined.setdefault(name.lstrip("_"), []).append((f"{module.path}:{node.lineno}", False))
+    return [
+        f"{name}: {', '.join(place for place, _ in places)}"
+        for name, places in sorted(defined.items())
+        if len(places) > 1 and any(is_class for _, is_class in places)
+    ]
 
 
 def _public_functions(body: list[ast.stmt], is_method: bool = False) -> Iterator[tuple[ast.FunctionDef | ast.AsyncFunctionDef, bool]]:

@@ -1,6 +1,6 @@
 """The tests of kernels for GPUs on a card that is here: what asks for JAX's interpreter runs on the card instead.
 
-    python3 -m pytest --noconftest -p tests.card tests/kernels/test_*_gpu.py tests/kernels/test_shares.py
+    python3 -m pytest --noconftest -p tests.card tests/kernels/test_*_gpu.py tests/kernels/test_split_combine.py
 
 Needs pytest, JAX with CUDA, NumPy and jaxtyping, and nothing of what reads checkpoints or texts: hence --noconftest.
 """
@@ -12,11 +12,11 @@ from typing import Any
 import jax
 import pytest
 
-from benchmarks.gpu.absent import stand_in
+from benchmarks.gpu.stand_ins import stand_in
 
 stand_in()
 
-from pallas_kernels.mosaic.card import card_of  # noqa: E402 - after what stands in for packages it doesn't need
+from pallas_kernels.mosaic.card import card_for  # noqa: E402 - after what stands in for packages it doesn't need
 from pallas_kernels.mosaic.warpgroup import Warpgroup  # noqa: E402
 
 
@@ -27,7 +27,7 @@ def run_on_card(monkeypatch: pytest.MonkeyPatch) -> None:
     if device.platform != "gpu":
         pytest.exit(f"JAX finds no GPU, only {device.device_kind}", returncode=2)
     monkeypatch.setattr(Warpgroup, "interpreted", _always(False), raising=False)
-    monkeypatch.setattr(Warpgroup, "has_wgmma", _always(card_of(device).has_wgmma))
+    monkeypatch.setattr(Warpgroup, "has_wgmma", _always(card_for(device).has_wgmma))
     jax.config.update("jax_default_matmul_precision", "highest")
 
 

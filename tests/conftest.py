@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -17,16 +18,20 @@ from typing import Any
 
 import jax
 import pytest
-from jax._src import compiler
 
 from jaxinfer.llm import LLM
 from jaxinfer.prefill.worker import Prefilled, PrefillWorker
-from jaxinfer.runtime.compilation import use_persistent_cache
+from jaxinfer.programs.compilation import use_persistent_cache
 from tests import tiny_model
 from tests.covering import each_parameter, mark_exhaustive, name_of
 
 # A shell has what it starts in the background ignore Ctrl+C, which tests send to themselves and to what they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# XLA reads this before the first array, and so does every process that a test starts: no program goes through 32 compilers, and no fusion through MLIR,
+# which is half of what compiling takes. JAX 0.11 has no other way, and ends a process with a flag that it doesn't know. `XLA_FLAGS= pytest` compiles as
+# for users.
+_WITHOUT_MLIR = ["--xla_cpu_use_fusion_emitters=false"] if jax.__version_info__ < (0, 11) else []
+os.environ.setdefault("XLA_FLAGS", " ".join(["--xla_cpu_parallel_codegen_split_count=1", *_WITHOUT_MLIR]))
 # Before anything makes an array. Eight devices stand in for two meshes of several each.
 jax.config.update("jax_num_cpu_devices", 8)
 # No sum of an int and a float whose type nobody chose. (Rank promotion stays allowed: a norm's scale is [D] by design.)
@@ -34,7 +39,14 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 use_persistent_cache()
 
 # Small, so that pages run out when a test wants them to; few programs, and shared by as many tests as can be.
-TINY = {"kv_memory": "512KiB", "max_batch_size": 32, "decode_buckets": (1, 8, 32), "prefill_buckets": (32, 128), "prefill_chunk_size": 128}
+TINY = {
+    "dtype": "float32",
+    "kv_memory": "512KiB",
+    "max_batch_size": 32,
+    "decode_buckets": (8, 32),
+    "prefill_buckets": (32, 128),
+    "prefill_chunk_size": 128,
+}
 
 # The default model's. One set of programs for all tests that need no others: each costs seconds to compile.
 DEFAULT = {
@@ -43,45 +55,29 @@ DEFAULT = {
     "max_model_len": 2048,
     "max_batch_size": 8,
     "decode_buckets": (8,),
-    "prefill_buckets": (128, 512),
+    "prefill_buckets": (128,),
+    "prefill_chunk_size": 128,
 }
 
 _MOST_MAPPINGS = 20_000  # of this process's memory, when a file begins
 
-# Folders that build engine after engine of tiny models, and hold what one does against another or against a plain model of it: LLVM's optimisations
-# take more there than they give. What real models, layers, kernels and the sampler compute is tested as it is compiled for users.
-_COMPILED_QUICKLY = {
-    "decode",
-    "multi_process",
-    "dry_run",
-    "engine",
-    "families",
-    "gpu",  # benchmarks of one, in tiny sizes
-    "kv_transfer",
-    "parallel",
-    "prefill",
-    "runtime",
-    "server",
-    "sharding",
-}
-# And files of such tests: what interprets a kernel for GPUs is no one's program, nor is a plain pass that another is held against.
-_ALSO_QUICKLY = "*_gpu.py", "test_int8.py"
-# Of these the ones that look at the programs themselves, what is said between devices and what memory they take: XLA's passes are users' there. In the
-# others no fusion goes through MLIR, which is half of what compiling then takes, and no program through 32 compilers.
-_PROGRAMS_ARE_LOOKED_AT = {"dry_run", "sharding"}
-_WITHOUT_MLIR = [("xla_cpu_use_fusion_emitters", False), ("xla_cpu_parallel_codegen_split_count", 1)]
+# What is compiled as it is for users, by LLVM's every optimisation, before a release: what layers, kernels, the sampler and encoders compute, and the
+# default model. Else engine after engine of tiny models is built and compared with another: optimisations take more there than they give.
+_OPTIMISED_FOLDERS = {"encode", "kernels", "layers", "models", "sampling"}
+_OPTIMISED_FILES = ("test_parity_paged.py",)
+# But what interprets a kernel for GPUs is no one's program.
+_QUICK_FILES = ("*_gpu.py",)
 # The same for a process that a test starts.
-QUICK_COMPILATION = {
-    "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",
-    "XLA_FLAGS": " ".join(f"--{name}={str(value).lower()}" for name, value in _WITHOUT_MLIR),
-}
+QUICK_COMPILATION = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "true"}
+
+_OF_DEFAULT_MODEL = ("test_default_model.py", "test_examples.py", "test_parity_golden.py")
 
 # Folders whose tests multiply layouts, types, sizes and families: each case costs a compilation. `make test` takes of each matrix as many cases as
 # have each value of each axis, `make test-exhaustive` all.
 _THINNED = {
     "decode",
-    "distributed",
-    "dry_run",
+    "multi_process",
+    "planner",
     "e2e",
     "encode",
     "engine",
@@ -93,7 +89,9 @@ _THINNED = {
     "models",
     "parallel",
     "prefill",
-    "runtime",
+    "pipeline",
+    "programs",
+    "weights",
     "sampling",
     "sharding",
 }
@@ -102,32 +100,43 @@ MakeLLM = Callable[..., LLM]
 _MADE = pytest.StashKey[dict[Any, LLM]]()
 
 
+# Whose files take minutes. They come first, so that of two processes neither is left with one of them in the end.
+_LONG = ("e2e", "families", "parallel", "multi_process", "kernels", "engine", "benchmarks")
+
+
+def pytest_collection_finish() -> None:
+    """Tracing makes so many containers that Python would look for garbage in a tenth of the time, over all that is imported and collected."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 10, 10)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Tests that one process is to run, for they share engines: a file's, or all that ask the default model."""
+    from xdist.scheduler import LoadFileScheduling  # not where kernels are compiled for other machines
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            return "the default model" if Path(file).name in _OF_DEFAULT_MODEL else file
+
+    return Scheduling(config, log)
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not item.path.match("test_parity_*.py") and not set(_LONG).intersection(item.path.parts))
     for _, cases in itertools.groupby((item for item in items if item.path.parent.name in _THINNED), name_of):
         mark_exhaustive(list(cases), each_parameter)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """As its folder is to be compiled."""
-    folder, is_timed = item.path.parent.name, item.get_closest_marker("measured") is not None
-    is_quick = (folder in _COMPILED_QUICKLY or any(map(item.path.match, _ALSO_QUICKLY))) and not is_timed
-    jax.config.update("jax_disable_most_optimizations", is_quick)
-    _more_options[:] = _WITHOUT_MLIR if is_quick and folder not in _PROGRAMS_ARE_LOOKED_AT else []
-
-
-_usual_options = compiler.get_compile_options
-_more_options: list[tuple[str, bool | int]] = []
-
-
-def _options(*args: Any, **kwargs: Any) -> Any:
-    """Of every compilation. JAX has no setting for more of XLA's than the one above, and XLA_FLAGS are the whole process's."""
-    options = _usual_options(*args, **kwargs)
-    options.env_option_overrides += _more_options
-    return options
-
-
-compiler.get_compile_options = _options
+    is_before_a_release = "not exhaustive" not in item.config.getoption("markexpr")
+    is_optimised = is_before_a_release and item.path.parent.name in _OPTIMISED_FOLDERS and not any(map(item.path.match, _QUICK_FILES))
+    is_optimised |= any(map(item.path.match, _OPTIMISED_FILES)) or item.get_closest_marker("measured") is not None
+    jax.config.update("jax_disable_most_optimizations", not is_optimised)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -137,7 +146,10 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     if nextitem is None or nextitem.path == item.path:
         return
     if nextitem.path.parent != item.path.parent or num_mappings() > _MOST_MAPPINGS:
-        item.config.stash.get(_MADE, {}).clear()
+        made = item.config.stash.get(_MADE, {})
+        kept = {key: llm for key, llm in made.items() if key == "default" and any(map(nextitem.path.match, _OF_DEFAULT_MODEL))}
+        made.clear()
+        made.update(kept)
         gc.collect()
         jax.clear_caches()
 
@@ -192,7 +204,7 @@ def llm(llms: MakeLLM) -> LLM:
     return llms()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def default_llm(pytestconfig: pytest.Config) -> LLM:
     """The embedded default model, SmolLM2-135M-Instruct, on one device."""
     made = pytestconfig.stash.setdefault(_MADE, {})

@@ -4,7 +4,7 @@ by hand, and always the same ones. All others are marked `exhaustive`, which `ma
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -29,6 +29,29 @@ def covering(*axes: Sequence[Any], strength: int = 1) -> list[Any]:
         )
         for index, place in enumerate(places)
     ]
+
+
+def covered(cases: Mapping[str, Collection[Hashable]]) -> list[Any]:
+    """Parameters for `pytest.mark.parametrize("name", covered(cases))`: of all names those unmarked that have between them whatever any of them has."""
+    needed = set(cover(list(cases.values())))
+    return [pytest.param(name, marks=() if index in needed else pytest.mark.exhaustive) for index, name in enumerate(cases)]
+
+
+def axes_of_layout(settings: Mapping[str, Any]) -> frozenset[str]:
+    """What an engine's settings choose: of each role its degrees over 1, such as "prefill tp=2"; "two meshes"; of all other settings each with its
+    value. On one device, and nothing chosen: "one device"."""
+    roles = ("prefill", "decode")
+    of_roles = {f"{role}_{kind}" for role in roles for kind in ("devices", "parallel")}
+    found = {f"{name}={value}" for name, value in settings.items() if name not in of_roles}
+    degrees = {}
+    for role in roles:
+        layout = settings.get(f"{role}_parallel") or f"tp={len(settings.get(f'{role}_devices', (0,)))}"
+        degrees[role] = [part for part in layout.split(",") if not part.endswith("=1")]
+    if "decode_parallel" not in settings and settings.get("decode_devices", ()) == settings.get("prefill_devices", ()):
+        degrees["decode"] = degrees["prefill"]
+    else:
+        found.add("two meshes")
+    return frozenset(found | {f"{role} {degree}" for role, of_role in degrees.items() for degree in of_role} or {"one device"})
 
 
 def mark_exhaustive(items: Sequence[pytest.Item], values_of: Callable[[pytest.Item], Collection[Hashable]]) -> None:

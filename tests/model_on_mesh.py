@@ -15,11 +15,12 @@ from jax.sharding import Mesh
 from checkpoints.hub import open_source
 from jaxinfer.kv_cache.pages import PagePool
 from jaxinfer.kv_cache.spec import PageSpec
-from jaxinfer.layers.matrices import MatrixFormat
 from jaxinfer.models.registry import config_of
 from jaxinfer.reference_forward import ReferenceForward
-from jaxinfer.runtime.load import load_weights
-from jaxinfer.runtime.template import ModelTemplate, Weights, make_template
+from jaxinfer.weights.formats.packed import Packed
+from jaxinfer.weights.formats.weight_format import ModelWeightFormat, WeightFormat
+from jaxinfer.weights.load import load_weights
+from jaxinfer.weights.template import ModelTemplate, Weights, make_template
 from sharding.mesh import make_mesh
 from sharding.rules import TENSOR_PARALLEL
 
@@ -46,11 +47,21 @@ class OnMesh:
 
 
 def put(
-    folder: Path, device_ids: tuple[int, ...], *, num_pages: int = 64, page_size: int = 8, dtype: Any = jnp.float32, is_packed: bool = True
+    folder: Path,
+    device_ids: tuple[int, ...],
+    *,
+    num_pages: int = 64,
+    page_size: int = 8,
+    dtype: Any = jnp.float32,
+    is_packed: bool = True,
+    matrices: WeightFormat | None = None,
 ) -> OnMesh:
+    """`matrices`: a format of their own, instead of the type's packed or plain one."""
+    packed = Packed(jnp.dtype(dtype))
+    weight_format = ModelWeightFormat(matrices or (packed if is_packed else packed.unpacked))
     source = open_source(folder)
     config = config_of(source)
-    template, mesh = make_template(config.on_devices(len(device_ids)), MatrixFormat(jnp.dtype(dtype), is_packed)), make_mesh(device_ids)
+    template, mesh = make_template(config.on_devices(len(device_ids)), weight_format), make_mesh(device_ids)
     spec = PageSpec.of(config, page_size, jnp.dtype(dtype).itemsize)
     pool = PagePool(spec, num_pages, template.activation_dtype, mesh, TENSOR_PARALLEL, template.heads)
     pool.allocate()

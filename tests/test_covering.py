@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from tests.covering import cover, covering
+from tests.covering import axes_of_layout, cover, covered, covering
 
 pytest_plugins = ["pytester"]
 AXES = ["ab", "cde", "fghij"]
@@ -22,6 +22,20 @@ def test_what_is_unmarked_has_every_value_with_every_other(strength, most):
         assert {tuple(values[axis] for axis in axes) for values in unmarked} == set(itertools.product(*(AXES[axis] for axis in axes)))
     assert len(unmarked) <= most
     assert cases == covering(*AXES, strength=strength)
+
+
+def test_layouts_are_told_by_what_they_do():
+    assert axes_of_layout({}) == {"one device"}
+    assert axes_of_layout({"prefill_devices": (0, 1), "decode_devices": (0, 1)}) == {"prefill tp=2", "decode tp=2"}
+    assert axes_of_layout({"prefill_devices": (0,), "decode_devices": (1, 2)}) == {"two meshes", "decode tp=2"}
+    assert axes_of_layout({"prefill_parallel": "tp=1,pp=3"}) == {"prefill pp=3", "decode pp=3"}
+    split = {"prefill_parallel": "tp=2,ep=2", "decode_parallel": "tp=1,pp=2", "sequence_parallel": "on"}
+    assert axes_of_layout(split) == {"two meshes", "prefill tp=2", "prefill ep=2", "decode pp=2", "sequence_parallel=on"}
+
+
+def test_of_named_cases_those_are_unmarked_that_have_everything_between_them():
+    cases = covered({"one": {"a"}, "both": {"a", "b"}, "other": {"b"}, "third": {"c"}})
+    assert [case.values[0] for case in cases if not case.marks] == ["both", "third"]
 
 
 def test_of_rows_without_values_there_is_one():

@@ -1,8 +1,12 @@
-"""README and docs/ hold together: links and named files exist, prose is narrow, each page says first what it is and how to use it."""
+"""README and docs/ are consistent: links and named files exist, each page says first what it is and how to use it.
+Prose is narrow there, and in docstrings and comments of every package."""
 
 from __future__ import annotations
 
+import ast
+import io
 import re
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -15,6 +19,12 @@ TOP = ("jaxinfer", "pallas_kernels", "sharding", "checkpoints", "server", "tests
 PATH = re.compile(rf"(?<![\w./-])(?:{'|'.join(TOP)})/[\w./*-]*[\w*]")  # a file, a folder or a pattern, as code spans name them
 COMMAND = re.compile(r"`(?:[A-Z_]+=\S+ )*(?:jaxinfer|make|pip|python|\.venv\S*|curl|docker) ?[^`]*`")
 LONGEST = 120
+SOURCES = sorted(
+    path
+    for top in ("jaxinfer", "pallas_kernels", "sharding", "checkpoints", "server", "benchmarks", "examples")
+    for path in (ROOT / top).rglob("*.py")
+)
+PRAGMA = re.compile(r"#\s*(noqa|type:|fmt:|pragma)")  # such a comment must stay on its line
 
 
 def name(page: Path) -> str:
@@ -93,3 +103,35 @@ def test_every_page_is_linked_from_the_architecture_or_the_list_of_decisions() -
     lists = [ROOT / "docs/architecture.md", ROOT / "docs/decisions/README.md"]
     linked = {(page.parent / link).resolve() for page in lists for link in re.findall(r"\]\(([^)#\s]+)\)", page.read_text())}
     assert [name(page) for page in DOCS if page not in {*linked, *lists[:1]}] == []
+
+
+def long_lines_of_code(source: str) -> list[int]:
+    """Numbers of lines of docstrings, and of lines with a comment, that are longer than `LONGEST` characters."""
+    prose: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT and not PRAGMA.match(token.string):
+            prose.add(token.start[0])
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            prose.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    lines = source.splitlines()
+    return [number for number in sorted(prose) if len(lines[number - 1]) > LONGEST]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name)
+def test_prose_in_code_is_narrow(path: Path) -> None:
+    assert long_lines_of_code(path.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "lines"),
+    [
+        (f'"""{"a" * 118}"""\n', [1]),
+        (f"x = 1\ny = 2  # {'a' * 120}\n", [2]),
+        (f'class C:\n    x: int\n    """{"a" * 120}"""\n', [3]),
+        (f"x = '{'a' * 120}'\n", []),
+        (f"x = '{'a' * 120}'  # noqa: E501\n", []),
+    ],
+)
+def test_wide_prose_in_code_is_found(source: str, lines: list[int]) -> None:
+    assert long_lines_of_code(source) == lines

@@ -44,6 +44,7 @@ def decode(model: model_on_mesh.OnMesh) -> Any:
     return model.jit(logits)
 
 
+@pytest.mark.exhaustive  # minutes; test_parity_golden.py has the same numbers from the engine
 @pytest.mark.parametrize("first", range(0, len(GOLDEN), ROWS))
 def test_prefill_and_every_decode_step_have_the_references_logits(
     model: model_on_mesh.OnMesh, prefill: Any, decode: Any, first: int

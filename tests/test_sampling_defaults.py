@@ -11,6 +11,7 @@ from checkpoints.source import CheckpointError
 from jaxinfer.generation import RequestReader
 from jaxinfer.request import SamplingParams
 from jaxinfer.sampling_defaults import describe, read_sampling_defaults
+from jaxinfer.segments import Prompt
 from tests.server.fakes import byte_tokenizer
 
 SETTINGS = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.1, "max_new_tokens": 99}
@@ -44,7 +45,10 @@ def test_a_value_that_can_not_be_is_an_error_with_a_way_out(tmp_path):
 
 def test_calls_without_parameters_take_them_and_given_ones_mean_what_they_say():
     engine = SimpleNamespace(
-        sampling_defaults=DEFAULTS, tokenizer=byte_tokenizer(), max_model_len=100, validate=lambda token_ids, params: None
+        sampling_defaults=DEFAULTS,
+        tokenizer=byte_tokenizer(),
+        max_model_len=100,
+        validate=lambda token_ids, params: Prompt.of_tokens(token_ids),
     )
     reader = RequestReader(engine, SimpleNamespace(check=lambda: None, new_id=lambda: "id"))
     [request] = reader.read("a text", None).requests

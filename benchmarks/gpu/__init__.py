@@ -1,1 +1,1 @@
-"""What this project's kernels and engine reach on one NVIDIA GPU, beside what the card can do and what else there is to run on it."""
+"""Measures this project's kernels and engine on one NVIDIA GPU, beside the GPU's own limits and other software."""

@@ -1,6 +1,8 @@
-"""`python -m benchmarks.gpu`: what the kernels and the engine reach on this machine's GPU, in a few minutes and one go.
+"""`python -m benchmarks.gpu`: measures the kernels and the engine on this machine's GPU, in a few minutes and one run.
 
-The most valuable comes first, what doesn't fit into --minutes is left out and said so, and results are written after each row."""
+The most valuable measurements come first. What doesn't fit into --minutes is left out and reported. Results are written
+after each row.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +22,15 @@ from typing import Any
 
 from benchmarks.gpu import predictions, tune
 from benchmarks.gpu.catalog import catalog
-from benchmarks.gpu.floors import DATASHEET
-from benchmarks.gpu.measure import Measure
-from benchmarks.gpu.processes import jax_about, torch_about
+from benchmarks.gpu.measure import GpuMeasure
+from benchmarks.gpu.process_info import describe_jax, describe_torch
 from benchmarks.gpu.report import Report
+from benchmarks.gpu.roofline import DATASHEET
 from benchmarks.gpu.sizes import FULL
 from benchmarks.gpu.worker import Deadline, Row, run_all
 
 _RESULTS = Path(__file__).resolve().parent.parent / "results"
-_MARGIN_S = 10.0  # to end a process and write
+_MARGIN_S = 10.0  # to end a process and write the results
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -43,10 +45,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     began = time.monotonic()
     seed = secrets.randbelow(2**31) if options.seed is None else options.seed
-    # Each process has the GPU for itself.
+    # Each process has the GPU to itself.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
     make = partial(catalog, is_small=options.small, seed=seed, is_tuning=options.tune)
-    chosen = _chosen(make(), options.only, options.order)
+    chosen = _select(make(), options.only, options.order)
     if not chosen:
         parser.error(f"--only {' '.join(options.only)} is the name of nothing: there are such as {', '.join(m.key for m in make()[:4])}")
     report = Report(
@@ -61,8 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     report.add({"began": datetime.now(UTC).isoformat(timespec="seconds"), "python": platform.python_version()})
     abouts: dict[Any, Any] = {
-        "jax": partial(jax_about, needs_gpu=not options.small),
-        "torch": partial(torch_about, needs_gpu=not options.small),
+        "jax": partial(describe_jax, needs_gpu=not options.small),
+        "torch": partial(describe_torch, needs_gpu=not options.small),
     }
     deadline = Deadline(options.minutes * 60 - _MARGIN_S - (time.monotonic() - began))
     path: Path | None = None
@@ -79,8 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"\n{report.about.get('card', 'no card')}: {(time.monotonic() - began) / 60:.1f} minutes; all of it in {path}")
 
 
-def _chosen(measures: Sequence[Measure], patterns: Sequence[str], order: str) -> list[Measure]:
-    """Those that any pattern names, all where there is none; in the catalog's order or in the patterns'."""
+def _select(measures: Sequence[GpuMeasure], patterns: Sequence[str], order: str) -> list[GpuMeasure]:
+    """The measures that any pattern names, all where there is none; in the catalog's order or in the patterns'."""
     if order == "given":
         matching = [measure for pattern in patterns for measure in measures if fnmatch(measure.key, pattern)]
         return list({measure.key: measure for measure in matching}.values())
@@ -88,7 +90,7 @@ def _chosen(measures: Sequence[Measure], patterns: Sequence[str], order: str) ->
 
 
 def _unused(path: Path) -> Path:
-    """A second run of a day doesn't take the place of the first."""
+    """A path that no file has: a second run of a day doesn't overwrite the first."""
     return next(p for n in itertools.count(1) if not (p := path if n == 1 else path.with_stem(f"{path.stem}-{n}")).exists())
 
 

@@ -1,4 +1,5 @@
-"""The engine's own programs, one after another, with random weights of Llama-3.1-8B's shape: no checkpoint, no tokenizer, no requests."""
+"""The engine's own programs, one after another, with random weights of Llama-3.1-8B's shape: no checkpoint, tokenizer
+or requests."""
 
 from __future__ import annotations
 
@@ -12,11 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.gpu import compiled
-from benchmarks.gpu.absent import stand_in
-from benchmarks.gpu.floors import DATASHEET, Work
-from benchmarks.gpu.measure import Found
-from benchmarks.gpu.sizes import Sizes
+from benchmarks.gpu import compiled_program
+from benchmarks.gpu.measure import RowResult
+from benchmarks.gpu.roofline import DATASHEET, RooflineWork
+from benchmarks.gpu.sizes import BenchmarkSizes
+from benchmarks.gpu.stand_ins import stand_in
 from benchmarks.gpu.timing import per_launch
 
 stand_in()
@@ -26,45 +27,46 @@ from jaxinfer.decode.batch import empty_batch as empty_decode_batch  # noqa: E40
 from jaxinfer.decode.runner import DecodeRunner  # noqa: E402
 from jaxinfer.kv_cache.pages import PagePool  # noqa: E402
 from jaxinfer.kv_cache.spec import PageSpec  # noqa: E402
-from jaxinfer.layers.matrices import MatrixFormat  # noqa: E402
 from jaxinfer.models.registry import read_config  # noqa: E402
+from jaxinfer.pipeline.stage import Stage  # noqa: E402
 from jaxinfer.prefill.batch import empty_batch as empty_prefill_batch  # noqa: E402
 from jaxinfer.prefill.runner import PrefillRunner  # noqa: E402
-from jaxinfer.runtime.buckets import prefill_rows  # noqa: E402
-from jaxinfer.runtime.compilation import ProgramSource, compile_programs  # noqa: E402
-from jaxinfer.runtime.stage import Stage  # noqa: E402
-from jaxinfer.runtime.template import ModelTemplate, Weights, make_template  # noqa: E402
+from jaxinfer.programs.buckets import prefill_rows  # noqa: E402
+from jaxinfer.programs.compilation import ProgramSource, compile_programs  # noqa: E402
 from jaxinfer.sampling.params import neutral_rows  # noqa: E402
+from jaxinfer.weights.formats.plain import Plain  # noqa: E402
+from jaxinfer.weights.formats.weight_format import ModelWeightFormat  # noqa: E402
+from jaxinfer.weights.template import ModelTemplate, Weights, make_template  # noqa: E402
 from sharding.mesh import make_mesh  # noqa: E402
 from sharding.rules import TENSOR_PARALLEL  # noqa: E402
 
 _TEMPORARIES = 10 * 2**30  # bytes; random numbers for a layer of the largest pool take 6
-_LAUNCHES_S = 0.3  # that a measurement should take
+_LAUNCHES_S = 0.3  # duration of a measurement
 _EXPECTED = DATASHEET["h100"]
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model on the device, and one pool for all that is measured."""
+    """A model on the device, and one pool for all measurements."""
 
     template: ModelTemplate
     mesh: jax.sharding.Mesh
     weights: Weights
     pool: PagePool
-    num_tokens: int  # that the pool has room for
+    num_tokens: int  # tokens that fit in the pool
 
     def stage(self, way: Any) -> Stage:
-        """With attention run that way."""
+        """The model with one attention backend."""
         return Stage(self.template, self.mesh, TENSOR_PARALLEL, self.pool, way)
 
 
-@functools.cache  # by whatever way attention runs
-def load(sizes: Sizes, seed: int) -> Loaded:
-    """Raises `ValueError` where not even the weights and one context fit."""
+@functools.cache  # whatever the attention backend
+def load(sizes: BenchmarkSizes, seed: int) -> Loaded:
+    """Loads it. Raises `ValueError` where not even the weights and one context fit."""
     model = sizes.model
     most = max([*(batch * context for batch, context in sizes.decode), *sizes.prefill])
     config = read_config(model.hf_config(max([*(context for _, context in sizes.decode), *sizes.prefill])))
-    template, mesh = make_template(config, MatrixFormat(jnp.dtype(sizes.dtype))), make_mesh((0,))
+    template, mesh = make_template(config, ModelWeightFormat(Plain(jnp.dtype(sizes.dtype)))), make_mesh((0,))
     spec = PageSpec(model.num_layers, model.num_kv_heads, model.head_size, sizes.page_size, sizes.itemsize)
     weights = random_weights(template, mesh, seed)
     stats = mesh.devices.flat[0].memory_stats() or {}
@@ -78,7 +80,7 @@ def load(sizes: Sizes, seed: int) -> Loaded:
 
 
 def random_weights(template: ModelTemplate, mesh: jax.sharding.Mesh, seed: int) -> Weights:
-    """Made on the device, where it takes a second: normal, scaled by fan-in; vectors are ones."""
+    """Created on the device, which takes a second: normal, scaled by fan-in; vectors are ones."""
 
     @functools.partial(jax.jit, static_argnames=("shape", "dtype"))
     def normal(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
@@ -106,8 +108,9 @@ def _fill(pool: PagePool, seed: int) -> None:
         jax.block_until_ready(pool.array)
 
 
-def decode_steps(sizes: Sizes, way: Any, seed: int) -> Iterator[Found]:
-    """Steps of one batch after another, each fed the tokens of the one before, as the engine runs them; greedy."""
+def decode_steps(sizes: BenchmarkSizes, way: Any, seed: int) -> Iterator[RowResult]:
+    """Decode steps of one batch after another, greedy; each step gets the tokens of the one before, as in the
+    engine."""
     loaded, random = load(sizes, seed), np.random.default_rng(seed)
     _fill(loaded.pool, seed)
     buckets = tuple(sorted({batch for batch, _ in sizes.decode}))
@@ -119,7 +122,7 @@ def decode_steps(sizes: Sizes, way: Any, seed: int) -> Iterator[Found]:
         case, work = f"batch {batch}, context {context}", sizes.decode_step(batch, context)
         pages_each = -(-context // page_size)
         if batch * pages_each * page_size > loaded.num_tokens:
-            yield Found(case, work=work, failure=f"the pool has room for {loaded.num_tokens} tokens")
+            yield RowResult(case, work=work, failure=f"the pool has room for {loaded.num_tokens} tokens")
             continue
         pages = (random.permutation(batch * pages_each) + 1).reshape(batch, -1).astype(np.int32)
         for slot, own in enumerate(pages):
@@ -131,11 +134,11 @@ def decode_steps(sizes: Sizes, way: Any, seed: int) -> Iterator[Found]:
         first = np.asarray(runner.run(step, rows).tokens)
         step.tokens[:] = ON_DEVICE
         times = per_launch(functools.partial(runner.run, step, rows), _launches(work), sizes.repeats)
-        yield Found(case, times, work, notes | {"tokens_per_s": round(batch / times.median), "tokens": first.tolist()})
+        yield RowResult(case, times, work, notes | {"tokens_per_s": round(batch / times.median), "tokens": first.tolist()})
         notes = {}
 
 
-def prefill_steps(sizes: Sizes, way: Any, seed: int) -> Iterator[Found]:
+def prefill_steps(sizes: BenchmarkSizes, way: Any, seed: int) -> Iterator[RowResult]:
     """A whole prompt as one step."""
     loaded, random = load(sizes, seed), np.random.default_rng(seed)
     _fill(loaded.pool, seed)
@@ -146,7 +149,7 @@ def prefill_steps(sizes: Sizes, way: Any, seed: int) -> Iterator[Found]:
         batch = empty_prefill_batch(num_tokens, prefill_rows(num_tokens), runner.table_width)
         count = -(-num_tokens // sizes.page_size)
         if count * sizes.page_size > loaded.num_tokens:
-            yield Found(case, work=work, failure=f"the pool has room for {loaded.num_tokens} tokens")
+            yield RowResult(case, work=work, failure=f"the pool has room for {loaded.num_tokens} tokens")
             continue
         packed = batch.packed
         packed.page_table[0, :count] = random.permutation(count) + 1
@@ -154,19 +157,23 @@ def prefill_steps(sizes: Sizes, way: Any, seed: int) -> Iterator[Found]:
         packed.query_len[0] = packed.kv_len[0] = num_tokens
         first = int(np.asarray(runner.run(batch).sampled.tokens)[0])
         times = per_launch(functools.partial(runner.run, batch), _launches(work), sizes.repeats)
-        yield Found(case, times, work, notes | {"tokens_per_s": round(num_tokens / times.median), "tokens": [first]})
+        yield RowResult(case, times, work, notes | {"tokens_per_s": round(num_tokens / times.median), "tokens": [first]})
         notes = {}
 
 
 def _start(runner: DecodeRunner | PrefillRunner, loaded: Loaded) -> dict[str, Any]:
     programs, seconds = _timed(lambda: compile_programs(_needed(runner.programs())))
     runner.start(programs, (loaded.weights,))
-    about = {name: compiled.about(program.as_text() or "") for name, program in programs.items() if hasattr(program, "as_text")}
+    about = {
+        name: compiled_program.describe_program(program.as_text() or "")
+        for name, program in programs.items()
+        if hasattr(program, "as_text")
+    }
     return {"compile_s": round(seconds, 1), "programs": about}
 
 
 def _needed(sources: list[ProgramSource]) -> list[ProgramSource]:
-    """Without those for what isn't asked for: all is greedy."""
+    """The programs without those for options that aren't used: everything is greedy."""
     return [source for source in sources if source.name.partition("/")[2].partition("/")[0] not in ("reset", "sample", "score")]
 
 
@@ -175,5 +182,5 @@ def _timed(run: Callable[[], Any]) -> tuple[Any, float]:
     return run(), time.perf_counter() - began
 
 
-def _launches(work: Work) -> int:
+def _launches(work: RooflineWork) -> int:
     return max(3, min(100, int(_LAUNCHES_S / _EXPECTED.floor(work))))

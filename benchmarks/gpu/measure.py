@@ -1,4 +1,4 @@
-"""What a room offers to be measured, and what came of it. Imports no JAX."""
+"""Definitions of a measurement and its result. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from benchmarks.gpu.floors import Work
+from benchmarks.gpu.roofline import RooflineWork
 
-Library = Literal["jax", "torch"]  # a process holds the GPU with one of them
+Library = Literal["jax", "torch"]  # a process uses the GPU with one of them
 
 
 @dataclass(frozen=True)
-class Times:
+class CallTimes:
     """Seconds of one call: the median of several measurements, the lowest and the highest."""
 
     median: float
@@ -21,7 +21,7 @@ class Times:
     high: float
 
     @classmethod
-    def of(cls, seconds: Sequence[float]) -> Times:
+    def of(cls, seconds: Sequence[float]) -> CallTimes:
         """Raises `ValueError` where the median is not above zero: the work was too short for the clock."""
         median = statistics.median(seconds)
         if not median > 0:
@@ -30,29 +30,29 @@ class Times:
 
 
 @dataclass(frozen=True)
-class Found:
+class RowResult:
     """A row of the result."""
 
     case: str
-    times: Times | None = None
-    work: Work | None = None
+    times: CallTimes | None = None
+    work: RooflineWork | None = None
     notes: dict[str, Any] = field(default_factory=dict)  # numbers and words beside the time
     failure: str | None = None
-    took_s: float | None = None  # since the measure began, compiling and all
-    is_silent: bool = False  # it gave no answer in its time: a kernel that waits for ever, as a rule
+    took_s: float | None = None  # since the measure began, with compilation
+    is_silent: bool = False  # it gave no answer within its limit: usually a kernel that waits for ever
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
 @dataclass(frozen=True)
-class Measure:
-    """One thing to run, in a process that may be killed over it. `run` gives its rows as they come."""
+class GpuMeasure:
+    """One thing to run, in a process that may be killed over it. `run` yields its rows as they come."""
 
-    name: str  # of the work, such as 'paged_attention'
-    way: str  # of doing it, such as 'mosaic_gpu'
+    name: str  # such as 'paged_attention'
+    way: str  # implementation, such as 'mosaic_gpu'
     case: str  # its sizes; '' where the rows name theirs
-    run: Callable[[], Iterator[Found]]
+    run: Callable[[], Iterator[RowResult]]
     limit_s: float
     library: Library = "jax"
 
@@ -62,5 +62,5 @@ class Measure:
 
 
 def seconds(value: float) -> str:
-    """With a unit that leaves few digits."""
+    """With a unit that needs few digits."""
     return f"{value * 1e6:.1f} us" if value < 1e-3 else f"{value * 1e3:.2f} ms" if value < 1 else f"{value:.2f} s"

@@ -1,37 +1,38 @@
-"""The two floors of everything that is measured, by the datasheets' rates: what to expect at best, before a card is there."""
+"""The roofline of everything that is measured, by the datasheets' rates: the best result to expect before a GPU is
+available."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from benchmarks.gpu import floors, grouped, latents, paged, prefill, written
-from benchmarks.gpu.floors import DATASHEET, Work
+from benchmarks.gpu import grouped_matmul, latent_prefill_attention, paged_attention, ragged_prefill_attention, roofline, write_and_attend
 from benchmarks.gpu.measure import seconds
-from benchmarks.gpu.sizes import DECODE, PREFILL, Sizes
+from benchmarks.gpu.roofline import DATASHEET, RooflineWork
+from benchmarks.gpu.sizes import DECODE, PREFILL, BenchmarkSizes
 
 
-def works(sizes: Sizes) -> Iterator[tuple[str, str, Work]]:
-    """Name, size, work of each thing that is measured."""
+def works(sizes: BenchmarkSizes) -> Iterator[tuple[str, str, RooflineWork]]:
+    """Name, size and work of each measurement."""
     size = sizes.matrix_size
-    yield "copy", f"{sizes.copied_bytes / 2**20:g} MiB", Work(2 * sizes.copied_bytes, 0)
-    yield "matmul", f"{size} x {size} x {size}", floors.product(size, size, size, sizes.itemsize)
-    for case, step in paged.cases(sizes).items():
+    yield "copy", f"{sizes.copied_bytes / 2**20:g} MiB", RooflineWork(2 * sizes.copied_bytes, 0)
+    yield "matmul", f"{size} x {size} x {size}", roofline.product(size, size, size, sizes.itemsize)
+    for case, step in paged_attention.cases(sizes).items():
         yield "paged_attention", case, step.work
-    for case, step in written.cases(sizes).items():
-        yield "write_and_attend", case, written.work(step)
-    for case, prompt in prefill.cases(sizes).items():
+    for case, step in write_and_attend.cases(sizes).items():
+        yield "write_and_attend", case, write_and_attend.work(step)
+    for case, prompt in ragged_prefill_attention.cases(sizes).items():
         yield "ragged_prefill_attention", case, sizes.prefill_attention(prompt.num_new, prompt.num_cached)
-    for case, expanded in latents.cases(sizes).items():
+    for case, expanded in latent_prefill_attention.cases(sizes).items():
         yield "latent_prefill_attention", case, expanded.work
-    for case, (model, num_tokens) in grouped.cases(sizes).items():
-        yield "grouped_matmul, there and back", case, grouped.work(model, grouped.groups(model, num_tokens, 0))
-    for case, batch_and_context in paged.plain_cases(sizes).items():
+    for case, (model, num_tokens) in grouped_matmul.cases(sizes).items():
+        yield "grouped_matmul, there and back", case, grouped_matmul.work(model, grouped_matmul.groups(model, num_tokens, 0))
+    for case, batch_and_context in paged_attention.plain_cases(sizes).items():
         yield DECODE, case, sizes.decode_step(*batch_and_context)
-    for case, num_tokens in prefill.plain_cases(sizes).items():
+    for case, num_tokens in ragged_prefill_attention.plain_cases(sizes).items():
         yield PREFILL, case, sizes.prefill_step(num_tokens)
 
 
-def page(sizes: Sizes) -> str:
+def page(sizes: BenchmarkSizes) -> str:
     """As a table in Markdown."""
     cards = list(DATASHEET)
     lines = [

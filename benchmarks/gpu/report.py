@@ -1,4 +1,4 @@
-"""Results as JSON, written anew after each, and as a table."""
+"""Results as JSON, rewritten after each row, and as a table."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import ceilings
-from benchmarks.gpu.floors import Rates, Work
+from benchmarks.gpu import peak_rates
 from benchmarks.gpu.measure import seconds
+from benchmarks.gpu.roofline import CardRates, RooflineWork
 from benchmarks.gpu.worker import About, Row
 
-_LONGEST_FAILURE = 140  # characters that the table has of one
+_MAX_FAILURE_CHARACTERS = 140  # of a failure's message in the table
 _UNSHOWN = ("shape", "tokens", "program", "programs")
 
 
 @dataclass
 class Report:
-    """All of a run so far."""
+    """The results of a run so far."""
 
     settings: Mapping[str, Any]
     about: dict[str, Any] = field(default_factory=dict)
@@ -29,7 +29,7 @@ class Report:
 
     @property
     def card(self) -> str:
-        """Its name in a file's name: 'nvidia-h200'."""
+        """Its name for a file's name: 'nvidia-h200'."""
         return re.sub(r"[^a-z0-9]+", "-", str(self.about.get("card", "unknown card")).lower()).strip("-")
 
     def add(self, said: Row | About) -> None:
@@ -38,16 +38,16 @@ class Report:
         else:
             self.about |= said
 
-    def rates(self) -> Rates | None:
-        """The best that was measured of the card itself; None until both were."""
-        found: dict[str, list[float]] = {ceilings.COPY: [], ceilings.MATMUL: []}
+    def rates(self) -> CardRates | None:
+        """The best rates that were measured of the GPU itself; None until both were."""
+        found: dict[str, list[float]] = {peak_rates.COPY: [], peak_rates.MATMUL: []}
         for row in self.rows:
             times, work = row.found.times, row.found.work
             if row.measure.name in found and times is not None and work is not None:
-                amount = work.num_bytes if row.measure.name == ceilings.COPY else work.num_flops
+                amount = work.num_bytes if row.measure.name == peak_rates.COPY else work.num_flops
                 found[row.measure.name].append(amount / times.median)
         copy, matmul = found.values()
-        return Rates(max(copy), max(matmul)) if copy and matmul else None
+        return CardRates(max(copy), max(matmul)) if copy and matmul else None
 
     def as_json(self) -> dict[str, Any]:
         rates = self.rates()
@@ -59,7 +59,7 @@ class Report:
         }
 
     def write(self, path: Path) -> None:
-        """In place of what was there, at once: a kill leaves the old or the new."""
+        """Replaces the file atomically: a kill leaves the old or the new one."""
         path.parent.mkdir(parents=True, exist_ok=True)
         beside = path.with_suffix(".part")
         beside.write_text(json.dumps(self.as_json(), indent=1) + "\n", encoding="utf-8")
@@ -78,7 +78,8 @@ class Report:
         return ", ".join([*notes, *self._likeness(row)])
 
     def _likeness(self, row: Row) -> list[str]:
-        """How many of its tokens are those of the way that was measured first: a model's random weights leave them close together."""
+        """How many of its tokens equal those of the implementation that was measured first. A model's random weights
+        leave logits close together."""
         for other in self.rows:
             is_same_work = (other.measure.name, other.found.case) == (row.measure.name, row.found.case)
             if is_same_work and "tokens" in other.found.notes and "tokens" in row.found.notes:
@@ -89,7 +90,7 @@ class Report:
         return []
 
 
-def _row_json(row: Row, rates: Rates | None) -> dict[str, Any]:
+def _row_json(row: Row, rates: CardRates | None) -> dict[str, Any]:
     found = row.found.as_json() | {"name": row.measure.name, "way": row.measure.way}
     times, work = row.found.times, row.found.work
     if rates is not None and times is not None and work is not None:
@@ -97,7 +98,7 @@ def _row_json(row: Row, rates: Rates | None) -> dict[str, Any]:
     return found
 
 
-def _cells(row: Row, rates: Rates | None) -> tuple[str, ...]:
+def _cells(row: Row, rates: CardRates | None) -> tuple[str, ...]:
     found = row.found
     time = spread = rate = share = ""
     if found.times is not None:
@@ -110,7 +111,7 @@ def _cells(row: Row, rates: Rates | None) -> tuple[str, ...]:
     return row.measure.name, row.measure.way, found.case, time, spread, rate, share
 
 
-def _rate(work: Work, time: float, rates: Rates | None) -> str:
+def _rate(work: RooflineWork, time: float, rates: CardRates | None) -> str:
     is_copy = work.num_flops == 0 or (rates is not None and rates.bound(work) == "copy")
     if is_copy:
         return f"{work.num_bytes / time / 1e9:,.0f} GB/s"
@@ -123,16 +124,16 @@ def _short(value: Any) -> str:
 
 
 def _failures(rows: Sequence[Row]) -> list[str]:
-    """A line for each reason and way, with how many sizes it holds for."""
+    """A line for each reason and implementation, with the number of its sizes."""
     reasons: dict[tuple[str, str, str], list[str]] = {}
     for row in rows:
         if row.found.failure is not None:
             reasons.setdefault((row.measure.name, row.measure.way, row.found.failure), []).append(row.found.case)
-    return [f"  {name} / {way}{_sizes(sizes)}: {why[:_LONGEST_FAILURE]}" for (name, way, why), sizes in reasons.items()]
+    return [f"  {name} / {way}{_sizes(sizes)}: {why[:_MAX_FAILURE_CHARACTERS]}" for (name, way, why), sizes in reasons.items()]
 
 
 def _sizes(cases: Sequence[str]) -> str:
-    """In brackets; nothing of a measure that names none."""
+    """In brackets; empty for a measure without sizes."""
     named = [case for case in cases if case]
     return f" ({'; '.join(named) if len(named) < 3 else f'{len(named)} sizes'})" if named else ""
 

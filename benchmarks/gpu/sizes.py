@@ -1,19 +1,20 @@
-"""What is measured in which sizes: Llama-3.1-8B's on a GPU, and tiny ones that show on a CPU that everything runs. Imports no JAX."""
+"""The sizes that are measured: Llama-3.1-8B's on a GPU, and tiny ones that show on a CPU that everything runs. Imports
+no JAX."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.gpu import floors
-from benchmarks.gpu.floors import Work
+from benchmarks.gpu import roofline
+from benchmarks.gpu.roofline import RooflineWork
 
-DECODE, PREFILL = "decode step", "prefill step"  # of a whole model, whoever's engine
+DECODE, PREFILL = "decode step", "prefill step"  # of a whole model, in any engine
 
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """A Llama's."""
+    """A Llama model's."""
 
     num_layers: int
     hidden_size: int
@@ -54,47 +55,47 @@ class ModelSizes:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class BenchmarkSizes:
     model: ModelSizes
     itemsize: int  # bytes of a number: weights, keys, values, activations
     dtype: str
     page_size: int
     decode: tuple[tuple[int, int], ...]  # batch and context
-    short: tuple[int, ...]  # contexts of one request alone, around a page and a tile: of attention, not of steps
+    short: tuple[int, ...]  # contexts of one request alone, around a page and a tile: for attention, not for steps
     prefill: tuple[int, ...]  # tokens of a prompt
-    grouped: tuple[int, ...]  # tokens of a step of a mixture of experts
+    grouped: tuple[int, ...]  # tokens of a step with mixture-of-experts layers
     copied_bytes: int
     matrix_size: int
-    cache_bytes: int  # inputs are taken in turns from more than this
-    kernel_ways: tuple[str, ...]  # the best comes first
+    cache_bytes: int  # interleaved inputs together exceed this
+    kernel_ways: tuple[str, ...]  # backends, the best first
     repeats: int
     is_small: bool
 
-    def decode_attention(self, batch: int, context: int) -> Work:
+    def decode_attention(self, batch: int, context: int) -> RooflineWork:
         m = self.model
-        return floors.decode_attention(batch, context, m.num_heads, m.num_kv_heads, m.head_size, self.itemsize)
+        return roofline.decode_attention(batch, context, m.num_heads, m.num_kv_heads, m.head_size, self.itemsize)
 
-    def prefill_attention(self, num_tokens: int, num_cached: int = 0) -> Work:
+    def prefill_attention(self, num_tokens: int, num_cached: int = 0) -> RooflineWork:
         m = self.model
-        return floors.prefill_attention(num_tokens, m.num_heads, m.num_kv_heads, m.head_size, self.itemsize, num_cached)
+        return roofline.prefill_attention(num_tokens, m.num_heads, m.num_kv_heads, m.head_size, self.itemsize, num_cached)
 
-    def decode_step(self, batch: int, context: int) -> Work:
-        """All layers and the head: weights, keys and values; what flows between layers stays in the cache."""
+    def decode_step(self, batch: int, context: int) -> RooflineWork:
+        """All layers and the head: weights, keys and values; activations between layers stay in the cache."""
         weights = self.model.num_layers * self.model.layer_weights + self.model.head_weights
         attention = self.decode_attention(batch, context).times(self.model.num_layers)
-        return Work(weights * self.itemsize, 2 * batch * weights) + attention
+        return RooflineWork(weights * self.itemsize, 2 * batch * weights) + attention
 
-    def prefill_step(self, num_tokens: int) -> Work:
+    def prefill_step(self, num_tokens: int) -> RooflineWork:
         """The head is for the last token alone."""
         layers = self.model.num_layers * self.model.layer_weights
         attention = self.prefill_attention(num_tokens).times(self.model.num_layers)
         weights = layers + self.model.head_weights
-        return Work(weights * self.itemsize, 2 * num_tokens * layers + 2 * self.model.head_weights) + attention
+        return RooflineWork(weights * self.itemsize, 2 * num_tokens * layers + 2 * self.model.head_weights) + attention
 
 
 LLAMA_8B = ModelSizes(32, 4096, 32, 8, 128, 14336, 128256)
 
-FULL = Sizes(
+FULL = BenchmarkSizes(
     model=LLAMA_8B,
     itemsize=2,
     dtype="bfloat16",
@@ -111,7 +112,7 @@ FULL = Sizes(
     is_small=False,
 )
 
-SMALL = Sizes(
+SMALL = BenchmarkSizes(
     model=ModelSizes(1, 64, 4, 2, 16, 96, 256),
     itemsize=4,
     dtype="float32",

@@ -1,7 +1,9 @@
-"""`python -m benchmarks.gpu.smoke`: each variant of each kernel once, in a tiny size and a process of its own, the simplest first.
+"""`python -m benchmarks.gpu.smoke`: each variant of each kernel once, in a tiny size and a process of its own, the
+simplest first.
 
-For the first minutes on a card: which kernels run, which are wrong, crash or hang. A variant that hangs costs `--seconds`. Nothing is timed. On a CPU
-JAX's interpreter runs the kernels (`--interpret`), which shows that this script works: it takes thousands of times as long, so there are few repeats.
+For the first minutes on a GPU: it shows which kernels run, are wrong, crash or hang. A variant that hangs costs
+`--seconds`. Nothing is timed. On a CPU JAX's interpreter runs the kernels (`--interpret`), which shows that this script
+works. It is thousands of times slower, so there are few repeats.
 """
 
 from __future__ import annotations
@@ -22,14 +24,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.gpu import grouped, interpreted, latents, paged, prefill, written
-from benchmarks.gpu.kernels import GPU_WAY, checked, implementation
-from benchmarks.gpu.pools import PageShape
+from benchmarks.gpu import (
+    grouped_matmul,
+    interpreter,
+    latent_prefill_attention,
+    paged_attention,
+    ragged_prefill_attention,
+    write_and_attend,
+)
+from benchmarks.gpu.kernels import GPU_BACKEND, check_against_reference, implementation
 from benchmarks.gpu.problem import Problem
+from benchmarks.gpu.random_pages import PageShape
 from benchmarks.gpu.sizes import SMALL, ModelSizes
 from pallas_kernels.grouped_matmul.cases import TINY
 
-# Of one KV head, in a type and pages that the kernels have.
+# One KV head, in a type and page size that the kernels support.
 SIZES = replace(SMALL, model=ModelSizes(1, 256, 4, 1, 64, 256, 256), itemsize=2, dtype="bfloat16", page_size=16)
 _PAGES = PageShape(1, 16, 64, "bfloat16")
 _LATENT_PAGES = PageShape(1, 64, 192, "bfloat16", num_sides=1)
@@ -39,17 +48,17 @@ _NO_GPU = "JAX finds no GPU"
 
 
 @dataclass(frozen=True)
-class _Patience:
+class _TimeLimit:
     seconds: float
     repeats: int
 
 
-_ON_A_CARD, _INTERPRETED = _Patience(20, 1000), _Patience(300, 3)
+_ON_A_CARD, _INTERPRETED = _TimeLimit(20, 1000), _TimeLimit(300, 3)
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A kernel, in the size that needs as little of it as can be, with a tiling that makes it do one thing more."""
+    """A kernel in the smallest size that uses one more of its features, with the tiling for it."""
 
     kernel: str
     problem: Callable[[], Problem]
@@ -57,56 +66,63 @@ class Variant:
 
     @property
     def function(self) -> Callable[..., Any]:
-        return implementation(self.kernel, GPU_WAY, self.tiling or None)
+        return implementation(self.kernel, GPU_BACKEND, self.tiling or None)
 
 
 def _decode(tiling: dict[str, Any], context: int = 16, batch: int = 1, shape: PageShape = _PAGES, **about: Any) -> Variant:
-    case = paged.Case(batch, context, about.pop("num_heads", 4), shape, **about)
-    return Variant("paged_attention", partial(paged.problem, SIZES, case, _SEED), tiling)
+    case = paged_attention.DecodeBenchmarkCase(batch, context, about.pop("num_heads", 4), shape, **about)
+    return Variant("paged_attention", partial(paged_attention.problem, SIZES, case, _SEED), tiling)
 
 
-def _written(*, writes: bool) -> Variant:
+def _write(*, writes: bool) -> Variant:
     tiling = {"tokens": 64, "stages": 2, "splits": 2, "writes": writes}
-    return Variant("write_and_attend", partial(written.problem, SIZES, paged.Case(3, 200, 4, _PAGES), _SEED), tiling)
+    return Variant(
+        "write_and_attend", partial(write_and_attend.problem, SIZES, paged_attention.DecodeBenchmarkCase(3, 200, 4, _PAGES), _SEED), tiling
+    )
 
 
 def _prefill(num_new: int, num_cached: int = 0, **tiling: int) -> Variant:
-    problem = partial(prefill.problem, SIZES, prefill.Prompt(num_new, num_cached), _SEED)
+    problem = partial(ragged_prefill_attention.problem, SIZES, ragged_prefill_attention.BenchmarkPrompt(num_new, num_cached), _SEED)
     return Variant("ragged_prefill_attention", problem, tiling)
 
 
 def _prefill_of_latents(num_new: int, num_cached: int = 0) -> Variant:
-    case = latents.Case(prefill.Prompt(num_new, num_cached), latents.Heads(2, 128, 64, 64), 64, "bfloat16")
-    return Variant("latent_prefill_attention", partial(latents.problem, SIZES, case, _SEED), {})
+    case = latent_prefill_attention.LatentBenchmarkCase(
+        ragged_prefill_attention.BenchmarkPrompt(num_new, num_cached), latent_prefill_attention.LatentHeads(2, 128, 64, 64), 64, "bfloat16"
+    )
+    return Variant("latent_prefill_attention", partial(latent_prefill_attention.problem, SIZES, case, _SEED), {})
 
 
 def _experts(kind: str, num_tokens: int = 8, **tiling: int) -> Variant:
     case = next(case for case in TINY if case.format == kind)
-    return Variant("grouped_matmul", partial(grouped.problem, SIZES, (case, num_tokens), _SEED), tiling)
+    return Variant("grouped_matmul", partial(grouped_matmul.problem, SIZES, (case, num_tokens), _SEED), tiling)
 
 
-_PLAIN, _TURNS = {"tokens": 64, "stages": 2, "splits": 1, "warpgroups": 1}, {"tokens": 64, "stages": 2, "splits": 1, "warpgroups": 2}
+_PLAIN, _SEVERAL_WARPGROUPS = (
+    {"tokens": 64, "stages": 2, "splits": 1, "warpgroups": 1},
+    {"tokens": 64, "stages": 2, "splits": 1, "warpgroups": 2},
+)
 VARIANTS: dict[str, Callable[[], Variant]] = {
     "decode, one tile": partial(_decode, _PLAIN),
     "decode, one token": partial(_decode, _PLAIN, context=1),
     "decode, more tiles than stages": partial(_decode, _PLAIN, context=300, batch=3),
-    "decode, warpgroups in turns": partial(_decode, _TURNS, context=300, batch=3),
-    "decode, heads of 128": partial(_decode, _TURNS, context=300, batch=3, shape=replace(_PAGES, head_size=128)),
-    "decode, splits": partial(_decode, _TURNS | {"splits": 3}, context=300, batch=3),
-    "decode, several tokens": partial(_decode, _TURNS, context=300, batch=3, tokens=4),
+    "decode, warpgroups in turns": partial(_decode, _SEVERAL_WARPGROUPS, context=300, batch=3),
+    "decode, heads of 128": partial(_decode, _SEVERAL_WARPGROUPS, context=300, batch=3, shape=replace(_PAGES, head_size=128)),
+    "decode, splits": partial(_decode, _SEVERAL_WARPGROUPS | {"splits": 3}, context=300, batch=3),
+    "decode, several tokens": partial(_decode, _SEVERAL_WARPGROUPS, context=300, batch=3, tokens=4),
     "decode, float8": partial(_decode, _PLAIN, context=200, batch=3, shape=replace(_PAGES, dtype="float8_e4m3fn")),
     "decode, latents": partial(_decode, _PLAIN, context=200, batch=3, shape=_LATENT_PAGES, num_heads=16, value_size=128),
     "decode, latents of two warpgroups": partial(
         _decode, _PLAIN | {"splits": 2}, context=200, batch=3, shape=replace(_LATENT_PAGES, head_size=576), num_heads=128, value_size=512
     ),
-    "write before decode": partial(_written, writes=False),
-    "write within decode": partial(_written, writes=True),
+    "write before decode": partial(_write, writes=False),
+    "write within decode": partial(_write, writes=True),
     "prefill, one tile": partial(_prefill, 64),
     "prefill, many tiles": partial(_prefill, 512),
     "prefill, after a prefix": partial(_prefill, 32, 600),
     "prefill, latents": partial(_prefill_of_latents, 128),
     "prefill, latents after a prefix": partial(_prefill_of_latents, 64, 300),
-    # Of blocks that take turns.
+    # Blocks that process several tiles each.
     "experts, bfloat16": partial(_experts, "bfloat16", rows=8, stages=2, blocks=3),
     "experts, fp8": partial(_experts, "fp8", rows=8, stages=2, blocks=3),
     "experts, int4": partial(_experts, "int4", rows=8, stages=2, blocks=3),
@@ -115,21 +131,23 @@ VARIANTS: dict[str, Callable[[], Variant]] = {
 
 
 def run(name: str, num_repeats: int, *, is_interpreted: bool) -> dict[str, Any]:
-    """Check one variant in this process. What it gives has 'errors', of which None is right, and how many repeats differed by a bit."""
+    """Checks one variant in this process. The result has 'errors', None if right, and the number of repeats that
+    differed by a bit."""
     if not is_interpreted and jax.devices()[0].platform != "gpu":
         raise SystemExit(f"{_NO_GPU}, only {jax.devices()[0].device_kind}: give --interpret")
     variant = VARIANTS[name]()
     function = variant.function
     if is_interpreted:
-        interpreted.compile_once()
+        interpreter.compile_once()
         function = partial(function, interpreted=True)
     problem = variant.problem()
-    notes, failure = checked(function, problem)
+    notes, failure = check_against_reference(function, problem)
     return notes | {"failure": failure, "num_different": _num_different(function, problem, num_repeats), "num_repeats": num_repeats}
 
 
 def _num_different(function: Callable[..., Any], problem: Problem, num_repeats: int) -> int:
-    """Of so many runs on the same inputs, how many are not the first one, bit for bit. Kernels add nothing in an order that may change."""
+    """How many of the runs on the same inputs are not bit-equal to the first. Kernels add nothing in an order that may
+    change."""
     check = list(problem.checks.values())[-1]
     call = jax.jit(partial(check.run, function))
     first = call(*check.arguments)
@@ -139,7 +157,7 @@ def _num_different(function: Callable[..., Any], problem: Problem, num_repeats: 
 
 
 def run_in_process(name: str, arguments: Sequence[str], seconds: float) -> dict[str, Any]:
-    """The same in a process of its own, killed after so many seconds."""
+    """The same in a process of its own, killed after `seconds`."""
     began = time.monotonic()
     command = [sys.executable, "-m", "benchmarks.gpu.smoke", "--one", name, *arguments]
     try:
@@ -186,7 +204,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found = {}
     for name in chosen:
         found[name] = run_in_process(name, forwarded, seconds)
-        if _NO_GPU in (found[name]["failure"] or ""):  # this process hasn't asked: it would have taken the card's memory
+        # this process hasn't checked: it would have allocated the GPU's memory
+        if _NO_GPU in (found[name]["failure"] or ""):
             parser.exit(2, f"{found[name]['failure'].partition(': ')[2]}\n")
         print(f"{name:34} {_line(found[name])}", flush=True)
         if options.output is not None:

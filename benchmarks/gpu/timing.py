@@ -1,4 +1,4 @@
-"""Device time of a JAX function: many calls in one program, each of which needs the one before it."""
+"""Device time of a JAX function: many calls in one program, each of which depends on the one before it."""
 
 from __future__ import annotations
 
@@ -11,19 +11,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.gpu import compiled
-from benchmarks.gpu.measure import Times
+from benchmarks.gpu import compiled_program
+from benchmarks.gpu.measure import CallTimes
 
-Step = Callable[[Any, Any, Any], Any]  # what the call before gave, what all calls share, inputs of its own -> what this one gives
-_LOOP_S = 0.01  # that a loop should take
-_MEASURED_S = 2.0  # that all loops may: what is far slower than expected is measured less often
+Step = Callable[[Any, Any, Any], Any]  # result of the call before, what all calls share, inputs of its own -> result
+_LOOP_S = 0.01  # duration of a loop
+_MEASURED_S = 2.0  # duration of all loops: work that is far slower than expected is measured less often
 
 
-def per_call(step: Step, carry: Any, shared: Any, inputs: Sequence[Any], expected_s: float, repeats: int) -> tuple[Times, dict[str, Any]]:
-    """Seconds of one call of `step`, in steady state: a loop of several rounds through all inputs, launched several times in a row less launched
-    once, so that what the host does before and after isn't in it. And what the loop's program is, with how many `calls` a round of it has.
+def per_call(
+    step: Step, carry: Any, shared: Any, inputs: Sequence[Any], expected_s: float, repeats: int
+) -> tuple[CallTimes, dict[str, Any]]:
+    """Seconds of one call of `step`, in steady state. A loop of several rounds through all inputs is launched several
+    times in a row, less one launch, so that host time before and after isn't counted. Also a description of the loop's
+    program, with the number of `calls` of a round.
 
-    Raises `ValueError` where that is not above zero. XLA runs a loop of a known length without asking the device each round, so it is static.
+    Raises `ValueError` where the time is not above zero. XLA runs a loop of known length without asking the device each
+    round, so it is static.
     """
     rounds = max(2, min(200, int(_LOOP_S / (expected_s * len(inputs)))))
     traced = jax.jit(chain(step, rounds), donate_argnums=0)  # so that what calls update in place isn't copied
@@ -40,12 +44,12 @@ def per_call(step: Step, carry: Any, shared: Any, inputs: Sequence[Any], expecte
     more = max(2, math.ceil(_LOOP_S / took))
     repeats = max(2, min(repeats, int(_MEASURED_S / ((2 + more) * took))))
     differences = (_seconds(partial(launch, 1 + more)) - _seconds(partial(launch, 1)) for _ in range(repeats))
-    times = Times.of([difference / (more * rounds * len(inputs)) for difference in differences])
-    return times, {"calls": len(inputs)} | compiled.about(loop.as_text() or "")
+    times = CallTimes.of([difference / (more * rounds * len(inputs)) for difference in differences])
+    return times, {"calls": len(inputs)} | compiled_program.describe_program(loop.as_text() or "")
 
 
 def chain(step: Step, rounds: int) -> Callable[[Any, Any, Sequence[Any]], Any]:
-    """A function of the carry, what is shared, and each call's own inputs: so many rounds of calls."""
+    """A function of the carry, what is shared, and each call's own inputs, which runs `rounds` rounds of calls."""
     once = jax.jit(step)  # traced, and its kernels compiled, once for all inputs
 
     def loop(carry: Any, shared: Any, inputs: Sequence[Any]) -> Any:
@@ -59,8 +63,9 @@ def chain(step: Step, rounds: int) -> Callable[[Any, Any, Sequence[Any]], Any]:
     return loop
 
 
-def per_launch(launch: Callable[[], Any], launches: int, repeats: int) -> Times:
-    """Seconds of one launch of a program among so many that follow one another; the host waits for the last alone."""
+def per_launch(launch: Callable[[], Any], launches: int, repeats: int) -> CallTimes:
+    """Seconds of one launch of a program among `launches` that follow one another; the host waits for the last
+    alone."""
 
     def run() -> None:
         for _ in range(launches):
@@ -69,7 +74,7 @@ def per_launch(launch: Callable[[], Any], launches: int, repeats: int) -> Times:
 
     run()
     repeats = max(2, min(repeats, int(_MEASURED_S / _seconds(run))))
-    return Times.of([_seconds(run) / launches for _ in range(repeats)])
+    return CallTimes.of([_seconds(run) / launches for _ in range(repeats)])
 
 
 def _seconds(run: Callable[[], Any]) -> float:

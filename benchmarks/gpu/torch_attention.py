@@ -1,4 +1,4 @@
-"""What torch has for attention, over keys and values that lie together, without pages: its own choice of kernel, and FlexAttention."""
+"""torch's attention over contiguous keys and values without pages: its own choice of kernel, and FlexAttention."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.gpu.floors import DATASHEET, Work
-from benchmarks.gpu.measure import Found
-from benchmarks.gpu.problem import inputs_in_turns
-from benchmarks.gpu.sizes import Sizes
+from benchmarks.gpu.measure import RowResult
+from benchmarks.gpu.problem import interleaved_inputs
+from benchmarks.gpu.roofline import DATASHEET, RooflineWork
+from benchmarks.gpu.sizes import BenchmarkSizes
 from benchmarks.gpu.torch_timing import device, per_call
 
 _WORST_ERROR = 1e-2
-_CHECKED = 32  # queries of a prompt
+_CHECKED = 32  # queries of a prompt that are checked
 
 
-def of_a_prompt(sizes: Sizes, case: str, num_tokens: int, way: str) -> Iterator[Found]:
+def measure_prefill(sizes: BenchmarkSizes, case: str, num_tokens: int, way: str) -> Iterator[RowResult]:
     """A prompt's tokens over themselves."""
-    yield _measured(sizes, case, sizes.prefill_attention(num_tokens), 1, num_tokens, num_tokens, way)
+    yield _measure(sizes, case, sizes.prefill_attention(num_tokens), 1, num_tokens, num_tokens, way)
 
 
-def of_a_step(sizes: Sizes, case: str, batch: int, context: int, way: str) -> Iterator[Found]:
+def measure_decode(sizes: BenchmarkSizes, case: str, batch: int, context: int, way: str) -> Iterator[RowResult]:
     """One token a request over its context."""
-    yield _measured(sizes, case, sizes.decode_attention(batch, context), batch, 1, context, way)
+    yield _measure(sizes, case, sizes.decode_attention(batch, context), batch, 1, context, way)
 
 
-def _measured(sizes: Sizes, case: str, work: Work, batch: int, queries: int, context: int, way: str) -> Found:
+def _measure(sizes: BenchmarkSizes, case: str, work: RooflineWork, batch: int, queries: int, context: int, way: str) -> RowResult:
     model, dtype = sizes.model, getattr(torch, sizes.dtype)
     make = partial(torch.randn, dtype=dtype, device=device())
     q = make(batch, model.num_heads, queries, model.head_size)
     kv = (batch, model.num_kv_heads, context, model.head_size)
-    inputs = [(make(*kv), make(*kv)) for _ in range(inputs_in_turns(work, sizes))]
+    inputs = [(make(*kv), make(*kv)) for _ in range(interleaved_inputs(work, sizes))]
     attend = _flex(queries, context, is_compiled=not sizes.is_small) if way == "torch flex" else _chosen(queries)
     with torch.inference_mode():
         error = _error(attend(q, *inputs[0]), q, *inputs[0])
         if not error <= _WORST_ERROR:
-            return Found(case, work=work, failure=f"relative error {error:.1e}")
+            return RowResult(case, work=work, failure=f"relative error {error:.1e}")
         calls = [partial(attend, q, k, v) for k, v in inputs]
         times = per_call(calls, max(DATASHEET["h100"].floor(work), 4e-6), sizes.repeats)
-    return Found(case, times, work, {"relative_error": error})
+    return RowResult(case, times, work, {"relative_error": error})
 
 
 def _chosen(queries: int) -> Callable[..., Any]:
@@ -61,7 +61,7 @@ def _is_causal(batch: Any, head: Any, query: Any, key: Any) -> Any:
 
 
 def _error(found: Any, q: Any, k: Any, v: Any) -> float:
-    """Of the first queries, by plain products in float32."""
+    """Relative error of the first queries, against plain products in float32."""
     group, queries = q.shape[1] // k.shape[1], min(q.shape[2], _CHECKED)
     seen = k.shape[2] if q.shape[2] == 1 else queries
     q, found = q[:, :, :queries].float(), found[:, :, :queries].float()

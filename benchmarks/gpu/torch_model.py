@@ -1,4 +1,5 @@
-"""Hugging Face's transformers with random weights of the same shape: prefill as it comes, decode compiled over a static cache."""
+"""Hugging Face transformers with random weights of the same shape: prefill uncompiled, decode compiled over a static
+cache."""
 
 from __future__ import annotations
 
@@ -9,16 +10,16 @@ from typing import Any
 import torch
 import transformers
 
-from benchmarks.gpu.measure import Found, Times
-from benchmarks.gpu.sizes import Sizes
+from benchmarks.gpu.measure import CallTimes, RowResult
+from benchmarks.gpu.sizes import BenchmarkSizes
 from benchmarks.gpu.torch_timing import device, device_seconds
 
 _STEPS = 16  # of a measurement; the cache has room for a few more
 
 
 @functools.cache
-def _model(sizes: Sizes) -> Any:
-    """Made on the device."""
+def _model(sizes: BenchmarkSizes) -> Any:
+    """Created on the device."""
     settings = sizes.model.hf_config(max(sizes.prefill) * 2)
     config = transformers.LlamaConfig(**{name: value for name, value in settings.items() if name != "rope_theta"})
     config.rope_parameters = {"rope_type": "default", "rope_theta": settings["rope_theta"]}
@@ -28,20 +29,20 @@ def _model(sizes: Sizes) -> Any:
 
 
 @torch.no_grad()
-def prefill_steps(sizes: Sizes) -> Iterator[Found]:
+def prefill_steps(sizes: BenchmarkSizes) -> Iterator[RowResult]:
     """A whole prompt, logits of its last token only."""
     model = _model(sizes)
     for num_tokens in sizes.prefill:
         tokens = torch.randint(sizes.model.vocab_size, (1, num_tokens), device=device())
         run = functools.partial(model, tokens, use_cache=True, logits_to_keep=1)
         device_seconds(run, 2)
-        times = Times.of([device_seconds(run, 3) for _ in range(sizes.repeats)])
-        yield Found(f"{num_tokens} tokens", times, sizes.prefill_step(num_tokens), {"tokens_per_s": round(num_tokens / times.median)})
+        times = CallTimes.of([device_seconds(run, 3) for _ in range(sizes.repeats)])
+        yield RowResult(f"{num_tokens} tokens", times, sizes.prefill_step(num_tokens), {"tokens_per_s": round(num_tokens / times.median)})
 
 
 @torch.no_grad()
-def decode_steps(sizes: Sizes) -> Iterator[Found]:
-    """Compiled anew for each size, so the shorter contexts first, and the ends of their batches before the middle."""
+def decode_steps(sizes: BenchmarkSizes) -> Iterator[RowResult]:
+    """Compiled for each size, the shorter contexts first, and the largest and smallest batch before those between."""
     model = _model(sizes)
     shortest = [size for size in sizes.decode if size[1] == min(context for _, context in sizes.decode)]
     others = [size for size in sizes.decode if size not in shortest]
@@ -49,7 +50,7 @@ def decode_steps(sizes: Sizes) -> Iterator[Found]:
         step = model if sizes.is_small else torch.compile(model, mode="reduce-overhead", dynamic=False)
         cache = transformers.StaticCache(config=model.config, max_cache_len=context + _STEPS)
         tokens = torch.randint(sizes.model.vocab_size, (batch, 1), device=device())
-        model(tokens, past_key_values=cache)  # makes the cache's arrays
+        model(tokens, past_key_values=cache)  # creates the cache's arrays
         for layer in cache.layers:
             layer.keys.normal_()
             layer.values.normal_()
@@ -64,6 +65,6 @@ def decode_steps(sizes: Sizes) -> Iterator[Found]:
             found = device_seconds(run, _STEPS)
             if number > 1:
                 seconds.append(found)
-        times = Times.of(seconds)
+        times = CallTimes.of(seconds)
         notes = {"tokens_per_s": round(batch / times.median)}
-        yield Found(f"batch {batch}, context {context}", times, sizes.decode_step(batch, context), notes)
+        yield RowResult(f"batch {batch}, context {context}", times, sizes.decode_step(batch, context), notes)

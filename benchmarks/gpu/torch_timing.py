@@ -1,4 +1,4 @@
-"""Device time of torch's calls: replays of a graph of them, so that no launch is waited for."""
+"""Device time of torch's calls: replays of a CUDA graph of them, so that launches cost nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.measure import Times
+from benchmarks.gpu.measure import CallTimes
 
 _MEASUREMENT_S = 0.02
 
@@ -17,12 +17,12 @@ def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def per_call(calls: Sequence[Callable[[], Any]], expected_s: float, repeats: int) -> Times:
-    """Seconds of one of the calls, which take several sets of inputs in turns. On a CPU they are timed as they are."""
+def per_call(calls: Sequence[Callable[[], Any]], expected_s: float, repeats: int) -> CallTimes:
+    """Seconds of one of the calls, which use several sets of inputs, interleaved. On a CPU they are timed directly."""
     for call in calls:
         call()
     if device() == "cpu":
-        return Times.of([_host_seconds(calls) / len(calls) for _ in range(repeats)])
+        return CallTimes.of([_host_seconds(calls) / len(calls) for _ in range(repeats)])
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -35,11 +35,11 @@ def per_call(calls: Sequence[Callable[[], Any]], expected_s: float, repeats: int
             call()
     rounds = max(2, min(200, int(_MEASUREMENT_S / (expected_s * len(calls)))))
     device_seconds(graph.replay, rounds)
-    return Times.of([device_seconds(graph.replay, rounds) / len(calls) for _ in range(repeats)])
+    return CallTimes.of([device_seconds(graph.replay, rounds) / len(calls) for _ in range(repeats)])
 
 
 def device_seconds(run: Callable[[], Any], rounds: int) -> float:
-    """Of one round, between events of the device."""
+    """Seconds of one round, between events of the device."""
     if device() == "cpu":
         return _host_seconds([run] * rounds) / rounds
     began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -1,4 +1,4 @@
-"""The best tiling of each kernel and size, kept beside the kernels."""
+"""The best tiling of each kernel and size, stored beside the kernels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "pallas_kernels" / "tuned"
 
 
 def best(report: Report) -> list[dict[str, Any]]:
-    """The quickest of each kernel and size among those that were right, with how many were tried."""
+    """The fastest correct tiling of each kernel and size, with the number that was tried."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
     tried: dict[tuple[str, str], int] = {}
     for row in report.rows:
@@ -32,7 +32,8 @@ def best(report: Report) -> list[dict[str, Any]]:
 
 
 def write(report: Report, folder: Path) -> str:
-    """Into `<card>.json`, in place of the entries of the same kernels and shapes; the others stay. Returns what it did, in words."""
+    """Writes `<card>.json`: entries of the same kernels and shapes are replaced, the others stay. Returns a summary of
+    what it did."""
     entries = best(report)
     if not entries:
         return "no tiling was measured"

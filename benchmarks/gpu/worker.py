@@ -1,6 +1,8 @@
-"""Measures run in a process of their own, which may hang, crash or lose its GPU: then the next one goes on after it.
+"""Runs measures in a process of their own, which may hang, crash or lose its GPU; the next process continues after it.
 
-A kernel that waits for ever can only be killed, and one that read where it mustn't has spoiled its process's GPU for all that follows."""
+A kernel that waits for ever can only be killed. One that read out of bounds has broken its process's GPU for everything
+that follows.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,15 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
-from benchmarks.gpu.measure import Found, Library, Measure, seconds
+from benchmarks.gpu.measure import GpuMeasure, Library, RowResult, seconds
 
 About = dict[str, Any]
-Catalog = Callable[[], list[Measure]]  # made anew in the child: what measures is no data
+Catalog = Callable[[], list[GpuMeasure]]  # created in the child: what measures can't be sent
 _START_S = 120.0  # to start Python, the library and CUDA
-_SHORTEST_S = 3.0  # that a measure is worth beginning with
-_LONGEST_TEXT = 600  # characters of an error
-_MOST_SILENT = 2  # results of one kernel, after which its other sizes are left out: each would take its whole limit
+_MIN_MEASURE_S = 3.0  # least time left that is worth starting a measure
+_MAX_ERROR_CHARACTERS = 600  # of an error's message
+# silent results of one kernel, after which its other sizes are left out: each would use its whole limit
+_MAX_SILENT = 2
 
 
 class Deadline:
@@ -39,10 +42,10 @@ class Deadline:
 
 @dataclass(frozen=True)
 class Row:
-    """A result, of which measure."""
+    """A result and its measure."""
 
-    measure: Measure
-    found: Found
+    measure: GpuMeasure
+    found: RowResult
 
     def __str__(self) -> str:
         what = self.found.failure or (seconds(self.found.times.median) if self.found.times else "")
@@ -50,59 +53,60 @@ class Row:
 
 
 def run_all(
-    catalog: Catalog, measures: Sequence[Measure], about_of: dict[Library, Callable[[], About]], deadline: Deadline
+    catalog: Catalog, measures: Sequence[GpuMeasure], about_of: dict[Library, Callable[[], About]], deadline: Deadline
 ) -> Iterator[Row | About]:
-    """Rows as they come, and what each process says of itself first. `measures` are of the catalog; every one of them gives a row at
-    least, a failed one if need be. `about_of` is called in the process, once for its library, and raises where nothing can run with that."""
+    """Rows as they come, and each process's report of itself before them. `measures` come from the catalog; each gives
+    at least one row, if only a failure. `about_of` is called in the process, once for its library, and raises where
+    nothing can run with that."""
     waiting = list(measures)
     has_run: set[Library] = set()
     absent: dict[Library, str] = {}
     failed_starts: Counter[Library] = Counter()
     num_silent: Counter[tuple[str, str]] = Counter()  # by name and way
     while waiting:
-        broken = [measure for measure in waiting if num_silent[measure.name, measure.way] >= _MOST_SILENT]
+        broken = [measure for measure in waiting if num_silent[measure.name, measure.way] >= _MAX_SILENT]
         if broken:
-            why = f"left out: {_MOST_SILENT} other sizes gave no answer"
-            yield from (Row(measure, Found(measure.case, failure=why)) for measure in broken)
+            why = f"left out: {_MAX_SILENT} other sizes gave no answer"
+            yield from (Row(measure, RowResult(measure.case, failure=why)) for measure in broken)
             waiting = [measure for measure in waiting if measure not in broken]
             continue
         library = waiting[0].library
-        turn = _turn(waiting)
-        if deadline.left() < _SHORTEST_S or library in absent:
+        batch = _next_batch(waiting)
+        if deadline.left() < _MIN_MEASURE_S or library in absent:
             why = f"absent: {absent[library]}" if library in absent else "left out: no time left"
-            yield from (Row(measure, Found(measure.case, failure=why)) for measure in turn)
-            waiting = waiting[len(turn) :]
+            yield from (Row(measure, RowResult(measure.case, failure=why)) for measure in batch)
+            waiting = waiting[len(batch) :]
             continue
-        child = _Child(catalog, [measure.key for measure in turn], about_of[library])
+        child = _WorkerProcess(catalog, [measure.key for measure in batch], about_of[library])
         try:
-            for said in child.follow(turn, deadline):
-                if isinstance(said, _Absent):
+            for message in child.follow(batch, deadline):
+                if isinstance(message, _LibraryMissing):
                     failed_starts[library] += 1
                     if failed_starts[library] > len(has_run & {library}):  # one that has run may start once more
-                        absent[library] = said.why
+                        absent[library] = message.why
                 else:
                     has_run.add(library)
-                    if isinstance(said, Row) and said.found.is_silent:
-                        num_silent[said.measure.name, said.measure.way] += 1
-                    yield said
+                    if isinstance(message, Row) and message.found.is_silent:
+                        num_silent[message.measure.name, message.measure.way] += 1
+                    yield message
         finally:
             child.end()
         waiting = waiting[child.num_over :]
 
 
-def _turn(waiting: Sequence[Measure]) -> list[Measure]:
-    """The first of them that need the same library."""
+def _next_batch(waiting: Sequence[GpuMeasure]) -> list[GpuMeasure]:
+    """The first measures that need the same library."""
     count = next((i for i, measure in enumerate(waiting) if measure.library != waiting[0].library), len(waiting))
     return list(waiting[:count])
 
 
 @dataclass(frozen=True)
-class _Absent:
+class _LibraryMissing:
     why: str
 
 
-class _Child:
-    """One process over some measures. `num_over` of them are behind it when `follow` ends."""
+class _WorkerProcess:
+    """One process over some measures. `num_over` of them have ended when `follow` returns."""
 
     def __init__(self, catalog: Catalog, keys: list[str], about: Callable[[], About]) -> None:
         context = multiprocessing.get_context("spawn")
@@ -112,19 +116,19 @@ class _Child:
         theirs.close()
         self.num_over = 0
 
-    def follow(self, turn: Sequence[Measure], deadline: Deadline) -> Iterator[Row | About | _Absent]:
+    def follow(self, batch: Sequence[GpuMeasure], deadline: Deadline) -> Iterator[Row | About | _LibraryMissing]:
         until, has_started, has_begun = time.monotonic() + _START_S, False, False
-        while self.num_over < len(turn):
-            measure = turn[self.num_over]
+        while self.num_over < len(batch):
+            measure = batch[self.num_over]
             kind, value = self._next(min(until - time.monotonic(), deadline.left()))
             is_gone, is_silent = kind in ("ended", "silent"), kind == "silent" and has_begun and deadline.left() > 0
             if kind == "silent":
                 value = f"no answer in {measure.limit_s:g} s" if deadline.left() else "no time left"
             if not has_started and (is_gone or kind == "absent"):
-                yield _Absent(value)
+                yield _LibraryMissing(value)
                 return
             if is_gone and self.num_over and not has_begun:
-                return  # between two measures: after one that spoiled the process
+                return  # between two measures: after one that broke the process
             if kind == "about":
                 has_started = True
                 yield value
@@ -134,7 +138,7 @@ class _Child:
                 yield Row(measure, value)
             else:
                 if kind != "done":
-                    yield Row(measure, Found(measure.case, failure=value, is_silent=is_silent))
+                    yield Row(measure, RowResult(measure.case, failure=value, is_silent=is_silent))
                 self.num_over, has_begun = self.num_over + 1, False
             if is_gone:
                 return
@@ -142,8 +146,8 @@ class _Child:
     def _next(self, patience: float) -> tuple[str, Any]:
         try:
             if self._pipe.poll(max(patience, 0.0)):
-                said: tuple[str, Any] = self._pipe.recv()
-                return said
+                message: tuple[str, Any] = self._pipe.recv()
+                return message
             return "silent", ""
         except (EOFError, OSError):
             self._process.join(5)
@@ -156,7 +160,7 @@ class _Child:
 
 
 def _serve(catalog: Catalog, keys: list[str], about: Callable[[], About], pipe: Connection) -> None:
-    """The child."""
+    """The child process."""
     try:
         pipe.send(("about", about()))
     except Exception as error:
@@ -175,13 +179,13 @@ def _serve(catalog: Catalog, keys: list[str], about: Callable[[], About], pipe: 
             pipe.send(("failed", _text(error)))
             if _spoils(error):
                 os._exit(0)  # at once: an orderly end waits for the GPU
-        gc.collect()  # what is held in rings has the device's memory
+        gc.collect()  # reference cycles hold device memory
 
 
 def _spoils(error: Exception) -> bool:
-    """Whether the GPU may be of no more use to this process: JAX's and torch's errors at run time are RuntimeErrors."""
+    """Whether the GPU may be unusable for this process now: JAX's and torch's errors at run time are RuntimeErrors."""
     return isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError)
 
 
 def _text(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:_LONGEST_TEXT]
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:_MAX_ERROR_CHARACTERS]

@@ -1,1 +1,2 @@
-"""This engine beside others on one machine, in one run. Standard library only: the engines' environments import it too."""
+"""This engine beside others on one machine, in one run. Standard library only: the engines' environments import it
+too."""

@@ -1,7 +1,9 @@
-"""`python -m benchmarks.peers`: this engine beside transformers, llama.cpp and vLLM: one machine, one run, the same weights and prompts.
+"""`python -m benchmarks.peers`: this engine beside transformers, llama.cpp and vLLM: one machine, one run, the same
+weights and prompts.
 
-The engines take turns, round by round and in changing order; a ratio is of two measurements of one round, so what else the machine did
-in that minute touches both. Writes JSON, a page (Markdown) and pictures (PNG)."""
+Runs are interleaved, round by round and in changing order. A ratio is of two measurements of one round, so other load
+of the machine in that minute affects both. Writes JSON, a page (Markdown) and plots (PNG).
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,12 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.machine import Others, machine, machine_slug
+from benchmarks.machine import BackgroundLoad, machine, machine_slug
 from benchmarks.peers import charts, report
-from benchmarks.peers.company import Company
-from benchmarks.peers.engines import chosen
+from benchmarks.peers.engines import select_engines
 from benchmarks.peers.measures import Measures
-from benchmarks.peers.plan import PARTS, Plan
+from benchmarks.peers.peer_set import PeerSet
+from benchmarks.peers.plan import PARTS, PeerPlan
 from benchmarks.worker import ROOT
 from checkpoints.hub import resolve
 from checkpoints.source import CheckpointError
@@ -63,7 +65,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     flag("--output", type=Path, help="JSON file; the page and the pictures lie beside it (default: benchmarks/results/MACHINE-DATE.json)")
     options = parser.parse_args(arguments)
     try:
-        options.engines = chosen(options.engines)
+        options.engines = select_engines(options.engines)
     except ValueError as error:
         parser.error(str(error))
     if options.rounds < 1:
@@ -78,12 +80,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         model = resolve(options.model).resolve()
     except CheckpointError as error:
         sys.exit(str(error))
-    plan = Plan.quick(options.token_ids) if options.quick else Plan.full(options.rounds, options.token_ids)
+    plan = PeerPlan.quick(options.token_ids) if options.quick else PeerPlan.full(options.rounds, options.token_ids)
     about, began = machine(), time.perf_counter()
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
-    company = Company(options.engines, model, options.threads, plan, Others(), lambda text: console.print(text, markup=False))
+    company = PeerSet(options.engines, model, options.threads, plan, BackgroundLoad(), lambda text: console.print(text, markup=False))
     installs = not options.quick if options.install is None else options.install
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # what it started must not outlive it
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # child processes must not outlive it
     try:
         company.gather(installs=installs)
         if found := {engine["device"] for engine in company.about.values() if engine["platform"] != "cpu"}:
@@ -94,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if part not in options.parts:
                 continue
             company.measure(part)
-            # After each part: what is measured isn't lost by what comes after it.
+            # After each part: results are kept whatever happens later.
             write(output, result_of(company, options, date, about, time.perf_counter() - began))
     finally:
         company.close()
@@ -102,8 +104,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console.print(f"written to {output}, its page and its pictures beside it")
 
 
-def result_of(company: Company, options: argparse.Namespace, date: str, about: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """All of a run as JSON has it."""
+def result_of(company: PeerSet, options: argparse.Namespace, date: str, about: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """The whole run as JSON."""
     busy = company.others.samples
     return {
         "date": date,
@@ -119,7 +121,7 @@ def result_of(company: Company, options: argparse.Namespace, date: str, about: d
 
 
 def write(output: Path, result: dict[str, Any]) -> None:
-    """The JSON, the page and the pictures."""
+    """Writes the JSON, the page and the plots."""
     output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     measures = Measures.from_json(result["measures"])
     where = f"{result['machine']['cpu']}, {result['machine']['cores']} cores, {result['settings']['model']}, {result['date']}"

@@ -1,4 +1,4 @@
-"""A run as pictures: what each engine reached, under load over HTTP, at its start and in memory."""
+"""Plots of a run: throughput of each engine, under load over HTTP, start times and memory."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from pathlib import Path
 import matplotlib
 from matplotlib.axes import Axes
 
-from benchmarks.peers import embedded, memory, served, starts
-from benchmarks.peers.measures import Measure, Measures
+from benchmarks.peers import embedding_rates, memory, serving_load, starts
+from benchmarks.peers.measures import EngineFigure, Measures
 from benchmarks.peers.report import value
-from benchmarks.picture import INK, MUTED, STYLE, duration, styled
+from benchmarks.plot_style import INK, MUTED, STYLE, duration, styled
 
-# Okabe and Ito's colours, told apart by the colour-blind too: one a family, a lighter tone for each further engine of it.
+# Okabe and Ito's colours, which the colour-blind can distinguish: one a family, a lighter tone for each further engine
+# of it.
 FAMILIES = {"jaxinfer": "#0072B2", "transformers": "#E69F00", "llama.cpp": "#009E73", "vLLM": "#CC79A7"}
-LIGHTER = 0.45  # of the way to white, for each further engine of a family
+LIGHTER = 0.45  # towards white, for each further engine of a family
 
 
 def colors(engines: Sequence[str]) -> dict[str, tuple[float, float, float]]:
@@ -30,14 +31,14 @@ def colors(engines: Sequence[str]) -> dict[str, tuple[float, float, float]]:
 
 
 def draw(folder: Path, stem: str, title: str, measures: Measures, engines: Sequence[str]) -> list[Path]:
-    """Write a PNG for each kind of measure that there is; their paths."""
+    """Writes a PNG for each kind of measure that there is; returns their paths."""
     rates = [m for part in ("decode", "prefill", "throughput") for m in measures.of(part)]
     waits = [*measures.of(starts.PART), *measures.of(memory.PART)]
     pictures = []
     for kind, about, panels in (
         ("rates", "Tokens a second without a server: longer is better", rates),
-        ("served", "Over HTTP: throughput (longer is better), then latencies (shorter is better)", measures.of(served.PART)),
-        ("embeddings", "Embeddings, texts a second: longer is better", measures.of(embedded.PART)),
+        ("served", "Over HTTP: throughput (longer is better), then latencies (shorter is better)", measures.of(serving_load.PART)),
+        ("embeddings", "Embeddings, texts a second: longer is better", measures.of(embedding_rates.PART)),
         ("start", "Start to the first token, peak memory: shorter is better", waits),
     ):
         if panels:
@@ -47,7 +48,7 @@ def draw(folder: Path, stem: str, title: str, measures: Measures, engines: Seque
     return pictures
 
 
-def _draw(path: Path, title: str, subtitle: str, panels: Sequence[Measure], shades: Mapping[str, tuple[float, float, float]]) -> None:
+def _draw(path: Path, title: str, subtitle: str, panels: Sequence[EngineFigure], shades: Mapping[str, tuple[float, float, float]]) -> None:
     columns = min(len(panels), 4 if len(panels) > 6 else 3)
     rows = -(-len(panels) // columns)
     bars = max(sum(m.spread(name) is not None for name in shades) for m in panels)
@@ -61,7 +62,7 @@ def _draw(path: Path, title: str, subtitle: str, panels: Sequence[Measure], shad
         figure.savefig(path, dpi=130)
 
 
-def _bars(axes: Axes, measure: Measure, shades: Mapping[str, tuple[float, float, float]]) -> None:
+def _bars(axes: Axes, measure: EngineFigure, shades: Mapping[str, tuple[float, float, float]]) -> None:
     found = [(name, spread) for name in shades if (spread := measure.spread(name))]
     axes.set_title(
         f"{measure.label}" + (f" ({measure.unit})" if measure.unit in ("tokens/s", "texts/s", "MiB") else ""), fontsize=9.5, x=-0.28

@@ -1,7 +1,10 @@
-"""llama.cpp as a worker: `python -m benchmarks.peers.llama_cpp_engine '{"name": ..., "model": GGUF, "threads": ...}'`, in its own environment.
+"""llama.cpp as a worker: `python -m benchmarks.peers.llama_cpp_engine '{"name": ..., "model": GGUF, "threads": ...}'`,
+in its own environment.
 
-By the C interface, which batches sequences as the `Llama` class doesn't. Each case uses flash attention or not, one cache for all
-sequences or one each, whichever was faster in its warm-up; the best token is NumPy's argmax, quicker than its own greedy sampler."""
+It uses the C interface, which batches sequences as the `Llama` class doesn't. Each case uses flash attention or not,
+and one cache for all sequences or one each, whichever was faster in its warm-up. The best token is NumPy's argmax,
+faster than its own greedy sampler.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +20,15 @@ import llama_cpp
 import numpy as np
 
 from benchmarks.worker import Answer, serve
-from benchmarks.workload import Case, Prompts, measure
+from benchmarks.workload import Prompts, WorkloadCase, measure
 
-BATCH = 2048  # tokens a call, at most; it works through them 512 at a time
+BATCH = 2048  # most tokens a call; it processes them 512 at a time
 FLASH, PLAIN = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED, llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
 Kind = tuple[int, bool]  # flash attention, and whether all sequences share a cache
 DEFAULT: Kind = (FLASH, False)
 
 
-class Context:
+class LlamaCppContext:
     """Room for some sequences of some tokens each."""
 
     def __init__(self, model: Any, threads: int, sequences: int, tokens: int, kind: Kind) -> None:
@@ -54,14 +57,14 @@ class Context:
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), False)
 
     def place(self, tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[int], wanted: Sequence[bool]) -> None:
-        """What the next run computes, and which of these tokens' logits are wanted."""
+        """Sets the tokens of the next run, and which of their logits are wanted."""
         count = self._batch.n_tokens = len(tokens)
         self._tokens[:count], self._positions[:count], self._wanted[:count] = tokens, positions, wanted
         for i, sequence in enumerate(sequences):
             self._batch.seq_id[i][0] = sequence
 
     def advance(self, tokens: np.ndarray) -> None:
-        """The next run computes one more token of each sequence that the last one did."""
+        """The next run computes one more token of each sequence of the last one."""
         self._tokens[: len(tokens)] = tokens
         self._positions[: len(tokens)] += 1
 
@@ -73,7 +76,7 @@ class Context:
         return np.ctypeslib.as_array(pointer, (outputs, self._vocabulary)) if outputs else np.empty((0, self._vocabulary), np.float32)
 
     def generate(self, batch: Prompts, new_tokens: int) -> Iterator[Sequence[int]]:
-        """As `workload.Generate` says."""
+        """Implements `workload.Generate`."""
         everything = [(token, i, number, i == len(p) - 1) for number, p in enumerate(batch) for i, token in enumerate(p)]
         latest = np.zeros(len(batch), np.int32)
         for start in range(0, len(everything), BATCH):
@@ -92,7 +95,7 @@ class Context:
 
 
 def start() -> tuple[Answer, Callable[[Answer], Answer]]:
-    """Load, and return what this is and how to answer a question."""
+    """Loads the model; returns a description and a function that answers questions."""
     began = time.perf_counter()
     settings: dict[str, Any] = json.loads(sys.argv[1])
     threads = settings["threads"]
@@ -114,14 +117,14 @@ def start() -> tuple[Answer, Callable[[Answer], Answer]]:
         "ready_seconds": time.perf_counter() - began,
     }
     chosen: dict[str, Kind] = {}
-    kept: dict[tuple[str, Kind], Context] = {}  # one at most: each has buffers of its own
+    kept: dict[tuple[str, Kind], LlamaCppContext] = {}  # one at most: each has buffers of its own
 
-    def context(case: Case, kind: Kind) -> Context:
-        """Empty, and with its buffers touched: the first run of one is slower."""
+    def context(case: WorkloadCase, kind: Kind) -> LlamaCppContext:
+        """Empty, and with its buffers touched: the first run of a context is slower."""
         if (case.label, kind) not in kept:
             while kept:
                 kept.popitem()[1].close()
-            made = Context(model, threads, 1 if case.kind == "prefill" else case.size, case.context, kind)
+            made = LlamaCppContext(model, threads, 1 if case.kind == "prefill" else case.size, case.context, kind)
             count = min(512, case.size if case.kind == "prefill" else case.prompt_tokens)
             made.place([0] * count, range(count), [0] * count, [False] * count)
             made.run(0)
@@ -129,10 +132,10 @@ def start() -> tuple[Answer, Callable[[Answer], Answer]]:
         kept[case.label, kind].clear()
         return kept[case.label, kind]
 
-    def rate(case: Case, seed: int, is_once: bool) -> Answer:
+    def rate(case: WorkloadCase, seed: int, is_once: bool) -> Answer:
         if not is_once and case.label not in chosen:
             kinds = [(flash, shared) for flash in (FLASH, PLAIN) for shared in ((False,) if case.kind == "prefill" else (False, True))]
-            # Room as for the whole case, so that the trial is of what is measured then.
+            # Room for the whole case, so that the trial is like the measurement.
             trials = {kind: measure(case.short(), 0, context(case, kind).generate) for kind in kinds}
             chosen[case.label] = max(trials, key=lambda kind: trials[kind])
         kind = chosen.get(case.label, DEFAULT)
@@ -140,7 +143,7 @@ def start() -> tuple[Answer, Callable[[Answer], Answer]]:
         return {"tokens_per_second": found, "flash_attention": kind[0] == FLASH, "one_cache": kind[1]}
 
     def logits(window: list[int]) -> np.ndarray:
-        made = Context(model, threads, 1, len(window), DEFAULT)
+        made = LlamaCppContext(model, threads, 1, len(window), DEFAULT)
         count = len(window)
         made.place(window, range(count), [0] * count, [True] * count)
         found = made.run(count).copy()
@@ -150,7 +153,7 @@ def start() -> tuple[Answer, Callable[[Answer], Answer]]:
     def answer(question: Answer) -> Answer:
         match question:
             case {"case": case, "seed": seed}:
-                return rate(Case(**case), seed, question.get("once", False))
+                return rate(WorkloadCase(**case), seed, question.get("once", False))
             case {"logits_of": windows, "path": path}:
                 np.save(path, np.concatenate([logits(window) for window in windows]))
                 return {}

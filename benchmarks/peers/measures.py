@@ -22,10 +22,10 @@ class Spread:
 
 
 @dataclass
-class Measure:
+class EngineFigure:
     """`values`: engine -> one value a round, None where it gave none."""
 
-    part: str  # where the report has it
+    part: str  # part of the report
     label: str
     unit: str
     is_higher_better: bool
@@ -40,14 +40,15 @@ class Measure:
         return Spread.of(found) if found else None
 
     def best(self, engines: Collection[str]) -> str | None:
-        """Of these, the one with the best median."""
+        """The engine of these with the best median."""
         medians = {name: spread.median for name in self.values if name in engines and (spread := self.spread(name))}
         if not medians:
             return None
         return (max if self.is_higher_better else min)(medians, key=lambda name: medians[name])
 
     def ratio(self, ours: str, peer: str) -> Spread | None:
-        """How many times as good ours is (over 1: better), each ratio of two values of one round; None where no round has both."""
+        """How many times as good this engine is (over 1: better), each ratio of two values of one round; None where no
+        round has both."""
         pairs = zip(self.values.get(ours, ()), self.values.get(peer, ()), strict=False)
         found = [(a, b) if self.is_higher_better else (b, a) for a, b in pairs if a is not None and b is not None]
         each = [above / below for above, below in found if below]
@@ -59,16 +60,16 @@ class Measure:
 
 @dataclass
 class Measures:
-    """All of a run, in the order they were first met."""
+    """All figures of a run, in the order of their first value."""
 
-    found: dict[tuple[str, str], Measure] = field(default_factory=dict)
+    found: dict[tuple[str, str], EngineFigure] = field(default_factory=dict)
 
     def add(self, part: str, label: str, unit: str, engine: str, value: float | None, *, is_higher_better: bool) -> None:
         """One more round's value."""
-        measure = self.found.setdefault((part, label), Measure(part, label, unit, is_higher_better))
+        measure = self.found.setdefault((part, label), EngineFigure(part, label, unit, is_higher_better))
         measure.add(engine, value)
 
-    def of(self, part: str) -> list[Measure]:
+    def of(self, part: str) -> list[EngineFigure]:
         return [m for m in self.found.values() if m.part == part]
 
     def as_json(self) -> list[dict[str, Any]]:
@@ -76,4 +77,4 @@ class Measures:
 
     @classmethod
     def from_json(cls, rows: Sequence[Mapping[str, Any]]) -> Measures:
-        return cls({(row["part"], row["label"]): Measure(**row) for row in rows})
+        return cls({(row["part"], row["label"]): EngineFigure(**row) for row in rows})

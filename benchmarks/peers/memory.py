@@ -1,4 +1,4 @@
-"""The most memory an engine held: as a worker after the rates, as a server after its clients."""
+"""Peak memory of an engine: as a worker after the rates, as a server after its clients."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from benchmarks.peers.measures import Measures
 PART = "memory"
 
 
-def note_memory(measures: Measures, label: str, engine: str, pid: int) -> None:
-    """Of the process and its descendants, while they are still there."""
+def record_memory(measures: Measures, label: str, engine: str, pid: int) -> None:
+    """Peak memory of the process and its descendants, while they still run."""
     measures.add(PART, f"peak memory, {label}", "MiB", engine, peak_memory(pid), is_higher_better=False)

@@ -1,6 +1,8 @@
-"""How far an engine's distributions are from float32's: perplexity of a fixed text, KL divergence, how often the best token is the same.
+"""How far an engine's distributions are from float32's: perplexity of a fixed text, KL divergence, and how often the
+best token is the same.
 
-The text is the openings of Pride and Prejudice and of Alice's Adventures in Wonderland, both in the public domain."""
+The text is the openings of Pride and Prejudice and of Alice's Adventures in Wonderland, both in the public domain.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ _ROWS = 64  # positions at a time: a row is a vocabulary in float64
 
 
 @dataclass(frozen=True)
-class Likeness:
+class DistributionDistance:
     perplexity: float
     divergence: float | None  # KL(reference || this) in nats, the mean over all positions; None: there is no reference
     agreement: float | None  # share of positions with the reference's best token
@@ -37,10 +39,11 @@ def windows(token_ids: Sequence[int], size: int, count: int) -> list[list[int]]:
     return whole
 
 
-def likeness(
+def compare_distributions(
     logits: Float[np.ndarray, "T V"], tokens: Sequence[Sequence[int]], reference: Float[np.ndarray, "T V"] | None = None
-) -> Likeness:
-    """Of all windows' positions, one after another. Perplexity is of each token but a window's first, given those before it."""
+) -> DistributionDistance:
+    """Compares all windows' positions, one after another. Perplexity is of each token but a window's first, given those
+    before it."""
     nexts = [token for window in tokens for token in (*window[1:], -1)]  # -1: nothing follows
     assert len(nexts) == len(logits), f"{len(logits)} rows of logits for {len(nexts)} tokens"
     surprise = divergence = 0.0
@@ -55,8 +58,8 @@ def likeness(
             agreements += int((own.argmax(-1) == other.argmax(-1)).sum())
     perplexity = float(np.exp(surprise / sum(token >= 0 for token in nexts)))
     if reference is None:
-        return Likeness(perplexity, None, None)
-    return Likeness(perplexity, divergence / len(logits), agreements / len(logits))
+        return DistributionDistance(perplexity, None, None)
+    return DistributionDistance(perplexity, divergence / len(logits), agreements / len(logits))
 
 
 def _log_softmax(logits: Float[np.ndarray, "T V"]) -> Float[np.ndarray, "T V"]:
@@ -71,7 +74,7 @@ def measure_quality(
     lost: dict[str, str],
     say: Callable[[str], None],
 ) -> None:
-    """The reference first. Where it is not among the workers, perplexity is all there is."""
+    """Measures the reference first. Where it is not among the workers, only perplexity is measured."""
     reference = None
     with tempfile.TemporaryDirectory(prefix="jaxinfer-logits-") as folder:
         for name in sorted(workers, key=lambda name: name != REFERENCE):
@@ -87,7 +90,7 @@ def measure_quality(
             logits = np.load(path)
             if name == REFERENCE:
                 reference = logits
-            found = likeness(logits, tokens, reference)
+            found = compare_distributions(logits, tokens, reference)
             measures.add(PART, "perplexity", "", name, found.perplexity, is_higher_better=False)
             measures.add(PART, "KL divergence to jaxinfer float32", "nats", name, found.divergence, is_higher_better=False)
             measures.add(PART, "best token the same", "share", name, found.agreement, is_higher_better=True)

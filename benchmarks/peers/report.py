@@ -1,25 +1,26 @@
-"""A run as Markdown: what each engine reached, this engine's ratios to the best peer, and all that a reader needs to judge them."""
+"""A run as Markdown: each engine's figures, this engine's ratios to the best peer, and what a reader needs to judge
+them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.peers import embedded, memory, quality, rates, second_turn, served, starts
+from benchmarks.peers import embedding_rates, memory, quality, rates, second_turn, serving_load, starts
 from benchmarks.peers.engines import OURS
-from benchmarks.peers.measures import Measure, Measures, Spread
+from benchmarks.peers.measures import EngineFigure, Measures, Spread
 
-BUSY = 0.1  # cores that other processes may have taken of a run that is to be believed
-FULL_BITS = (16, 32)  # of a weight: what this engine's ratios are taken to
+BUSY = 0.1  # cores of other processes up to which a run is trustworthy
+FULL_BITS = (16, 32)  # of a weight: ratios compare with these peers
 SECTIONS = (
     ("Without a server", ("decode", "prefill", "throughput"), "Tokens per second. Decode: after each sequence has its first token. Prefill: of one prompt, to its first token."),
-    ("Over HTTP", (served.PART,), "Each client sends its next request when it has its answer; answers are streamed."),
+    ("Over HTTP", (serving_load.PART,), "Each client sends its next request when it has its answer; answers are streamed."),
     ("Start and memory", (starts.PART, memory.PART), "A start is a new process, to its first token: cold with nothing compiled, warm with what a start before it left on disk."),
 )  # fmt: skip
 
 
 def render(result: Mapping[str, Any], pictures: Sequence[str] = ()) -> str:
-    """The whole page. `result` as the JSON file has it; `pictures` are file names beside the page."""
+    """The whole page. `result` as in the JSON file; `pictures` are file names beside the page."""
     measures, engines = Measures.from_json(result["measures"]), result["engines"]
     bits = {name: engine["bits"] for name, engine in engines.items()}
     pieces = [_heading(result), *_warning(result["others"]), *(f"![{name}]({name})" for name in pictures)]
@@ -30,9 +31,9 @@ def render(result: Mapping[str, Any], pictures: Sequence[str] = ()) -> str:
     return "\n\n".join([*pieces, *_absent(result), *_conditions(result)]) + "\n"
 
 
-def comparison(measures: Sequence[Measure], bits: Mapping[str, int]) -> str:
-    """A row a measure: each engine's median, then for each of ours its ratio to the best peer that holds weights in 16 or 32 bits, and
-    for those of ours with fewer bits also to each peer with fewer."""
+def comparison(measures: Sequence[EngineFigure], bits: Mapping[str, int]) -> str:
+    """A row a figure: each engine's median. Then for each of this project's engines its ratio to the best peer with 16-
+    or 32-bit weights, and for those with fewer bits also to each peer with fewer."""
     names = [name for name in bits if any(m.spread(name) for m in measures)]
     ours = [name for name in names if _is_ours(name)]
     peers = [name for name in names if not _is_ours(name)]
@@ -56,7 +57,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def value(unit: str, spread: Spread | None) -> str:
-    """The median as people read it; '-' where there is none."""
+    """The median in a readable form; '-' where there is none."""
     if spread is None:
         return "-"
     number = spread.median
@@ -140,7 +141,7 @@ def _quality(measures: Measures) -> list[str]:
 
 
 def _embeddings(measures: Measures, bits: Mapping[str, int]) -> list[str]:
-    rates, alike = measures.of(embedded.PART), measures.of(embedded.LIKENESS)
+    rates, alike = measures.of(embedding_rates.PART), measures.of(embedding_rates.SIMILARITY)
     if not rates:
         return []
     pieces = ["## Embeddings", "Texts per second, from text to vectors.", comparison(rates, bits)]

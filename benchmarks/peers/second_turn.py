@@ -1,13 +1,14 @@
-"""What the prefix cache saves: time to the first token of a chat's second turn, with the cache and without, in turns."""
+"""What the prefix cache saves: time to the first token of a chat's second turn, with the cache and without,
+interleaved."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 
-from benchmarks.machine import Others
+from benchmarks.machine import BackgroundLoad
 from benchmarks.peers.measures import Measures
-from benchmarks.peers.rates import rotated
+from benchmarks.peers.rates import rotate
 from benchmarks.worker import Worker
 
 PART = "second turn"
@@ -15,8 +16,8 @@ WITH, WITHOUT = "with the prefix cache", "without it"
 
 
 @dataclass(frozen=True)
-class Chat:
-    """Tokens of the first turn's prompt, of its answer, and of what is asked then."""
+class TwoTurnChat:
+    """Numbers of tokens: the first turn's prompt, its answer, and the second turn's question."""
 
     prompt_tokens: int
     answer_tokens: int
@@ -29,11 +30,11 @@ class Chat:
 
 
 def measure_second_turn(
-    workers: Mapping[str, Worker], chat: Chat, rounds: int, measures: Measures, others: Others, say: Callable[[str], None]
+    workers: Mapping[str, Worker], chat: TwoTurnChat, rounds: int, measures: Measures, others: BackgroundLoad, say: Callable[[str], None]
 ) -> None:
     """`workers` under WITH and WITHOUT. One unrecorded round, then the rounds. Raises `WorkerError`."""
     for number in range(rounds + 1):
-        for name in rotated(list(workers), number):
+        for name in rotate(list(workers), number):
             say(f"{f'round {number} of {rounds}' if number else 'warming up'}: a chat's second turn {name}")
             others.look()
             seconds = workers[name].ask(second_turn=asdict(chat), seed=2 * number)["second_turn_seconds"]

@@ -1,4 +1,5 @@
-"""From nothing to the first token: a new process each time, with empty caches of its own and then with those it left."""
+"""From process start to the first token: a new process each time, first with empty caches, then with the caches that it
+left."""
 
 from __future__ import annotations
 
@@ -7,39 +8,39 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.machine import Others
-from benchmarks.peers.engines import Engine
+from benchmarks.machine import BackgroundLoad
+from benchmarks.peers.engines import PeerEngine
 from benchmarks.peers.measures import Measures
-from benchmarks.peers.rates import last_line, rotated
+from benchmarks.peers.rates import last_line, rotate
 from benchmarks.worker import WorkerError
-from benchmarks.workload import Case
+from benchmarks.workload import WorkloadCase
 
 PART = "start"
-CONTEXT = 4096  # tokens that a sequence may have
+CONTEXT = 4096  # most tokens of a sequence
 
 
 def caches(folder: Path) -> dict[str, str]:
-    """Environment variables by which every engine keeps what it compiles under this folder."""
+    """Environment variables that make every engine store its compiled programs under this folder."""
     names = ("XDG_CACHE_HOME", "JAX_COMPILATION_CACHE_DIR", "VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
     return {name: str(folder / name.lower()) for name in names}
 
 
 def measure_starts(
-    engines: Sequence[Engine],
+    engines: Sequence[PeerEngine],
     models: Mapping[str, Path],
     threads: int,
     rounds: int,
-    case: Case,
+    case: WorkloadCase,
     measures: Measures,
     lost: dict[str, str],
-    others: Others,
+    others: BackgroundLoad,
     say: Callable[[str], None],
 ) -> None:
-    """Seconds from the process's start to the first token of `case`, a short prompt. What the system keeps of files in memory can't be
-    emptied without being root: a cold start reads files that were read before."""
+    """Seconds from the process's start to the first token of `case`, a short prompt. Only root can empty the system's
+    file cache: a cold start reads files that were read before."""
     by_name = {engine.name: engine for engine in engines}
     for number in range(rounds):
-        for name in rotated(list(by_name), number):
+        for name in rotate(list(by_name), number):
             with tempfile.TemporaryDirectory(prefix="jaxinfer-start-") as folder:
                 environment = caches(Path(folder))
                 for kind in ("cold", "warm"):
@@ -56,7 +57,7 @@ def measure_starts(
                     measures.add(PART, f"{kind} start to first token", "s", name, seconds, is_higher_better=False)
 
 
-def _start(engine: Engine, model: Path, threads: int, case: Case, seed: int, environment: Mapping[str, str]) -> float:
+def _start(engine: PeerEngine, model: Path, threads: int, case: WorkloadCase, seed: int, environment: Mapping[str, str]) -> float:
     began = time.perf_counter()
     worker = engine.worker(model, threads, CONTEXT, environment)
     try:

@@ -13,17 +13,17 @@ import jax
 import numpy as np
 
 from benchmarks.worker import Answer, serve
-from benchmarks.workload import Case, Prompts, measure, prompts
+from benchmarks.workload import Prompts, WorkloadCase, measure, prompts
 from jaxinfer import LLM, SamplingParams
 
 
 def start() -> tuple[Answer, Callable[[Answer], Answer]]:
-    """Load, compile, and return what this is and how to answer a question."""
+    """Loads and compiles; returns a description and a function that answers questions."""
     began = time.perf_counter()
     settings: dict[str, Any] = json.loads(sys.argv[1])
     # XLA takes all cores that the process may use; a sequence may have as many tokens as the model allows.
     name, _, _ = (settings.pop(word) for word in ("name", "threads", "context"))
-    llm = LLM(**{"prefix_cache": False} | settings)  # every prompt is computed, as the peers do
+    llm = LLM(**{"prefix_cache": False} | settings)  # every prompt is computed, as by the peers
     engine = llm.engine
     stats = engine.stats
     about = {
@@ -43,7 +43,7 @@ def start() -> tuple[Answer, Callable[[Answer], Answer]]:
         while engine.has_work:
             yield [int(delta.request_id) for delta in engine.step() for _ in delta.token_ids]
 
-    def rate(case: Case, seed: int) -> Answer:
+    def rate(case: WorkloadCase, seed: int) -> Answer:
         steps, host = stats.num_decode_steps, stats.host_seconds
         rate = measure(case, seed, generate)
         steps = stats.num_decode_steps - steps
@@ -75,7 +75,7 @@ def start() -> tuple[Answer, Callable[[Answer], Answer]]:
     def answer(question: Answer) -> Answer:
         match question:
             case {"case": case, "seed": seed}:
-                return rate(Case(**case), seed)
+                return rate(WorkloadCase(**case), seed)
             case {"second_turn": turn, "seed": seed}:
                 return second_turn(**turn, seed=seed)
             case {"logits_of": windows, "path": path}:

@@ -1,8 +1,10 @@
-"""Hugging Face transformers as a worker: `python -m benchmarks.peers.transformers_engine '{"name": ..., "model": ..., "dtype": ...}'`.
+"""Hugging Face transformers as a worker: `python -m benchmarks.peers.transformers_engine '{"name": ..., "model": ...,
+"dtype": ...}'`.
 
-A plain greedy loop over the model's forward pass under `torch.inference_mode`, with SDPA attention and logits of the last
-position only. That is what `generate` does, without its bookkeeping. Each case uses the key-value cache, dynamic or static,
-that was faster in its warm-up. Runs in its own environment."""
+A plain greedy loop over the model's forward pass under `torch.inference_mode`, with SDPA attention and logits of the
+last position only. That is what `generate` does, without its bookkeeping. Each case uses the key-value cache, dynamic
+or static, that was faster in its warm-up. Runs in its own environment.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,11 @@ import torch
 import transformers
 
 from benchmarks.worker import Answer, serve
-from benchmarks.workload import Case, Generate, Prompts, measure
+from benchmarks.workload import Generate, Prompts, WorkloadCase, measure
 
 
 def start() -> tuple[Answer, Callable[[Answer], Answer]]:
-    """Load, and return what this is and how to answer a question."""
+    """Loads the model; returns a description and a function that answers questions."""
     settings: dict[str, Any] = json.loads(sys.argv[1])
     path, dtype, threads = Path(settings["model"]), settings["dtype"], settings["threads"]
     torch.set_num_threads(threads)
@@ -58,7 +60,7 @@ def start() -> tuple[Answer, Callable[[Answer], Answer]]:
 
         return generate
 
-    def rate(case: Case, seed: int, is_once: bool) -> Answer:
+    def rate(case: WorkloadCase, seed: int, is_once: bool) -> Answer:
         if is_once:
             return {"tokens_per_second": measure(case, seed, generator("dynamic", case.context))}
         if case.label not in chosen:
@@ -75,7 +77,7 @@ def start() -> tuple[Answer, Callable[[Answer], Answer]]:
     def answer(question: Answer) -> Answer:
         match question:
             case {"case": case, "seed": seed}:
-                return rate(Case(**case), seed, question.get("once", False))
+                return rate(WorkloadCase(**case), seed, question.get("once", False))
             case {"logits_of": windows, "path": path}:
                 np.save(path, np.concatenate([logits(window) for window in windows]))
                 return {}

@@ -1,4 +1,5 @@
-"""A virtual environment for each peer, made once. What can't be had on a machine makes its peer absent, with the reason."""
+"""A virtual environment for each peer, created once. A peer that can't be installed on a machine is reported as
+unavailable, with the reason."""
 
 from __future__ import annotations
 
@@ -17,18 +18,19 @@ NICENESS = 5  # compiling takes many minutes
 REQUIREMENTS = "import importlib.metadata as m, sys; print('\\n'.join(m.requires(sys.argv[1]) or ()))"
 
 
-class Absent(RuntimeError):
-    """A peer that can't be had here; the message says why."""
+class PeerUnavailable(RuntimeError):
+    """A peer that can't be installed here; the message says why."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """`steps`: what pip is told to install, one call each, in order. `stamp` names the version: another one is made anew on top."""
+    """`steps`: arguments of pip, one call each, in order. `stamp` names the version: another one is installed on
+    top."""
 
     folder: str
     stamp: str
     steps: tuple[tuple[str, ...], ...]
-    requirements_of: str | None = None  # last, what this package wants, but for `without`
+    requirements_of: str | None = None  # installed last: this package's requirements, except `without`
     without: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     cost: str = "some minutes, once"
@@ -42,7 +44,7 @@ class Recipe:
         return (ROOT / self.folder / self.stamp).is_file()
 
 
-# The Makefile makes the same one, and knows it by this stamp.
+# The Makefile creates the same one, and recognises it by this stamp.
 PARITY = Recipe(".venv-parity", ".installed", (("--editable", ".[test,parity]"),))
 LLAMA_CPP = Recipe(
     ".venv-llama-cpp",
@@ -61,11 +63,11 @@ VLLM = Recipe(
 
 
 def provide(recipe: Recipe, *, installs: bool, say: Callable[[str], None] = print) -> None:
-    """See that it is there, making it where that is allowed. Raises `Absent`."""
+    """Ensures that it exists, creating it where that is allowed. Raises `PeerUnavailable`."""
     if recipe.is_made:
         return
     if not installs:
-        raise Absent(f"{recipe.folder} is not made: --install makes it")
+        raise PeerUnavailable(f"{recipe.folder} is not made: --install makes it")
     say(f"making {recipe.folder} ({recipe.cost})")
     try:
         if not recipe.python.exists():
@@ -76,12 +78,12 @@ def provide(recipe: Recipe, *, installs: bool, say: Callable[[str], None] = prin
             wanted = requirements(_run(recipe, "-c", REQUIREMENTS, recipe.requirements_of).splitlines(), recipe.without)
             _run(recipe, *PIP, *wanted)
     except (OSError, subprocess.CalledProcessError) as error:
-        raise Absent(f"{recipe.folder} can't be made here: {_reason(error)}") from error
+        raise PeerUnavailable(f"{recipe.folder} can't be made here: {_reason(error)}") from error
     (ROOT / recipe.folder / recipe.stamp).touch()
 
 
 def requirements(lines: Sequence[str], without: Sequence[str]) -> list[str]:
-    """Of a package's declared requirements those of no extra, less the named packages."""
+    """A package's declared requirements without extras and without the named packages."""
     kept = []
     for line in filter(None, map(str.strip, lines)):
         found = re.match(r"[A-Za-z0-9._-]+", line)

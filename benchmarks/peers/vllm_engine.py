@@ -1,7 +1,9 @@
-"""vLLM as a worker: `python -m benchmarks.peers.vllm_engine '{"name": ..., "model": FOLDER, "dtype": ...}'`, in its own environment.
+"""vLLM as a worker: `python -m benchmarks.peers.vllm_engine '{"name": ..., "model": FOLDER, "dtype": ...}'`, in its own
+environment.
 
-Its engine is in this process and is stepped as `LLM.generate` steps it, without text: tokens only. What its CPU build reads from the
-environment is set by whoever starts this (`engines.vllm_environment`)."""
+Its engine runs in this process and is stepped as `LLM.generate` steps it, without text: tokens only. The parent sets
+the environment that its CPU build reads (`engines.vllm_environment`).
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,11 @@ import vllm
 from vllm.sampling_params import RequestOutputKind
 
 from benchmarks.worker import Answer, serve
-from benchmarks.workload import Case, Prompts, measure
+from benchmarks.workload import Prompts, WorkloadCase, measure
 
 
 def start() -> tuple[Answer, Callable[[Answer], Answer]]:
-    """Load, compile, and return what this is and how to answer a case."""
+    """Loads and compiles; returns a description and a function that answers a case."""
     began = time.perf_counter()
     settings: dict[str, Any] = json.loads(sys.argv[1])
     llm = vllm.LLM(
@@ -52,7 +54,7 @@ def start() -> tuple[Answer, Callable[[Answer], Answer]]:
             yield [int(output.request_id) for output in engine.step() for _ in output.outputs[0].token_ids]
 
     def answer(question: Answer) -> Answer:
-        return {"tokens_per_second": measure(Case(**question["case"]), question["seed"], generate)}
+        return {"tokens_per_second": measure(WorkloadCase(**question["case"]), question["seed"], generate)}
 
     return about, answer
 

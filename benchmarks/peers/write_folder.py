@@ -1,4 +1,5 @@
-"""`python -m benchmarks.peers.write_folder GGUF FOLDER`: the dequantised weights as Hugging Face's folder. Runs where transformers is."""
+"""`python -m benchmarks.peers.write_folder GGUF FOLDER`: the dequantised weights as a Hugging Face folder. Runs in
+transformers' environment."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ def main() -> None:
     path, folder = Path(sys.argv[1]), Path(sys.argv[2])
     model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
     is_tied = model.config.tie_word_embeddings
-    # By hand: `save_pretrained` refuses a model that came out of a GGUF file.
+    # By hand: `save_pretrained` refuses a model that was read from a GGUF file.
     tensors = {name: t.contiguous() for name, t in model.state_dict().items() if not (is_tied and name == "lm_head.weight")}
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -25,7 +26,7 @@ def main() -> None:
 
 
 def config_of(model: Any) -> dict[str, Any]:
-    """Its config.json, as transformers 5 has it and as 4 has it: vLLM brings the older one."""
+    """Its config.json, valid for transformers 5 and for 4, which vLLM has."""
     config = model.config.to_dict()
     config.pop("quantization_config", None)
     config["architectures"] = [type(model).__name__]

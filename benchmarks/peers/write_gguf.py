@@ -1,4 +1,5 @@
-"""`python -m benchmarks.peers.write_gguf GGUF OUT F16`: the file's weights dequantised, in a float type. Runs where llama.cpp is."""
+"""`python -m benchmarks.peers.write_gguf GGUF OUT F16`: the file's weights dequantised, in a float type. Runs in
+llama.cpp's environment."""
 
 from __future__ import annotations
 

@@ -1,2 +1,3 @@
-"""What it costs to spread a model over devices: tensor parallel, in stages, and both. `__main__` runs it; `work` says what is measured, `layout_worker`
-measures, `predicted` is what the cost model says, `charts` and `report` show both."""
+"""The cost of spreading a model over devices: tensor parallel, in stages, and both. `__main__` runs it, `workload`
+defines the measurements, `layout_worker` measures, `predictions` has the cost model's estimates, `charts` and `report`
+show both."""

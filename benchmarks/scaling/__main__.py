@@ -1,7 +1,10 @@
-"""`python -m benchmarks.scaling`: predicted and measured cost of a model on 1 to 8 devices: tensor parallel, in stages, and both.
+"""`python -m benchmarks.scaling`: predicted and measured cost of a model on 1 to 8 devices: tensor parallel, in stages,
+and both.
 
-The devices are virtual: parts of one CPU, whose cores they share. So nothing gets faster with more of them; a flat line is ideal, and what is above it
-is what the layout itself costs. What cards of their own would do is predicted, and called that. Writes JSON, a page (Markdown) and a picture (PNG)."""
+The devices are virtual: parts of one CPU, whose cores they share. So nothing gets faster with more of them: a flat line
+is ideal, and what is above it is the cost of the layout itself. For real GPUs there are predictions, labelled as such.
+Writes JSON, a page (Markdown) and a plot (PNG).
+"""
 
 from __future__ import annotations
 
@@ -18,15 +21,15 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.machine import Others, machine, machine_slug
-from benchmarks.scaling import charts, predicted, report
-from benchmarks.scaling.work import ONE_DEVICE, Work, label, seconds
+from benchmarks.machine import BackgroundLoad, machine, machine_slug
+from benchmarks.scaling import charts, predictions, report
+from benchmarks.scaling.workload import ONE_DEVICE, ScalingWorkload, label, seconds
 from benchmarks.worker import ROOT, Answer, Worker, WorkerError
-from benchmarks.workload import Case
+from benchmarks.workload import WorkloadCase
 from checkpoints.hub import open_source, resolve
 from checkpoints.source import CheckpointError
-from jaxinfer.dry_run.shapes import Shapes
-from jaxinfer.dry_run.target import Target
+from jaxinfer.planner.target import Target
+from jaxinfer.planner.target_model import TargetModel
 from sharding.layout import Parallel
 
 _KV_BYTES, _LEAST_KV_BYTES = 2**28, 2**26  # of all devices together; of one, where that would be less
@@ -40,18 +43,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except CheckpointError as error:
         sys.exit(str(error))
     target = Target.of("cpu")
-    shapes = Shapes(source.config, target, dtype=options.dtype)
+    shapes = TargetModel(source.config, target, dtype=options.dtype)
     vocab_size = shapes.architecture.vocab_size
-    work = Work.quick(options.layouts, vocab_size) if options.quick else Work.full(options.layouts, options.rounds, vocab_size)
+    work = (
+        ScalingWorkload.quick(options.layouts, vocab_size)
+        if options.quick
+        else ScalingWorkload.full(options.layouts, options.rounds, vocab_size)
+    )
     result = {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "machine": machine(),
         "settings": {"model": resolve(options.model).stem, "dtype": options.dtype, "rounds": work.rounds, "quick": options.quick},
         "hardware": asdict(target.hardware),
         "cases": [label(case) for case in work.cases],
-        "predicted": predicted.of_this_machine(shapes, work, target.hardware),
-        **measured(work, options, lambda text: console.print(text, markup=False)),
-        "elsewhere": predicted.elsewhere(),
+        "predicted": predictions.predict_this_machine(shapes, work, target.hardware),
+        **measure_layouts(work, options, lambda text: console.print(text, markup=False)),
+        "elsewhere": predictions.predict_target(),
     }
     output = options.output or ROOT / f"benchmarks/results/{machine_slug(result['machine'])}-{result['date']}-scaling.json"
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -86,12 +93,13 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     return options
 
 
-def measured(work: Work, options: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
-    """By layout and case, each layout an engine in a process of its own that takes turns with one device's, so that a ratio is of two measurements of
-    one turn; and what else the machine did meanwhile. A round of few tokens comes first, to warm up. Two engines at a time: all would not fit."""
+def measure_layouts(work: ScalingWorkload, options: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
+    """By layout and case. Each layout is an engine in a process of its own whose runs are interleaved with one
+    device's, so that a ratio is of two measurements of one round; and the machine's background load. A round of few
+    tokens comes first, to warm up. Two engines run at a time: all would not fit."""
     found: dict[str, dict[str, dict[str, list[float]]]] = {}
     about: dict[str, dict[str, Any]] = {}
-    others = Others()
+    others = BackgroundLoad()
     with ExitStack() as stack:
         say(f"starting {ONE_DEVICE}")
         one = stack.enter_context(closing(_worker(work, ONE_DEVICE, options)))
@@ -120,8 +128,8 @@ def measured(work: Work, options: argparse.Namespace, say: Callable[[str], None]
     }
 
 
-def _record(found: dict[str, dict[str, dict[str, list[float]]]], case: Case, answers: Mapping[str, Answer]) -> None:
-    """Of one turn."""
+def _record(found: dict[str, dict[str, dict[str, list[float]]]], case: WorkloadCase, answers: Mapping[str, Answer]) -> None:
+    """Records one round."""
     of_one = seconds(case, answers[str(ONE_DEVICE)]["tokens_per_second"])
     for name, answer in answers.items():
         of_case = found.setdefault(name, {}).setdefault(label(case), {"seconds": [], "ratio": [], "bubble_share": [], "host_seconds": []})
@@ -131,7 +139,7 @@ def _record(found: dict[str, dict[str, dict[str, list[float]]]], case: Case, ans
             of_case[key] += [] if value is None else [value]
 
 
-def _worker(work: Work, layout: Parallel, options: argparse.Namespace) -> Worker:
+def _worker(work: ScalingWorkload, layout: Parallel, options: argparse.Namespace) -> Worker:
     """Raises `WorkerError`."""
     prompt_tokens = work.prompt.size
     settings = {

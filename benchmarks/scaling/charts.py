@@ -1,4 +1,4 @@
-"""A run as a picture: what is measured on virtual devices, which share one CPU, and what is predicted of cards."""
+"""A plot of a run: measurements on virtual devices, which share one CPU, and predictions for GPUs."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, NullLocator
 
-from benchmarks.picture import BLUE, GREEN, INK, MUTED, ORANGE, STYLE, duration, styled
-from benchmarks.scaling.work import KINDS, ONE_DEVICE, kind
+from benchmarks.plot_style import BLUE, GREEN, INK, MUTED, ORANGE, STYLE, duration, styled
+from benchmarks.scaling.workload import KINDS, ONE_DEVICE, kind
 from sharding.layout import Parallel
 
 COLORS = dict(zip(KINDS, (BLUE, ORANGE, GREEN), strict=True))
 _DASHED: dict[str, Any] = {"linestyle": (0, (4, 2)), "alpha": 0.8}
 _DOTTED: dict[str, Any] = {"marker": "o", "markersize": 5}
-Cost = Callable[[str], float | None]  # of a layout, in seconds or times one device's
+Cost = Callable[[str], float | None]  # of a layout, in seconds or relative to one device
 
 
 def draw(path: Path, result: Mapping[str, Any]) -> None:
@@ -89,7 +89,7 @@ def _panel(
 
 
 def best_of(name: str, layouts: Sequence[str], cost: Cost) -> list[tuple[int, float]]:
-    """The least of a kind's layouts for each number of devices; one device begins every line."""
+    """The best of a kind's layouts for each number of devices; one device begins every line."""
     found: dict[int, float] = {}
     for text in layouts:
         layout, value = Parallel.parse(text), cost(text)

@@ -1,4 +1,5 @@
-"""An engine in one layout, as a worker: `python -m benchmarks.scaling.layout_worker '{"model": ..., "prefill_parallel": ...}'`."""
+"""An engine in one layout, as a worker: `python -m benchmarks.scaling.layout_worker '{"model": ..., "prefill_parallel":
+...}'`."""
 
 from __future__ import annotations
 
@@ -10,14 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from benchmarks.worker import Answer, serve
-from benchmarks.workload import Case, Prompts, measure
+from benchmarks.workload import Prompts, WorkloadCase, measure
 from jaxinfer import LLM, SamplingParams
 
-_SEEN = 0.05  # seconds: the last stage's thread sees a step's end a moment after whoever reads its tokens
+_SEEN = 0.05  # seconds: the last stage's thread sees a step's end a moment after the reader of its tokens
 
 
 def start() -> tuple[Answer, Callable[[Answer], Answer]]:
-    """Load, compile, and return what this is and how to answer a question."""
+    """Loads and compiles; returns a description and a function that answers questions."""
     settings: dict[str, Any] = json.loads(sys.argv[1])
     llm = LLM(**{"prefix_cache": False} | settings)  # every prompt is computed
     engine, stats = llm.engine, llm.engine.stats
@@ -37,13 +38,14 @@ def start() -> tuple[Answer, Callable[[Answer], Answer]]:
 
     def answer(question: Answer) -> Answer:
         (busy, waiting), (steps, host) = times(), (stats.num_decode_steps, stats.host_seconds)
-        rate = measure(Case(**question["case"]), question["seed"], generate)
+        rate = measure(WorkloadCase(**question["case"]), question["seed"], generate)
         busy, waiting = (now - before for now, before in zip(times(), (busy, waiting), strict=True))
         steps = stats.num_decode_steps - steps
         return {
             "tokens_per_second": rate,
             "bubble_share": waiting / (busy + waiting) if busy else None,
-            "host_seconds": (stats.host_seconds - host) / steps if steps else None,  # of a decode step of one micro-batch
+            # of a decode step of one micro-batch
+            "host_seconds": (stats.host_seconds - host) / steps if steps else None,
         }
 
     about = {"heads": stats.heads, "memory": stats.memory, "compile_seconds": stats.compile_seconds}

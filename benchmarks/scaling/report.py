@@ -6,14 +6,14 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.picture import duration
-from benchmarks.scaling.work import ONE_DEVICE
+from benchmarks.plot_style import duration
+from benchmarks.scaling.workload import ONE_DEVICE
 
-BUSY = 0.1  # cores that other processes may have taken of a run that is to be believed
+BUSY = 0.1  # cores of other processes up to which a run is trustworthy
 
 
 def render(result: Mapping[str, Any], picture: str) -> str:
-    """The whole page. `result` as the JSON file has it; `picture` lies beside the page."""
+    """The whole page. `result` as in the JSON file; `plot_style` lies beside the page."""
     about, settings, others = result["machine"], result["settings"], result["others"]
     rounds = (
         "one round of a few tokens: whether it runs, not a measurement" if settings["quick"] else f"medians of {settings['rounds']} rounds"
@@ -69,7 +69,7 @@ def _measured(result: Mapping[str, Any]) -> str:
 
 
 def _bubbles(result: Mapping[str, Any]) -> str:
-    """Of those that have stages."""
+    """For layouts with stages."""
     rows = []
     for layout, cases in result["measured"].items():
         shares = {case: of_case["bubble_share"] for case, of_case in cases.items()}
@@ -90,7 +90,7 @@ def _bubbles(result: Mapping[str, Any]) -> str:
 
 
 def _heads(result: Mapping[str, Any]) -> list[str]:
-    """What it costs that devices don't divide the model's heads."""
+    """The cost where devices don't divide the model's heads."""
     told = {layout: "; ".join(about["heads"].values()) for layout, about in result["layouts"].items() if about["heads"]}
     return ["Heads that devices don't divide:\n\n" + "\n".join(f"* {layout}: {text}" for layout, text in told.items())] if told else []
 

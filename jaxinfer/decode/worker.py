@@ -1,5 +1,5 @@
-"""DecodeWorker: scheduler and runner of the decode mesh. One step, or one of each lane of a pipeline, is always under way while the host reads the
-one before."""
+"""DecodeWorker: joins scheduler and runner of the decode mesh. One step, or one of each micro-batch of a pipeline, is
+always in flight while the host reads the one before."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxinfer.decode.batch import ON_DEVICE, PAGES, DecodeBatch, Steps, empty_batch, steps_of
+from jaxinfer.decode.batch import ON_DEVICE, PAGES, BatchIncrements, DecodeBatch, empty_batch, increments_of
 from jaxinfer.decode.runner import DecodeRunner
 from jaxinfer.decode.scheduler import DecodeScheduler, Preempt
+from jaxinfer.pipeline.device_clock import DeviceClock
+from jaxinfer.programs.buckets import bucket_for
 from jaxinfer.request import TokenLogprob
-from jaxinfer.runtime.buckets import bucket_for
-from jaxinfer.runtime.device_clock import DeviceClock
 from jaxinfer.sampling.bad_words import Ban, bans_before_newest
 from jaxinfer.sampling.logprob_readback import read_logprob
 from jaxinfer.sampling.params import SamplingRows, neutral_rows, set_row, uses_penalties
@@ -23,21 +23,22 @@ from jaxinfer.sequence import Sequence, SequenceState
 
 @dataclass(slots=True)
 class _Rows:
-    """The rows of the last step. While the same sequences run, their sampling parameters stay on the device and only positions move."""
+    """The rows of a micro-batch's last step. While the same sequences run, their sampling parameters stay on the device
+    and only positions change."""
 
     sequences: list[Sequence]
     epochs: list[int]
     batch: DecodeBatch
-    steps: Steps
+    increments: BatchIncrements
     sampling: SamplingRows | None  # what the runner put on the device
     wants_logprobs: bool
-    lane: int
+    micro_batch: int
     num_in_flight: int = 0  # steps
     is_steady: bool = False  # after the first step
 
 
 @dataclass(frozen=True, slots=True)
-class _InFlight:
+class _InFlightDecode:
     rows: _Rows
     sampled: Sampled
     launched_at: float  # seconds, of the mesh's clock
@@ -47,19 +48,19 @@ Decoded = tuple[Sequence, int, TokenLogprob | None]  # a sequence's next token
 
 
 class DecodeWorker:
-    """`launch` takes lanes in turn, so steps end in the order in which they were launched."""
+    """`launch` alternates between micro-batches, so steps end in the order of their launches."""
 
     def __init__(self, scheduler: DecodeScheduler, runner: DecodeRunner, clock: DeviceClock) -> None:
         self.scheduler = scheduler
         self._runner = runner
         self._clock = clock
-        self.step_seconds = 0.0  # that the last step took
-        self._in_flight: deque[_InFlight] = deque()
-        # One place a slot, filled as sequences join; a step takes its rows' places.
-        self._slot_rows = neutral_rows(runner.num_lanes * runner.num_slots)
-        self._rows: list[_Rows | None] = [None] * runner.num_lanes
-        self._lane = 0  # launched last
-        self._bans: dict[int, list[Ban]] = {}  # by slot, that its row has
+        self.step_seconds = 0.0  # of the last step
+        self._in_flight: deque[_InFlightDecode] = deque()
+        # One row a slot, set as sequences join; a step takes its slots' rows.
+        self._slot_rows = neutral_rows(runner.num_micro_batches * runner.num_slots)
+        self._rows: list[_Rows | None] = [None] * runner.num_micro_batches
+        self._micro_batch = 0  # launched last
+        self._bans: dict[int, list[Ban]] = {}  # by slot, in its row
         self._num_with_history = 0  # running sequences whose bans change from token to token
 
     @property
@@ -68,43 +69,52 @@ class DecodeWorker:
 
     @property
     def is_steady(self) -> bool:
-        """Whether each lane's last step had the rows of the one before it, none of them has left since, and none got a page."""
+        """Whether each micro-batch's last step had the same rows as the one before it, and since then none of them has
+        left or got a page."""
         return not self.scheduler.grown and all(rows is not None and rows.is_steady for rows in self._rows)
 
     @property
     def depth(self) -> int:
-        """Steps that have to be under way for no stage to wait: one of each lane that has sequences."""
-        return max(self.scheduler.num_active_lanes, 1)
+        """Steps to have in flight so that no stage waits: one of each micro-batch with sequences."""
+        return max(self.scheduler.num_active_micro_batches, 1)
 
     @property
     def oldest_launch(self) -> float:
-        """When the oldest step under way was launched, in seconds of the mesh's clock."""
+        """Launch time of the oldest step in flight, in seconds of the mesh's clock."""
         return self._in_flight[0].launched_at
 
     def leave(self, sequence: Sequence) -> None:
         """Take a running sequence out of the batch."""
         # It may come back before the next step, in another slot and with a token that the device does not have.
-        self._rows[self.scheduler.lane(sequence)] = None
+        self._rows[self.scheduler.micro_batch(sequence)] = None
         self._num_with_history -= sequence.needs_history
         self.scheduler.leave(sequence)
 
+    def roll_back(self, sequence: Sequence, num_tokens: int) -> None:
+        """Forget a running sequence's last tokens. Its row is composed anew, with its newest token from the host."""
+        self.scheduler.roll_back(sequence, num_tokens)
+        self._rows[self.scheduler.micro_batch(sequence)] = None
+        # The slot's page table stays: a step brings the block that it writes, and reads none after it.
+        if uses_penalties(sequence.params):
+            self._runner.count_tokens(sequence.decode.slot, sequence.token_ids, sequence.num_prompt)
+
     def join(self, sequence: Sequence) -> None:
-        """Take over a sequence whose pages have been handed over and whose newest token is not in them yet."""
+        """Add a sequence whose pages were handed over; its newest token is not in them yet."""
         self.scheduler.join(sequence)
-        slot = sequence.slot
-        self._rows[self.scheduler.lane(sequence)] = None
+        slot = sequence.decode.slot
+        self._rows[self.scheduler.micro_batch(sequence)] = None
         self._num_with_history += sequence.needs_history
         self._set_row(sequence, self._bans_for(sequence))
-        self._runner.assign_slot(slot, sequence.decode_pages)
+        self._runner.assign_slot(slot, sequence.decode.pages)
         if uses_penalties(sequence.params):
             self._runner.count_tokens(slot, sequence.token_ids, sequence.num_prompt)
 
     def launch(self, preempt: Preempt) -> bool:
-        """Start the next step, of the lane whose turn it is; False if no sequence can take one."""
-        num_lanes = self._runner.num_lanes
-        for _ in range(num_lanes):
-            self._lane = (self._lane + 1) % num_lanes
-            if sequences := self.scheduler.schedule(preempt, self._lane):
+        """Start the next micro-batch's step; False if no sequence can take one."""
+        num_micro_batches = self._runner.num_micro_batches
+        for _ in range(num_micro_batches):
+            self._micro_batch = (self._micro_batch + 1) % num_micro_batches
+            if sequences := self.scheduler.schedule(preempt, self._micro_batch):
                 break
         else:
             return False
@@ -112,41 +122,42 @@ class DecodeWorker:
             self._update_bans(sequences)
         rows = self._next_rows(sequences)
         launched_at = self._clock.now()
-        sampled = self._runner.run(rows.batch, rows.sampling, rows.lane)
-        self._in_flight.append(_InFlight(rows, sampled, launched_at))
+        sampled = self._runner.run(rows.batch, rows.sampling, rows.micro_batch)
+        self._in_flight.append(_InFlightDecode(rows, sampled, launched_at))
         rows.num_in_flight += 1
         for sequence in sequences:
-            sequence.num_in_flight += 1
+            sequence.decode.num_in_flight += 1
         return True
 
     def _bans_for(self, sequence: Sequence) -> list[Ban]:
-        """For its next step. The token that it feeds is still on the device if a step is under way, else the host has it."""
-        num_before = len(sequence.token_ids) - (not sequence.num_in_flight)
+        """Bans for its next step. That step's input token is still on the device if a step is in flight; otherwise the
+        host has it."""
+        num_before = len(sequence.token_ids) - (not sequence.decode.num_in_flight)
         return bans_before_newest(sequence.bad_words, sequence.token_ids, sequence.num_prompt, num_before)
 
     def _update_bans(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:
-            if sequence.needs_history and (bans := self._bans_for(sequence)) != self._bans[sequence.slot]:
+            if sequence.needs_history and (bans := self._bans_for(sequence)) != self._bans[sequence.decode.slot]:
                 self._set_row(sequence, bans)
-                self._rows[self._lane] = None
+                self._rows[self._micro_batch] = None
 
     def _set_row(self, sequence: Sequence, bans: list[Ban]) -> None:
-        self._bans[sequence.slot] = bans
-        set_row(self._slot_rows, sequence.slot, sequence.params, sequence.seed, sorted(sequence.end_tokens), bans)
+        self._bans[sequence.decode.slot] = bans
+        set_row(self._slot_rows, sequence.decode.slot, sequence.params, sequence.seed, sorted(sequence.end_tokens), bans)
 
     def collect(self) -> list[Decoded]:
-        """Wait for the oldest step under way and read its tokens."""
+        """Wait for the oldest step in flight and read its tokens."""
         step = self._in_flight.popleft()
         step.rows.num_in_flight -= 1
         sampled = Sampled(np.asarray(step.sampled.packed))
         tokens = sampled.tokens.tolist()
         self.step_seconds = self._clock.ended(step.launched_at)
         current = self._current(step.rows)
-        share = self.step_seconds / max(len(current), 1)  # who gets a token pays, for rows that are dropped too
+        share = self.step_seconds / max(len(current), 1)  # sequences that get a token pay for dropped rows too
         decoded: list[Decoded] = []
         for row in current:
             sequence = step.rows.sequences[row]
-            sequence.num_in_flight -= 1
+            sequence.decode.num_in_flight -= 1
             sequence.meter.decode_seconds += share
             logprob = None
             if step.rows.wants_logprobs and sequence.params.logprobs is not None:
@@ -155,38 +166,41 @@ class DecodeWorker:
         return decoded
 
     def _current(self, rows: _Rows) -> range | list[int]:
-        """The rows whose sequences were not finished, aborted or preempted while the step ran: what it sampled for those is dropped, and
-        sampled again if need be."""
-        if rows is self._rows[rows.lane]:  # nobody has left since
+        """Rows whose sequences were not finished, aborted or preempted while the step ran. Tokens of other rows are
+        dropped, and sampled again if needed."""
+        if rows is self._rows[rows.micro_batch]:  # no sequence has left since
             return range(len(rows.sequences))
         each = enumerate(zip(rows.sequences, rows.epochs, strict=True))
         return [row for row, (sequence, epoch) in each if sequence.epoch == epoch and sequence.state is SequenceState.RUNNING]
 
     def _next_rows(self, sequences: list[Sequence]) -> _Rows:
-        rows = self._rows[self._lane]
-        # Nobody has left since, nobody has come, and the lane's step under way is these rows': each feeds what that one samples.
+        rows = self._rows[self._micro_batch]
+        # The same sequences, and the micro-batch's step in flight has these rows: each row's input is the token that it
+        # samples.
         if rows is not None and rows.sequences == sequences and rows.num_in_flight:
-            # A new array, for the device may still be reading the old one.
-            rows.batch = DecodeBatch(rows.batch.packed + (rows.steps.later if rows.is_steady else rows.steps.first))
+            # A new array, because the device may still read the old one.
+            rows.batch = DecodeBatch(rows.batch.packed + (rows.increments.later if rows.is_steady else rows.increments.first))
             rows.is_steady = True
             for row in self.scheduler.grown:
-                rows.batch.packed[row, PAGES:] = sequences[row].decode_pages[-self._runner.num_groups :]
+                rows.batch.packed[row, PAGES:] = sequences[row].decode.pages[-self._runner.num_groups :]
             return rows
-        self._rows[self._lane] = rows = self._compose(sequences)
+        self._rows[self._micro_batch] = rows = self._compose(sequences)
         return rows
 
     def _compose(self, sequences: list[Sequence]) -> _Rows:
         num_rows = len(sequences)
         batch = empty_batch(bucket_for(num_rows, self._runner.buckets), self._runner.num_slots, self._runner.num_groups)
-        slots = [s.slot for s in sequences]
-        batch.slots[:num_rows] = [slot - self._lane * self._runner.num_slots for slot in slots]
-        # With a step under way the newest token is still on the device; otherwise the host has it.
-        batch.tokens[:num_rows] = [ON_DEVICE if s.num_in_flight else s.token_ids[-1] for s in sequences]
-        batch.positions[:num_rows] = [len(s.token_ids) - 1 + s.num_in_flight for s in sequences]
-        batch.num_generated[:num_rows] = [s.num_output + s.num_in_flight for s in sequences]
-        batch.pages[:num_rows] = [s.decode_pages[-self._runner.num_groups :] for s in sequences]
+        slots = [s.decode.slot for s in sequences]
+        batch.slots[:num_rows] = [slot - self._micro_batch * self._runner.num_slots for slot in slots]
+        # With a step in flight the newest token is still on the device; otherwise the host has it.
+        batch.tokens[:num_rows] = [ON_DEVICE if s.decode.num_in_flight else s.token_ids[-1] for s in sequences]
+        batch.positions[:num_rows] = [len(s.token_ids) - 1 + s.decode.num_in_flight for s in sequences]
+        batch.num_generated[:num_rows] = [s.num_output + s.decode.num_in_flight for s in sequences]
+        batch.pages[:num_rows] = [s.decode.pages[-self._runner.num_groups :] for s in sequences]
         sampling = neutral_rows(len(batch.slots))
         sampling.packed[:num_rows] = self._slot_rows.packed[slots]
-        steps = steps_of(batch, num_rows)
+        increments = increments_of(batch, num_rows)
         epochs, wants_logprobs = [s.epoch for s in sequences], bool(sampling.wants_logprobs.any())
-        return _Rows(sequences, epochs, batch, steps, self._runner.put(sampling, batch.num_generated), wants_logprobs, self._lane)
+        return _Rows(
+            sequences, epochs, batch, increments, self._runner.put(sampling, batch.num_generated), wants_logprobs, self._micro_batch
+        )

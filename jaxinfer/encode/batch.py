@@ -1,4 +1,5 @@
-"""EncodeBatch: texts in rows, several to a row, as padded NumPy arrays, where the host half and the device half meet. Imports no JAX."""
+"""EncodeBatch: texts in rows, several to a row, as padded NumPy arrays: what the host gives the encode program. Imports
+no JAX."""
 
 from __future__ import annotations
 
@@ -10,25 +11,25 @@ from jaxtyping import Float32, Int32
 
 from jaxinfer.encode.text_batching import TokenIds
 
-SHORTEST = 4  # tokens of a text, for how many there may be in a row
+SHORTEST = 4  # tokens of a text, which limits the number of texts in a row
 
 
 class EncodeBatch(NamedTuple):
-    """R rows of W places for tokens. A row holds whole texts, one after the other; what is left of it belongs to text S, which is none."""
+    """R rows of W tokens. A row has whole texts, one after the other; padding has text number S, which is no text."""
 
     token_ids: Int32[Any, "R W"]
-    positions: Int32[Any, "R W"]  # of a token in its text
-    texts: Int32[Any, "R W"]  # the number of a token's text, of at most S
-    shares: Float32[Any, "R W"]  # of a token's hidden state in its text's embedding
+    positions: Int32[Any, "R W"]  # within a token's text
+    texts: Int32[Any, "R W"]  # number of a token's text, below S
+    shares: Float32[Any, "R W"]  # weight of a token's hidden state in its text's embedding
 
 
 def most_texts(num_rows: int, width: int) -> int:
-    """S: how many texts a batch can hold."""
+    """S: the most texts in a batch."""
     return num_rows * max(width // SHORTEST, 1)
 
 
 def build_batch(rows: Sequence[Sequence[TokenIds]], num_rows: int, width: int, pooling: str) -> EncodeBatch:
-    """Rows of texts' token ids. The texts' numbers are in the order of the rows."""
+    """A batch of these rows of texts. Texts are numbered in the order of rows."""
     batch = empty_batch(num_rows, width)
     number = 0
     for row, texts in enumerate(rows):

@@ -1,4 +1,4 @@
-"""From a configuration to an EncodeWorker that is ready: weights are read while programs compile."""
+"""From a configuration to a ready EncodeWorker; weights are read while programs compile."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ import jax
 
 from checkpoints.hub import open_source, resolve
 from checkpoints.sentence_files import read_sentence_files
+from jaxinfer.architecture.encoder_config import EncoderConfig
 from jaxinfer.config import ConfigError, EngineConfig
 from jaxinfer.encode.queue import EncodeQueue
 from jaxinfer.encode.runner import EncodeRunner
 from jaxinfer.encode.text_batching import TextReader
 from jaxinfer.encode.worker import EncodeWorker
 from jaxinfer.models.bert import Bert
-from jaxinfer.models.encoder_config import EncoderConfig
-from jaxinfer.plan import lay_out
-from jaxinfer.runtime.compilation import COUNTER, compile_programs
-from jaxinfer.runtime.device_clock import DeviceClock
-from jaxinfer.runtime.load import load_weights, weight_bytes
-from jaxinfer.runtime.template import Weights, template_of
+from jaxinfer.pipeline.device_clock import DeviceClock
+from jaxinfer.programs.compilation import COUNTER, compile_programs
 from jaxinfer.stats import EngineStats
 from jaxinfer.tokenizer import Tokenizer
+from jaxinfer.weights.format_choice import lay_out
+from jaxinfer.weights.load import load_weights, weight_bytes
+from jaxinfer.weights.template import Weights, template_of
 from sharding.mesh import make_mesh
 from sharding.rules import RULES
 
 
 def load_encoder(config: EngineConfig, stats: EngineStats, clock: DeviceClock) -> EncodeWorker:
-    """The embedding model on the prefill mesh; after it nothing compiles.
+    """The embedding model on the prefill mesh; nothing compiles afterwards.
 
-    Raises `ConfigError`, `CheckpointError` or `UnsupportedModelError` with what to change.
+    Raises `ConfigError`, `CheckpointError` or `UnsupportedModelError`, which say what to change.
     """
     assert config.model.embedding_model is not None
     source = open_source(resolve(config.model.embedding_model))
@@ -42,7 +42,13 @@ def load_encoder(config: EngineConfig, stats: EngineStats, clock: DeviceClock) -
     rules = RULES["encode"]
     try:
         mesh = make_mesh(config.devices.layout("prefill").stages(config.devices.prefill_devices)[0])
-        template = lay_out(lambda form, dtype, _: template_of(Bert, encoder, form, dtype), config.model, [(mesh, rules)], keeps_types=True)
+        template = lay_out(
+            lambda form, dtype, _: template_of(Bert, encoder, form, dtype),
+            config.model,
+            mesh.devices.flat[0].platform,
+            [(mesh, rules)],
+            keeps_types=True,
+        )
         template.abstract(mesh, rules)
     except ValueError as error:
         raise ConfigError(f"prefill_devices is {config.devices.prefill_devices}: {error}") from error

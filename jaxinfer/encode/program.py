@@ -1,4 +1,4 @@
-"""The encode program: a pure function from weights and a batch of texts to their embeddings."""
+"""The encode program: a pure function from weights and a batch of texts to embeddings."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from jaxtyping import Array, Bool, Float
 
 from jaxinfer.encode.batch import EncodeBatch, most_texts
 from jaxinfer.models.bert import AttendWithin, Bert
-from jaxinfer.runtime.template import Template, Weights
+from jaxinfer.weights.template import Template, Weights
 from sharding.mesh import TENSOR
 
 EncodeStep = Callable[[Weights, EncodeBatch], Array]
 
 
 def encode_step(template: Template[Bert], mesh: Mesh, *, normalizes: bool) -> EncodeStep:
-    """The program of a model on a mesh: a row of float32 for each text that the batch can hold."""
+    """The program of a model on a mesh: a float32 row for each text that fits into the batch."""
 
     def step(weights: Weights, batch: EncodeBatch) -> Float[Array, "S D"]:
         model = template.merge(weights)
@@ -44,13 +44,13 @@ def _attend_within(mesh: Mesh, same_text: Bool[Array, "R W W"]) -> AttendWithin:
 def _attend(
     q: Float[Array, "T N H"], k: Float[Array, "T N H"], v: Float[Array, "T N H"], same_text: Bool[Array, "R W W"]
 ) -> Float[Array, "T N H"]:
-    """Every token over those of its text, in float32."""
+    """Each token attends to its own text, in float32."""
     num_rows, width, _ = same_text.shape
 
     def by_head(x: Float[Array, "T N H"]) -> Float[Array, "R N W H"]:
         return x.astype(jnp.float32).reshape(num_rows, width, *x.shape[1:]).transpose(0, 2, 1, 3)
 
-    # Plain batched products of what was laid out for them: XLA on CPU takes a quarter longer to find that out itself.
+    # Batched products on explicitly transposed arrays: on CPU, XLA's own choice is a quarter slower.
     scores = (by_head(q) * q.shape[-1] ** -0.5) @ by_head(k).transpose(0, 1, 3, 2)
     scores = jnp.where(same_text[:, None], scores, -1e30)
     weights = jnp.exp(scores - scores.max(-1, keepdims=True))

@@ -1,4 +1,4 @@
-"""What goes into an encoder and what comes out: texts read and checked, embeddings. Imports no JAX."""
+"""An encoder's input and output: texts tokenized and checked, embeddings. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ import numpy as np
 from jaxtyping import Float32, Int32
 
 from jaxinfer.request import DeviceUsage, RequestError
+from jaxinfer.token_ids import checked_tokens
 from jaxinfer.tokenizer import TextTooLong, Tokenizer
 
-Text = str | Sequence[int]  # or its token ids, those around a text included
-TokenIds = Int32[np.ndarray, " T"]  # an eighth of a list's memory, and many texts may wait
+Text = str | Sequence[int]  # or token ids, special tokens included
+TokenIds = Int32[np.ndarray, " T"]  # an eighth of a list's memory: many texts may wait
 
 
 class Embedded(NamedTuple):
-    """A request that is done."""
+    """A finished request."""
 
     request_id: str
     embeddings: Float32[np.ndarray, "N D"]
@@ -26,15 +27,15 @@ class Embedded(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """Texts of more than `max_tokens` lose their end (side "right", as sentence-transformers has it) or their beginning ("left")."""
+    """Texts over `max_tokens` are cut at their end ("right", as in sentence-transformers) or at their beginning."""
 
-    max_tokens: int  # the special tokens around a text included
+    max_tokens: int  # special tokens included
     side: Literal["left", "right"] = "right"
 
 
 @dataclass(frozen=True, slots=True)
 class TextReader:
-    """From texts to tokens that an encoder can take, and the checks of what is asked of it. Anyone's, in any thread."""
+    """Tokenizes texts and checks requests to an encoder. Any thread may call it."""
 
     tokenizer: Tokenizer
     vocab_size: int
@@ -42,7 +43,7 @@ class TextReader:
     embedding_size: int
 
     def truncation(self, max_tokens: int, side: Literal["left", "right"] = "right") -> Truncation:
-        """Of this model's texts; -1 tokens: as many as the model takes. Raises `RequestError` for what none can be cut to."""
+        """Truncation for this model; -1 tokens: its maximum. Raises `RequestError` for an impossible length."""
         least = sum(self.tokenizer.num_around) + 1
         if max_tokens != -1 and not least <= max_tokens <= self.max_tokens:
             message = f"truncate_prompt_tokens is {max_tokens}: give {least} to {self.max_tokens}, or -1 for {self.max_tokens}"
@@ -50,8 +51,8 @@ class TextReader:
         return Truncation(self.max_tokens if max_tokens == -1 else max_tokens, side)
 
     def read(self, texts: Sequence[Text], param: str, truncation: Truncation | None = None) -> list[TokenIds]:
-        """Each text's token ids. Raises `RequestError`, naming `param` and the text's place, for one that is empty, has a token id that
-        is none, or is too long and not to be truncated."""
+        """Each text's token ids. Raises `RequestError`, naming `param` and the text's index, for a text that is empty,
+        has an invalid token id, or is too long and not to be truncated."""
         if not texts:
             raise RequestError(f"{param} is empty: give at least one text", param)
         names = [param] if len(texts) == 1 else [f"{param}[{number}]" for number in range(len(texts))]
@@ -73,14 +74,10 @@ class TextReader:
             token_ids = list(text)
         if truncation is not None and len(token_ids) > truncation.max_tokens:
             token_ids = self._truncated(token_ids, truncation)
-        if not isinstance(text, str):
-            for token in token_ids:
-                if not isinstance(token, int) or not 0 <= token < self.vocab_size:
-                    raise RequestError(f"{name} has token id {token!r}: this model's are 0 to {self.vocab_size - 1}", param)
-        return np.array(token_ids, np.int32)
+        return np.array(token_ids, np.int32) if isinstance(text, str) else checked_tokens(token_ids, self.vocab_size, name, param)
 
     def _truncated(self, token_ids: list[int], truncation: Truncation) -> list[int]:
-        """The special tokens around a text stay. (Token ids that were sent are taken to have them, as they should.)"""
+        """Truncated without losing special tokens. (Given token ids are assumed to include them.)"""
         num_before, num_after = self.tokenizer.num_around
         end = len(token_ids) - num_after
         num_kept = truncation.max_tokens - num_before - num_after
@@ -92,7 +89,7 @@ class TextReader:
         return RequestError(message, param, "context_length_exceeded")
 
     def check_dimensions(self, dimensions: int | None) -> None:
-        """Raises `RequestError` for a size that an embedding can't be cut to."""
+        """Raises `RequestError` for an embedding size that the model can't give."""
         if dimensions is not None and not 1 <= dimensions <= self.embedding_size:
             raise RequestError(
                 f"dimensions is {dimensions}: this model's embeddings have {self.embedding_size}, give 1 to that", "dimensions"
@@ -100,7 +97,7 @@ class TextReader:
 
 
 def cut(embeddings: Float32[np.ndarray, "N D"], dimensions: int | None) -> Float32[np.ndarray, "N C"]:
-    """The first `dimensions` of each embedding, brought to length 1 again; as they are for None."""
+    """The first `dimensions` of each embedding, normalised again; unchanged for None."""
     if dimensions is None or dimensions == embeddings.shape[1]:
         return embeddings
     first = embeddings[:, :dimensions]

@@ -1,4 +1,4 @@
-"""PageAllocator: which pages of a pool are free, how many sequences read each, and which are kept for later. Imports no JAX."""
+"""PageAllocator: free pages of a pool, reference counts, and which pages are cached. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from jaxinfer.kv_cache.spec import NULL_PAGE
 
 
 class PageAllocator:
-    """Pages with reference counts. A page is free when no sequence reads it and the prefix cache does not keep it: one that is only kept
-    is evictable. The null page is never given out. Lowest numbers go first, so that a prompt's pages lie together: gathering neighbours
-    is twice as fast as gathering scattered pages on a CPU."""
+    """Pages with reference counts. A page is free when no sequence references it and the prefix cache doesn't have it;
+    a cached page without references is evictable. The null page is never allocated. Lowest numbers are allocated first,
+    so that a prompt's pages are neighbours: gathering those is twice as fast on a CPU."""
 
     def __init__(self, num_pages: int) -> None:
         assert num_pages > 1, num_pages
-        self.num_pages = num_pages - 1  # that can be used
-        self.num_evictable = 0  # kept, and read by no sequence
-        self.when_evictable: Callable[[int], None] | None = None  # told of each page that its last reader left and that is kept
+        self.num_pages = num_pages - 1  # without the null page
+        self.num_evictable = 0  # cached, and referenced by no sequence
+        self.when_evictable: Callable[[int], None] | None = None  # called for each page that becomes evictable
         self._free = list(range(NULL_PAGE + 1, num_pages))  # a heap
         self._references = [0] * num_pages  # of sequences
         self._is_cached = [False] * num_pages
@@ -28,11 +28,11 @@ class PageAllocator:
 
     @property
     def num_used(self) -> int:
-        """Pages that sequences read, the prefix cache's among them; not those that are merely kept."""
+        """Pages that sequences reference, including shared cached ones; not evictable ones."""
         return self.num_pages - len(self._free) - self.num_evictable
 
     def allocate(self, count: int) -> list[int] | None:
-        """That many free pages with one reference each, or None, and nothing taken, if there are not enough."""
+        """This many free pages with one reference each; None, with nothing allocated, if there are not enough."""
         if count > len(self._free):
             return None
         pages = [heapq.heappop(self._free) for _ in range(count)]
@@ -41,7 +41,7 @@ class PageAllocator:
         return pages
 
     def retain(self, pages: Iterable[int]) -> None:
-        """One more reader of each page; a kept one may have had none."""
+        """Add a reference to each page; a cached page may have had none."""
         for page in pages:
             if not self._references[page]:
                 assert self._is_cached[page], f"page {page} is free"
@@ -49,7 +49,7 @@ class PageAllocator:
             self._references[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """One reader less of each page; those with none left are free, or evictable if they are kept."""
+        """Remove a reference from each page. A page without references is free, or evictable if it is cached."""
         for page in pages:
             assert self._references[page] > 0, f"page {page} has no reader"
             self._references[page] -= 1
@@ -63,13 +63,13 @@ class PageAllocator:
                 self.when_evictable(page)
 
     def keep(self, page: int) -> None:
-        """Keep a page that is being read beyond its last reader."""
+        """Mark a referenced page as cached."""
         assert self._references[page] > 0, f"page {page} has no reader: its contents may be anything"
         assert not self._is_cached[page], f"page {page} is kept already"
         self._is_cached[page] = True
 
     def drop(self, page: int) -> None:
-        """Keep a page no longer: it is free as soon as nobody reads it, perhaps at once."""
+        """Unmark a cached page: it is free as soon as no sequence references it."""
         assert self._is_cached[page], f"page {page} is not kept"
         self._is_cached[page] = False
         if not self._references[page]:
@@ -77,9 +77,9 @@ class PageAllocator:
             heapq.heappush(self._free, page)
 
     def references(self, page: int) -> int:
-        """How many readers a page has."""
+        """The number of a page's references."""
         return self._references[page]
 
     def is_cached(self, page: int) -> bool:
-        """Whether the prefix cache keeps a page."""
+        """Whether a page is in the prefix cache."""
         return self._is_cached[page]

@@ -1,13 +1,13 @@
-"""KVManager: the one door to a pool's pages for everything on the host that needs them. Imports no JAX."""
+"""KVManager: the host's only interface to a pool's pages. Imports no JAX."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable
-from collections.abc import Sequence as Tokens
+from collections.abc import Callable, Hashable, Iterator
 
 from jaxinfer.kv_cache.allocator import PageAllocator
-from jaxinfer.kv_cache.radix_cache import CachedBlock, RadixCache, digests, token_bytes
+from jaxinfer.kv_cache.block_keys import TokenHistory, block_keys, digests
+from jaxinfer.kv_cache.radix_cache import CachedBlock, RadixCache
 from jaxinfer.kv_cache.shared_tables import SharedTables
 from jaxinfer.kv_cache.spec import NULL_PAGE, PageSpec
 from jaxinfer.request import RequestContext
@@ -18,12 +18,13 @@ SaveEvicted = Callable[[list[CachedBlock]], None]
 
 
 class KVManager:
-    """Page tables of one mesh's pool. A page table is a list of page numbers that the sequence owns; every page in it holds one
-    reference for that sequence. It is flat: a run's pages, one for each group of layers, then the next run's. NULL_PAGE stands where a
-    bounded group needs no page: behind its span, or too far ahead. With a prefix cache, pages outlive their sequences until the room is
-    needed.
+    """Page tables of one mesh's pool. A page table is a list of page numbers that a sequence owns, with one reference
+    to each page. It is flat: the pages of a token block, one for each group of layers, then the next block's.
+    NULL_PAGE stands where a bounded group needs no page: behind its span, or too far ahead. With a prefix cache, pages
+    outlive their sequences until they are evicted.
 
-    `session_seconds`: how long pages that a session used are kept ahead of others. `chunk_size`: the most tokens that are computed at once.
+    `session_seconds`: for how long a session's pages are evicted after others. `chunk_size`: the most tokens computed
+    at once.
     """
 
     def __init__(
@@ -43,9 +44,9 @@ class KVManager:
         self._bounds = [(group, most) for group in range(spec.num_groups) if (most := spec.max_blocks(group, chunk_size)) is not None]
         self._session_seconds = session_seconds
         self._clock = clock
-        # Of tables, by identity: how many runs `_insert_more` has made known, and the last one's node.
+        # By a table's identity: how many blocks `_insert_more` has inserted, and the last one's node.
         self._inserted: dict[int, tuple[int, CachedBlock]] = {}
-        self.save_evicted: SaveEvicted | None = None  # told of pages that are about to be used anew
+        self.save_evicted: SaveEvicted | None = None  # called with evicted pages, before they are reused
 
     @property
     def num_pages(self) -> int:
@@ -53,45 +54,46 @@ class KVManager:
 
     @property
     def num_used(self) -> int:
-        """Pages that sequences hold, and shared tables."""
+        """Pages of sequences and of shared tables."""
         return self._allocator.num_used
 
     @property
     def num_free(self) -> int:
-        """Pages to be had: free ones, and those that only the prefix cache keeps."""
+        """Pages that can be allocated: free ones, and those that only the prefix cache has."""
         return self._allocator.num_free + self._allocator.num_evictable
 
     @property
     def num_cached(self) -> int:
-        """Pages that the prefix cache keeps, those that sequences hold among them."""
+        """Pages in the prefix cache, including those of sequences."""
         return self._cache.num_pages if self._cache is not None else 0
 
-    def match_prefix(self, table: list[int], token_ids: Tokens[int], max_tokens: int, context: RequestContext) -> int:
-        """Start an empty table with the cached pages of the longest known prefix, of at most `max_tokens`; returns the tokens they hold."""
+    def match_prefix(self, table: list[int], history: TokenHistory, max_tokens: int) -> int:
+        """Start an empty table with the cached pages of the longest known prefix, of at most `max_tokens`; returns
+        the tokens they hold."""
         assert not table
         if self._cache is None or max_tokens < self.spec.page_size:
             return 0
-        tokens = token_bytes(token_ids[: max_tokens // self.spec.page_size * self.spec.page_size])
-        found = self._cache.match(tokens, context.namespace, max_tokens // self.spec.page_size, self._warm_until(context))
+        found = self._cache.match(self._keys(history, max_tokens), history.context.namespace, self._warm_until(history.context))
         self._allocator.retain(page for page in found if page != NULL_PAGE)
         table.extend(found)
         return self.num_tokens(table)
 
     def num_tokens(self, table: list[int]) -> int:
-        """That a page table is long enough for."""
+        """The capacity of a page table."""
         return len(table) // self.spec.num_groups * self.spec.page_size
 
     def grow(self, table: list[int], num_tokens: int, reserved_pages: int = 0, filled: int = 0) -> bool:
-        """Extend a table until it holds `num_tokens`. Bounded groups get the pages that the next chunk needs, after what the table holds and
-        the `filled` tokens that come computed, and the others as it goes on (`advance`). False, and nothing changed, if that would leave
-        fewer than `reserved_pages` runs' pages."""
+        """Extend a table to `num_tokens`. Bounded groups get the pages that the next chunk needs, after the table's
+        tokens and the `filled` tokens that are already computed; `advance` adds the rest. False, with nothing changed,
+        if fewer than `reserved_pages` blocks' pages would be left."""
         spec, num_groups = self.spec, self.spec.num_groups
         first, last = len(table) // num_groups, spec.blocks_for(num_tokens)
         if last <= first:
             return True
         begins, ends = [first] * num_groups, [last] * num_groups
         for group, most in self._bounds:
-            held = spec.first_run(group, max(first * spec.page_size, filled))  # from here on, what of it the table has counts too
+            # From here on, including the part that the table has already.
+            held = spec.first_run(group, max(first * spec.page_size, filled))
             begins[group] = min(max(first, spec.first_run(group, filled)), last)
             ends[group] = max(begins[group], min(held + most, last))
         missing = sum(ends) - sum(begins)
@@ -107,22 +109,28 @@ class KVManager:
             table.extend(next(left) if begin <= run < end else NULL_PAGE for begin, end in zip(begins, ends, strict=True))
         return True
 
+    def adopt(self, table: list[int], pages: list[int]) -> None:
+        """Fill an empty table with the pages of another; both then have references."""
+        assert not table
+        self._allocator.retain(page for page in pages if page != NULL_PAGE)
+        table.extend(pages)
+
     def share(self, name: Hashable, table: list[int]) -> None:
-        """Keep a table's pages for sequences that start with the same tokens (`fork`), until `unshare` or until the room is needed."""
+        """Keep a table's pages for forks of its prompt (`fork`), until `unshare` or until the pages are needed."""
         self._shared.add(name, table)
 
     def unshare(self, name: Hashable) -> None:
-        """Nobody starts from these pages any more."""
+        """Release pages that were kept for forks."""
         self._shared.drop(name)
 
     def is_shared(self, name: Hashable) -> bool:
-        """Whether there are pages to start from under this name."""
+        """Whether pages are kept under this name."""
         return name in self._shared
 
     def fork(self, name: Hashable, table: list[int], num_tokens: int, reserved_pages: int = 0) -> list[tuple[int, int]] | None:
-        """Start an empty table with the shared pages of `num_tokens`; where the last one of a group is not full, with one of its own in its
-        place. Returns which pages are to be copied to which. None, and nothing changed, if that would leave fewer than `reserved_pages` runs'
-        pages."""
+        """Fill an empty table with the shared pages of `num_tokens`; a group's last page, if it isn't full, is replaced
+        by a new one. Returns (source, target) pages to copy. None, with nothing changed, if fewer than
+        `reserved_pages` blocks' pages would be left."""
         shared, num_groups = self._shared[name], self.spec.num_groups
         assert not table
         assert len(shared) == self.spec.blocks_for(num_tokens) * num_groups, "the prompt's pages and no more"
@@ -136,21 +144,21 @@ class KVManager:
         return list(zip(partial, own, strict=True))
 
     def _find_room(self, num_pages: int, spare: Hashable | None = None) -> bool:
-        """Whether so many pages are to be had. Where it takes that, shared tables are given up, but for the one to `spare`."""
+        """Whether this many pages can be allocated; drops shared tables if needed, except `spare`."""
         while self.num_free < num_pages:
             if self.num_free + self._shared.num_reclaimable(spare) < num_pages:
                 return False
             self._shared.drop_oldest(spare)
         return True
 
-    def advance(self, table: list[int], token_ids: Tokens[int], start: int, end: int, context: RequestContext) -> bool:
-        """Before tokens `start` to `end` are computed: bounded groups leave behind what these don't attend to, for others to find, and get
-        pages for these. False if there are none; what was left behind stays so."""
+    def advance(self, table: list[int], history: TokenHistory, start: int, end: int) -> bool:
+        """Before tokens `start` to `end` are computed: bounded groups leave behind what these don't attend to, for
+        others to find, and get pages for these. False if there are none; what was left behind stays so."""
         if not self._bounds:
             return True
         behind = {group: self._behind(table, group, start) for group, _ in self._bounds}
         if any(behind.values()):
-            self._insert_more(table, token_ids, start, context)
+            self._insert_more(table, history, start)
         needed: list[int] = []
         spare: list[int] = []
         for group, _ in self._bounds:
@@ -158,7 +166,8 @@ class KVManager:
             ahead = self._ahead(table, group, start)
             num_needed = len(range(ahead.start, self.spec.blocks_for(end) * self.spec.num_groups, self.spec.num_groups))
             needed += ahead[:num_needed]
-            spare += ahead[num_needed : len(behind[group])]  # as many as it had, so that it seldom depends on what others took meanwhile
+            # As many as were released, so that later chunks seldom depend on what others allocated meanwhile.
+            spare += ahead[num_needed : len(behind[group])]
         places = [*needed, *spare] if len(needed) + len(spare) <= self.num_free else needed
         if not self._find_room(len(places)):
             return False
@@ -166,23 +175,41 @@ class KVManager:
             table[place] = page
         return True
 
-    def begin_anew(self, table: list[int], token_ids: Tokens[int], num_cached: int, filled: int, context: RequestContext) -> None:
-        """For a table that was just begun with `num_cached` tokens, and of which more, `filled`, are to come computed: bounded groups have
-        their pages from those on."""
+    def begin_anew(self, table: list[int], history: TokenHistory, num_cached: int, filled: int) -> None:
+        """For a table that was just begun with `num_cached` tokens, and of which more, `filled`, are to come
+        computed: bounded groups have their pages from those on."""
         if self._bounds:
             num_tokens = self.num_tokens(table)
             self.free(table)
-            self.match_prefix(table, token_ids, num_cached, context)
+            self.match_prefix(table, history, num_cached)
             has_room = self.grow(table, num_tokens, filled=filled)
             assert has_room, "it needs no more pages than it had"
 
     def release_outside_window(self, table: list[int], num_tokens: int) -> None:
-        """Give back what bounded groups hold before the spans of the token after so many on."""
+        """Release bounded groups' pages that tokens after the first `num_tokens` don't attend to."""
         for group, _ in self._bounds:
             self._give_back(table, self._behind(table, group, num_tokens))
 
+    def can_rewrite(self, table: list[int], position: int, num_prompt: int) -> bool:
+        """Whether the token at a position of a table, and all after it, may be computed again: their pages are no one
+        else's, and bounded groups still have what they attend to. Pages of the first `num_prompt` tokens may be read
+        by others that were forked from them."""
+        num_groups = self.spec.num_groups
+        place = position // self.spec.page_size * num_groups
+        for page in table[place : place + num_groups]:
+            if self._allocator.is_cached(page) or (position < num_prompt and self._allocator.references(page) > 1):
+                return False
+        return all(table[self.spec.first_run(group, position) * num_groups + group] != NULL_PAGE for group, _ in self._bounds)
+
+    def truncate(self, table: list[int], num_tokens: int) -> None:
+        """Give back a table's pages after those of its first `num_tokens`."""
+        self._inserted.pop(id(table), None)
+        end = self.spec.blocks_for(num_tokens) * self.spec.num_groups
+        self._allocator.release(page for page in reversed(table[end:]) if page != NULL_PAGE)  # in `free`'s order
+        del table[end:]
+
     def _behind(self, table: list[int], group: int, num_tokens: int) -> list[int]:
-        """A group's places that have a page though the tokens after so many on don't attend to it."""
+        """Indices of a group's pages that tokens after the first `num_tokens` don't attend to."""
         places: list[int] = []
         num_runs = len(table) // self.spec.num_groups
         place = (min(self.spec.first_run(group, num_tokens), num_runs) - 1) * self.spec.num_groups + group
@@ -192,7 +219,7 @@ class KVManager:
         return places
 
     def _ahead(self, table: list[int], group: int, num_tokens: int) -> range:
-        """A group's places after those that have a page, from the spans of the token after so many on."""
+        """A group's indices without a page yet, from the span of the token after the first `num_tokens` on."""
         place = self.spec.first_run(group, num_tokens) * self.spec.num_groups + group
         while place < len(table) and table[place] != NULL_PAGE:
             place += self.spec.num_groups
@@ -209,50 +236,48 @@ class KVManager:
         assert pages is not None
         return pages
 
-    def insert(self, table: list[int], token_ids: Tokens[int], num_tokens: int, context: RequestContext) -> None:
-        """Let others find the whole pages of a table's first `num_tokens`, whose keys and values some step that was started writes.
-        Where they are known already the table takes the pages that are."""
+    def insert(self, table: list[int], history: TokenHistory, num_tokens: int) -> None:
+        """Let others find the whole pages of a table's first `num_tokens`, whose keys and values some step that was
+        started writes. Where they are known already the table takes the pages that are."""
         num_runs = num_tokens // self.spec.page_size
         if self._cache is None or not num_runs:
             return
-        tokens = token_bytes(token_ids[: num_runs * self.spec.page_size])
-        self._cache.insert(tokens, context.namespace, table, num_runs, self._warm_until(context))
+        self._cache.insert(self._keys(history, num_tokens), history.context.namespace, table, num_runs, self._warm_until(history.context))
 
-    def _insert_more(self, table: list[int], token_ids: Tokens[int], num_tokens: int, context: RequestContext) -> None:
+    def _insert_more(self, table: list[int], history: TokenHistory, num_tokens: int) -> None:
         """As `insert`, of a table that grows chunk by chunk: from where the last call ended."""
         if self._cache is None:
             return
-        size, num_runs = self.spec.page_size, num_tokens // self.spec.page_size
+        num_runs = num_tokens // self.spec.page_size
         after = self._inserted.pop(id(table), None)
         if after is not None and not self._cache.has(after[1]):
             after = None
-        tokens = token_bytes(token_ids[(after[0] if after else 0) * size : num_runs * size])
-        node = self._cache.insert(tokens, context.namespace, table, num_runs, self._warm_until(context), after)
+        keys = self._keys(history, num_tokens, after[0] if after else 0)
+        node = self._cache.insert(keys, history.context.namespace, table, num_runs, self._warm_until(history.context), after)
         if node is not None:
             self._inserted[id(table)] = num_runs, node
 
     def free(self, table: list[int]) -> None:
-        """Give a table's pages back and empty it."""
+        """Release a table's pages and empty it."""
         self._inserted.pop(id(table), None)
-        # The last first, so that of pages that nobody reads any more leaves come before what they grow from.
+        # The last first, so that among evictable pages leaves come before their parents.
         self._allocator.release(page for page in reversed(table) if page != NULL_PAGE)
         table.clear()
 
-    def missing(self, token_ids: Tokens[int], max_tokens: int, context: RequestContext) -> tuple[int, list[bytes]]:
-        """How many leading whole pages of the first `max_tokens` are cached, and what names each page after those, with all before it.
-        Marks nothing as used."""
-        num_pages = max_tokens // self.spec.page_size
-        tokens = token_bytes(token_ids[: num_pages * self.spec.page_size])
-        held = 0 if self._cache is None else len(self._cache.match(tokens, context.namespace, num_pages, is_used=False))
-        keys = digests(context.namespace, tokens, self.spec.page_size, num_pages)[held:] if held < num_pages else []
-        return held, keys
+    def missing(self, history: TokenHistory, max_tokens: int) -> tuple[int, list[bytes]]:
+        """How many leading whole pages of the first `max_tokens` are cached, and what names each page after those,
+        with all before it. Marks nothing as used."""
+        num_pages, namespace = max_tokens // self.spec.page_size, history.context.namespace
+        keys = list(self._keys(history, max_tokens))
+        held = 0 if self._cache is None else len(self._cache.match(keys, namespace, is_used=False))
+        return held, digests(namespace, keys)[held:] if held < num_pages else []
 
     def forget(self) -> None:
-        """Empty the prefix cache, all but the pages that sequences hold."""
+        """Empty the prefix cache, except pages of sequences."""
         self._evict(self._allocator.num_evictable)
 
     def cached_pages(self) -> list[CachedBlock]:
-        """All that the prefix cache keeps: what would be evicted last comes first, a page before those that follow it."""
+        """All nodes of the prefix cache, in reverse order of eviction; parents before children."""
         return self._cache.pages() if self._cache is not None else []
 
     def _evict(self, count: int) -> None:
@@ -264,6 +289,10 @@ class KVManager:
         else:
             # Saving costs a program's run, for one page as for four.
             self.save_evicted(self._cache.evict(max(count, _SAVED_AT_ONCE)))
+
+    def _keys(self, history: TokenHistory, num_tokens: int, first: int = 0) -> Iterator[bytes]:
+        """Of the whole blocks of so many tokens, from a first block on."""
+        return block_keys(history, self.spec.page_size, num_tokens // self.spec.page_size, first)
 
     def _warm_until(self, context: RequestContext) -> float:
         return self._clock() + self._session_seconds if context.session is not None else 0.0

@@ -1,4 +1,4 @@
-"""The page pool on a mesh: an array that programs take donated and give back."""
+"""The page pool of a mesh: an array that is donated to programs and returned by them."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
+from jaxinfer.architecture.head_layout import HeadLayout
 from jaxinfer.kv_cache.spec import NULL_PAGE, PageSpec
-from jaxinfer.layers.heads import HeadLayout
 from sharding.partition import named_sharding
 from sharding.rules import Rules
 
-# All layers' keys and values in one array, updated in place: every array costs microseconds a call. A page is a group's of layers, L of
-# them; which group's, its page tables say. A layer's index in it is an argument of whatever writes or reads, so no slice of a layer is ever
-# made. S sides: keys and values, or latents alone.
+# All layers' keys and values in one array, updated in place: each array costs the host microseconds a call. A page
+# belongs to a group of L layers; page tables say which group. Kernels take a layer's index in the group as an argument,
+# so no slice of a layer is ever made. S sides: keys and values, or latents alone.
 Pages = Float[Array, "L S P K G H"]
 
 _AXES = (None, None, None, "kv_heads", None, None)
-_OF_LATENTS = (None, None, None, None, "page_tokens", None)  # every head reads them: what can be split are tokens
+_OF_LATENTS = (None, None, None, None, "page_tokens", None)  # all heads read them, so tokens are split instead
 _WHOLE = (None, None, None, None, None, None)
 
 
 class PagePool:
-    """A mesh's pages, with its own KV heads where those are not the model's. `array` is replaced by what each program gives back; whoever runs
-    programs on the mesh shares this one object."""
+    """The pages of a mesh, with the mesh's KV heads where those differ from the model's. `array` is replaced by each
+    program's result; everything that runs programs on the mesh shares this object."""
 
     def __init__(
         self,
@@ -38,9 +38,9 @@ class PagePool:
         heads: HeadLayout | None = None,
         num_layers: int | None = None,
     ) -> None:
-        """`num_layers`: of a group, those that are on this mesh, where it is a pipeline's stage."""
+        """`num_layers`: of a group, on this mesh, if it is a pipeline stage."""
         self.spec = spec
-        self.heads = None if spec.num_sides == 1 else heads  # latents are no head's
+        self.heads = None if spec.num_sides == 1 else heads  # latents belong to no head
         num_kv_heads = spec.num_kv_heads if self.heads is None else self.heads.num_kv_heads
         shape = (
             spec.num_layers if num_layers is None else num_layers,
@@ -67,7 +67,7 @@ class PagePool:
         self._array = pages
 
     def allocate(self) -> None:
-        """Make the array, empty."""
+        """Allocate the array."""
         self._array = jnp.zeros(self.abstract.shape, self.abstract.dtype, device=self.abstract.sharding)
 
     @property
@@ -76,8 +76,8 @@ class PagePool:
         return math.prod(self.abstract.sharding.shard_shape(self.abstract.shape)) * self.abstract.dtype.itemsize
 
     def abstract_moved(self, num_pages: int, num_layers: int | None = None) -> jax.ShapeDtypeStruct:
-        """Pages under way from pool to pool, as one array [X, L, S, K, G, H] of the model's own KV heads, all of them on every device where the
-        mesh has others; of so many layers, or of all that the pool has."""
+        """Shape of pages on their way between pools: [X, L, S, K, G, H] with the model's own KV heads; if the mesh's
+        differ, whole on every device. `num_layers`: default all of the pool's."""
         shape = (num_pages, num_layers or self.abstract.shape[0], self.abstract.shape[1], self.spec.num_kv_heads, *self.abstract.shape[4:])
         axes = self._axes if self.heads is None else _WHOLE
         sharding = named_sharding(self.mesh, self._rules, axes, shape, "the KV cache")
@@ -85,7 +85,7 @@ class PagePool:
 
 
 def token_axis(pages: Pages) -> str | None:
-    """The mesh axis that each page's tokens are split over; None where they are not."""
+    """The mesh axis over which each page's tokens are split; None if they aren't."""
     axis: str | None = jax.typeof(pages).sharding.spec[4]
     return axis
 
@@ -93,13 +93,14 @@ def token_axis(pages: Pages) -> str | None:
 def own_places(
     page_ids: Int[Array, " T"], offsets: Int[Array, " T"], part_size: int, axis: str
 ) -> tuple[Int[Array, " T"], Int[Array, " T"]]:
-    """Where a device that has `part_size` of each page's tokens puts which ones; others' go to its null page. Within a `shard_map`."""
+    """Pages and offsets of writes on a device that has `part_size` of each page's tokens; tokens of other devices go to
+    the null page. For use in a `shard_map`."""
     is_own = offsets // part_size == jax.lax.axis_index(axis)
     return jnp.where(is_own, page_ids, NULL_PAGE), offsets % part_size
 
 
 def own_length(kv_len: Int[Array, " B"], part_size: int, axis: str) -> Int[Array, " B"]:
-    """Tokens of each context that such a device has: the first ones of its part of every page."""
+    """The number of each context's tokens on such a device, which has a part of every page."""
     page_size = part_size * jax.lax.axis_size(axis)
     of_last = kv_len % page_size - jax.lax.axis_index(axis) * part_size
     return kv_len // page_size * part_size + jnp.clip(of_last, 0, part_size)

@@ -1,77 +1,49 @@
-"""RadixCache: whose KV is in the pool already, by the tokens from the first on, and which pages go when room is needed. Imports no JAX."""
+"""RadixCache: whose KV is in the pool already, by the keys of its blocks from the first on, and which pages go when
+room is needed. Imports no JAX."""
 
 from __future__ import annotations
 
 import time
-from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from heapq import heappop, heappush
 
 from jaxinfer.kv_cache.allocator import PageAllocator
+from jaxinfer.kv_cache.block_keys import block_digest, encoded, namespace_digest
 from jaxinfer.kv_cache.spec import NULL_PAGE
 from pallas_kernels.span import FULL_ATTENTION, Span
-
-TOKEN_BYTES = 4
-
-
-def token_bytes(token_ids: Iterable[int]) -> bytes:
-    """Token ids as the cache compares them: 4 bytes each."""
-    return array("i", token_ids).tobytes()
-
-
-def digests(namespace: str, tokens: bytes, page_size: int, num_pages: int) -> list[bytes]:
-    """What `CachedBlock.digest` gives for a run's first pages, whether they are in a tree or not."""
-    size, digest, found = page_size * TOKEN_BYTES, _namespace_digest(_encoded(namespace)), []
-    for start in range(0, num_pages * size, size):
-        digest = _page_digest(digest, tokens[start : start + size])
-        found.append(digest)
-    return found
-
-
-def _encoded(namespace: str) -> bytes:
-    return namespace.encode("utf-8", "surrogatepass")  # it comes from outside: a lone surrogate must stop nobody
-
-
-def _namespace_digest(namespace: bytes) -> bytes:
-    return blake2b(namespace, digest_size=16, person=b"namespace").digest()  # so that no namespace can pose as a run of tokens
-
-
-def _page_digest(before: bytes, tokens: bytes) -> bytes:
-    return blake2b(before + tokens, digest_size=16).digest()
 
 
 @dataclass(slots=True, eq=False)
 class CachedBlock:
-    """A node of the tree: a run of tokens after its parent's, and the pages that hold them, one for each group of layers. NULL_PAGE: that
-    of a bounded group, evicted or never computed. A namespace's root has the null page."""
+    """A node of the tree: a block of tokens after its parent's, and the pages that hold them, one for each group of
+    layers. NULL_PAGE: that of a bounded group, evicted or never computed. A namespace's root has the null page."""
 
-    tokens: bytes  # of a root the namespace
+    key: bytes  # see `block_keys`; of a root the namespace
     pages: list[int]
     parent: CachedBlock | None
     children: dict[bytes, CachedBlock] = field(default_factory=dict)
-    last_used: int = 0  # of a logical clock that goes on with every call of match or insert
-    last_in_span: int = 0  # the same, of a use in which bounded groups' pages were needed
+    last_used: int = 0  # by a logical clock that advances with every call of match or insert
+    last_in_span: int = 0  # the same, for uses in which bounded groups' pages were needed
     warm_until: float = 0.0  # seconds, of the cache's clock
     queued: set[int] = field(default_factory=set)  # groups whose pages have their one entry in the order of eviction
     known_digest: bytes | None = None
 
     @property
     def page(self) -> int:
-        """Of a model of one group, its page."""
+        """The page, for a model with one group."""
         return self.pages[0]
 
     @property
     def digest(self) -> bytes:
-        """16 bytes that name all tokens up to this run's last, and the namespace, the same in every process. Works for evicted ones too."""
+        """What `block_keys.digests` gives for this block; also for evicted ones."""
         missing, node = [], self
         while node.known_digest is None and node.parent is not None:
             missing.append(node)
             node = node.parent
-        digest = node.known_digest = node.known_digest or _namespace_digest(node.tokens)
+        digest = node.known_digest = node.known_digest or namespace_digest(node.key)
         for node in reversed(missing):
-            digest = node.known_digest = _page_digest(digest, node.tokens)
+            digest = node.known_digest = block_digest(digest, node.key)
         return digest
 
 
@@ -79,17 +51,18 @@ _Entry = tuple[float, int, int, int, int]  # warm until, last used, page, of whi
 
 
 class RadixCache:
-    """A tree of whole runs for each namespace. A page is locked while sequences read it, which the allocator's references say. Page tables
-    are flat: each run's pages, one a group, run by run.
+    """A tree of whole token blocks for each namespace. A page is locked while sequences reference it (see the
+    allocator). Page tables are flat: each block's pages, one a group, block by block.
 
-    Whoever reads an unbounded group's page of the tree reads all the pages before it: sequences take them from the first on, and `insert`
-    replaces what a sequence computed twice. So locked pages are closed towards the root, and leaf by leaf every other page can be evicted.
-    A bounded group's page (of a window, a chunk) is needed by what follows closely alone: it can be evicted wherever it is unlocked, and a
-    match ends where all that its span reaches back to is there. Thus `allocator.num_evictable` is exactly what `evict` can deliver.
+    A sequence that references an unbounded group's page references all pages before it: it takes them from the first
+    on, and `insert` replaces pages that were computed twice. So the ancestors of a locked page are locked, and every
+    other page can be evicted leaf by leaf. A bounded group's page (of a window or chunk) is needed only by tokens
+    shortly after it: it can be evicted whenever it is unlocked, and a match ends where its whole span is cached. Thus
+    `allocator.num_evictable` is exactly the number of pages that `evict` can free.
 
-    `match` and `insert` take time in proportion to the runs they are asked for. Every page that can be evicted has one entry in a heap, made
-    when it became so, whose key may be older than its own: then it goes back with the right one when it comes up. So `evict` costs
-    O(log pages) for each page evicted, and for each that was used since eviction last came across it.
+    `match` and `insert` take time in proportion to their blocks. Every evictable page has one entry in a heap, made
+    when it became evictable. An entry that is out of date when it comes up is pushed again. So `evict` costs O(log
+    pages) for each evicted page, and for each that was used since its entry was made.
     """
 
     def __init__(
@@ -101,7 +74,6 @@ class RadixCache:
     ) -> None:
         self._allocator = allocator
         self._page_size = page_size
-        self._key_size = page_size * TOKEN_BYTES
         self._clock = clock
         self._spans = tuple(spans)
         self._num_groups = len(self._spans)
@@ -120,15 +92,16 @@ class RadixCache:
         """Pages in the tree, locked ones included."""
         return len(self._nodes)
 
-    def match(self, tokens: bytes, namespace: str, max_blocks: int, warm_until: float = 0.0, *, is_used: bool = True) -> list[int]:
-        """The page table of the longest known prefix of `tokens`, at most `max_blocks`, from which their next token can be computed: without
-        the pages of bounded groups that it does not reach back to. They are used now (unless `is_used` says no), and until `warm_until`
-        evicted after all that are not warm; but not locked: retain them, from the first on, before the next call of `evict`."""
+    def match(self, keys: Iterable[bytes], namespace: str, warm_until: float = 0.0, *, is_used: bool = True) -> list[int]:
+        """The page table of the longest cached prefix of these blocks after which a sequence can continue, without
+        pages of bounded groups that are out of its span. Marks the blocks as used (unless `is_used` is False); until
+        `warm_until` they are evicted after all that are not warm. They aren't locked: retain them, from the first on,
+        before the next `evict`."""
         self._tick += 1
-        size, path = self._key_size, list[CachedBlock]()
-        node = self._roots.get(_encoded(namespace))
-        for start in range(0, min(max_blocks * size, len(tokens)), size):
-            node = node and node.children.get(tokens[start : start + size])
+        path = list[CachedBlock]()
+        node = self._roots.get(encoded(namespace))
+        for key in keys:
+            node = node and node.children.get(key)
             if node is None:
                 break
             path.append(node)
@@ -147,7 +120,7 @@ class RadixCache:
         ]
 
     def _num_usable(self, path: list[CachedBlock]) -> int:
-        """How many runs of a path a sequence can start after."""
+        """The most blocks of a path after which a sequence can start."""
         usable, held = 0, [0] * self._num_groups
         for run, node in enumerate(path):
             reached = (run + 1) * self._page_size
@@ -159,28 +132,28 @@ class RadixCache:
 
     def insert(
         self,
-        tokens: bytes,
+        keys: Iterable[bytes],
         namespace: str,
         table: list[int],
         num_runs: int,
         warm_until: float = 0.0,
         after: tuple[int, CachedBlock] | None = None,
     ) -> CachedBlock | None:
-        """Make the first `num_runs` runs of a sequence's page table known as those of `tokens`; they are used as by `match`. Returns the last
-        one's node, if it got that far. `after`: how many runs an earlier call made known, and what it returned; `tokens` are those after them.
+        """Insert the first `num_runs` blocks of a sequence's page table by their keys, as many; marks them as used, as
+        `match` does. Returns the last block's node, or None if it stopped before. `after`: the number of blocks and the
+        result of an earlier call; `keys` are then those after them.
 
-        Where the tree has another page of an unbounded group for the same run, the table takes that one, and the sequence's own is given
-        back: so a step that is yet to start must see the table as it is afterwards.
+        If the tree has another page of an unbounded group for a block, the table takes that one and releases its own.
+        Steps that start later must therefore use the changed table.
         """
-        first, node = after or (0, self._roots.get(_encoded(namespace)))
-        assert (num_runs - first) * self._key_size <= len(tokens), f"{num_runs - first} runs of {len(tokens) // TOKEN_BYTES} tokens"
+        first, node = after or (0, self._roots.get(encoded(namespace)))
         self._tick += 1
-        size, num_groups = self._key_size, self._num_groups
-        for i in range(first, num_runs):
+        num_groups = self._num_groups
+        for i, key in zip(range(first, num_runs), keys, strict=True):
             if node is None:
-                root = _encoded(namespace)
+                root = encoded(namespace)
                 node = self._roots[root] = CachedBlock(root, [NULL_PAGE], None)
-            key, at = tokens[(i - first) * size : (i - first + 1) * size], i * num_groups
+            at = i * num_groups
             child = node.children.get(key)
             if child is None:
                 child = node.children[key] = CachedBlock(key, [NULL_PAGE] * num_groups, node)
@@ -194,18 +167,20 @@ class RadixCache:
         return node
 
     def has(self, node: CachedBlock) -> bool:
-        """Whether a node is in the tree still: then all before it are."""
-        return node.parent is None or node.parent.children.get(node.tokens) is node
+        """Whether a node is still in the tree; then its ancestors are too."""
+        return node.parent is None or node.parent.children.get(node.key) is node
 
     def _is_shared_copy(self, node: CachedBlock, table: list[int], at: int) -> bool:
-        """Whether siblings started from a table's own page of this run: they would read those after it, and not the tree's before them."""
+        """Whether forks reference the table's own page of this block: they would then reference pages after it without
+        the tree's pages before them."""
         return any(
             node.pages[group] not in (table[at + group], NULL_PAGE) and self._allocator.references(table[at + group]) > 1
             for group in self._unbounded
         )
 
     def _take_up(self, node: CachedBlock, table: list[int], at: int) -> None:
-        """Give a node the pages that it has not, and an unbounded group's place in the table the page that the node has."""
+        """Add the table's pages to a node that lacks them; replace the table's pages of unbounded groups by the
+        node's."""
         allocator = self._allocator
         for group in range(self._num_groups):
             page, known = table[at + group], node.pages[group]
@@ -221,9 +196,9 @@ class RadixCache:
                 table[at + group] = known
 
     def evict(self, count: int) -> list[CachedBlock]:
-        """Free that many pages (a few more, where a leaf has several), or as many as there are unlocked, and return the nodes whose pages
-        they were: the least recently used leaf first, then its parent when that has become one, in turn, and pages of bounded groups by
-        when they were last in a span. Warm ones go after all others, in the order in which their time ends."""
+        """Free this many pages (a few more if a leaf has several), or all that are unlocked; returns their nodes. The
+        least recently used leaf goes first, then its parent once that is a leaf; pages of bounded groups go by their
+        last use within a span. Warm ones go last, in the order in which their time ends."""
         evicted: list[CachedBlock] = []
         now, num_freed = self._clock(), 0
         while num_freed < count and (found := self._pop(now)) is not None:
@@ -245,27 +220,27 @@ class RadixCache:
         return 1
 
     def _prune(self, node: CachedBlock, now: float) -> None:
-        """Take a node that has no pages and no children out of the tree, and those above it that are then so, too."""
+        """Remove a node without pages and children from the tree, then likewise its ancestors."""
         while node.parent is not None and not node.children and not any(page in self._nodes for page in node.pages):
             parent = node.parent
-            del parent.children[node.tokens]
+            del parent.children[node.key]
             node = parent
         if node.parent is None:
             if not node.children:
-                self._roots.pop(node.tokens, None)
+                self._roots.pop(node.key, None)
             return
         for group in self._unbounded:
             self._queue(node, group, now)
 
     def pages(self) -> list[CachedBlock]:
-        """All nodes with pages, what would be evicted last first, and every one before its children: the tree's books have them in that
-        order, and none was used later than its parent."""
+        """All nodes with pages in reverse order of eviction, parents before children: no node was used later than its
+        parent, and the dictionary has parents first."""
         now = self._clock()
         nodes = {id(node): node for node in self._nodes.values()}
         return sorted(nodes.values(), key=lambda node: self._entry(node, 0, now)[:2], reverse=True)
 
     def clear(self) -> None:
-        """Forget everything. Pages that sequences read stay theirs."""
+        """Empty the tree. Sequences keep their pages."""
         for page in self._nodes:
             self._allocator.drop(page)
         for entries in (self._roots, self._nodes, self._cold, self._warm):
@@ -282,19 +257,19 @@ class RadixCache:
         self._queue(node, node.pages.index(page), self._clock())
 
     def _queue(self, node: CachedBlock, group: int, now: float) -> None:
-        """Give a page that can be evicted its entry, if it has none."""
+        """Push an entry for an evictable page, if it has none."""
         if group not in node.queued and self._can_go(node, group):
             node.queued.add(group)
             heappush(self._warm if node.warm_until > now else self._cold, (self._entry(node, group, now), node))
 
     def _pop(self, now: float) -> tuple[CachedBlock, int] | None:
-        """The page to go next, as its node and group, out of its heap; None if all pages are locked."""
+        """Pop the next page to evict, as node and group; None if all pages are locked."""
         while self._cold or self._warm:
             is_warm = self._warm and (not self._cold or self._warm[0][0][0] <= now)
             entry, node = heappop(self._warm if is_warm else self._cold)
             group = entry[3]
             node.queued.discard(group)
-            # No entry's key is later than its page's own, so the first that is not out of date comes before all others.
+            # An entry's key is never later than its page's current one, so the first up-to-date entry is the smallest.
             if self._can_go(node, group) and entry == self._entry(node, group, now):
                 return node, group
             self._queue(node, group, now)

@@ -1,4 +1,4 @@
-"""SharedTables: page tables that are kept for sequences to start from, for as long as nobody needs the room. Imports no JAX."""
+"""SharedTables: page tables kept for later forks of a prompt, until the pages are needed. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxinfer.kv_cache.spec import NULL_PAGE
 
 
 class SharedTables:
-    """Each table holds one reference to each of its pages, under a name. The oldest is the first to be given up."""
+    """Named page tables, each with one reference to each of its pages. The oldest is dropped first."""
 
     def __init__(self, allocator: PageAllocator) -> None:
         self._allocator = allocator
@@ -23,7 +23,7 @@ class SharedTables:
         return self._tables[name]
 
     def pages(self) -> list[int]:
-        """One entry for each reference."""
+        """All pages, one entry for each reference."""
         return [page for table in self._tables.values() for page in table if page != NULL_PAGE]
 
     def add(self, name: Hashable, table: list[int]) -> None:
@@ -33,15 +33,15 @@ class SharedTables:
         self._tables[name] = list(table)
 
     def drop(self, name: Hashable) -> None:
-        """Give a table's pages back, if it is still there."""
-        # The last first, as sequences do: see `KVManager.free`.
+        """Release a table's pages, if it is still here."""
+        # Last pages first, as for sequences: see `KVManager.free`.
         self._allocator.release(page for page in reversed(self._tables.pop(name, ())) if page != NULL_PAGE)
 
     def num_reclaimable(self, spare: Hashable | None = None) -> int:
-        """Pages that no sequence reads, and that would be free without all tables but the one to `spare`."""
+        """Pages that only these tables reference, not counting the table `spare`."""
         references = Counter(page for name, table in self._tables.items() if name != spare for page in table if page != NULL_PAGE)
         return sum(self._allocator.references(page) == count for page, count in references.items())
 
     def drop_oldest(self, spare: Hashable | None = None) -> None:
-        """Give up the table that was shared first, but for the one to `spare`."""
+        """Drop the table that was added first, except `spare`."""
         self.drop(next(name for name in self._tables if name != spare))

@@ -1,10 +1,12 @@
-"""DiskFile: KV pages in one file that outlives the process. Nothing in it is believed before its checksum fits. Imports no JAX.
+"""DiskFile: KV pages in one file that outlives the process. Nothing in it is used before its checksum matches. Imports
+no JAX.
 
     header | table of 32 entries | 32 pages | table | 32 pages | ...
 
-An entry names the page in its slot: key, fingerprint of the model, checksum. Tables lie among the pages, so that a file can be opened
-with another size, and so that reading all of them is a small part of reading the file. No write is waited for to reach the disk: what
-a kill or a power cut leaves half written fails its checksum. The file is sparse: a slot takes room when it is first written.
+An entry describes the page in its slot: key, fingerprint of the model, checksum. Tables lie among the pages, so that a
+file can be opened with another size, and reading all tables is a small part of reading the file. No write waits for
+the disk: what a kill or a power cut leaves incomplete fails its checksum. The file is sparse: a slot takes space when
+it is first written.
 """
 
 from __future__ import annotations
@@ -25,14 +27,15 @@ import numpy as np
 from jaxinfer.config import ConfigError, format_bytes
 
 MAGIC = b"jaxinfer KV file"
-VERSION = 1  # of all that this module writes
+VERSION = 1  # of the file format
 MAX_KEY_SIZE = 32
-ALIGNMENT = 4096  # header and tables take this much, pages a multiple
+ALIGNMENT = 4096  # bytes of the header and of a table; pages are padded to a multiple
 ENTRY_SIZE = 128
 TABLE_ENTRIES = ALIGNMENT // ENTRY_SIZE
 
 _HEADER = struct.Struct("<16sIQ")  # magic, version, page_bytes; then their checksum
-_ENTRY = struct.Struct(f"<B{MAX_KEY_SIZE}s32sQI")  # key size, key, fingerprint, sequence, the page's checksum; then the entry's checksum
+# Key size, key, fingerprint, sequence, the page's checksum; then the entry's checksum.
+_ENTRY = struct.Struct(f"<B{MAX_KEY_SIZE}s32sQI")
 _CHECKSUM = struct.Struct("<I")
 
 
@@ -42,7 +45,7 @@ class DiskFileError(ConfigError):
 
 @dataclass(frozen=True, slots=True)
 class StoredPage:
-    """A page that a file says it holds."""
+    """A page that an entry describes."""
 
     key: bytes
     slot: int
@@ -51,12 +54,13 @@ class StoredPage:
 
 
 class DiskFile:
-    """One file of at most `size` bytes, for this process alone while it is open. `stored` is what an earlier run left that can be
-    used, oldest first; `refused` counts what can't, by reason."""
+    """One file of at most `size` bytes, locked for this process while it is open. `stored`: usable pages that an
+    earlier run left, oldest first. `refused`: counts of unusable ones by reason."""
 
     def __init__(self, path: str, size: int, page_bytes: int, fingerprint: bytes) -> None:
-        """`fingerprint`: all that a page's meaning depends on (model, weights, layout, type); pages of another are refused. A file of
-        another version or page size starts over. Raises `DiskFileError` if the path can't be used, or holds anything else."""
+        """`fingerprint`: all that a page's meaning depends on (model, weights, layout, type); pages of another are
+        refused. A file of another version or page size starts empty. Raises `DiskFileError` if the path can't be
+        used, or is a file of another kind."""
         self._page_bytes = page_bytes
         self._stride = -(-page_bytes // ALIGNMENT) * ALIGNMENT
         self._fingerprint = sha256(fingerprint).digest()
@@ -77,7 +81,8 @@ class DiskFile:
         self._sequence = max((page.sequence for page in self.stored), default=0)
 
     def write(self, slot: int, key: bytes, page: np.ndarray) -> int:
-        """Store a page of `page_bytes` bytes and return its checksum. After an `OSError` the slot holds nothing that can be read."""
+        """Store a page of `page_bytes` bytes; returns its checksum. After an `OSError` the slot has no readable
+        page."""
         assert len(key) <= MAX_KEY_SIZE, key
         self._sequence += 1
         checksum = zlib.crc32(page.data)
@@ -87,8 +92,8 @@ class DiskFile:
         return checksum
 
     def read(self, slot: int, checksum: int, out: np.ndarray) -> bool:
-        """Fill `out`, a row of `page_bytes` bytes. False, and nothing in it to be used, if these are not the bytes that were stored.
-        Raises `OSError`."""
+        """Fill `out`, a row of `page_bytes` bytes. False if the bytes don't match the checksum: then `out` must not be
+        used. Raises `OSError`."""
         view, position = out.data, self._page_at(slot)
         while view:
             count = os.preadv(self._file, [view], position)
@@ -98,11 +103,12 @@ class DiskFile:
         return zlib.crc32(out.data) == checksum
 
     def close(self) -> None:
-        """Let other processes have the file."""
+        """Unlock the file for other processes."""
         os.close(self._file)
 
     def _start(self, path: str) -> None:
-        """Make sure that the file begins with our header and ends within its size. A file of someone else's is left as it is."""
+        """Make sure that the file begins with our header and ends within its size. Never changes a file of another
+        kind."""
         head = os.pread(self._file, _HEADER.size + _CHECKSUM.size, 0)
         if head[: len(MAGIC)] != MAGIC[: len(head)]:
             raise DiskFileError(f"kv_disk: {path} is not a file of KV pages: give another path, or delete it if nobody needs it")
@@ -112,11 +118,11 @@ class DiskFile:
                 self.refused[_mismatch(head)] += 1
             os.ftruncate(self._file, 0)
             self._write_at(0, memoryview(header))
-            os.fsync(self._file)  # else a power cut could leave zeros: no file of ours
+            os.fsync(self._file)  # else a power cut could leave zeros, which are not our header
         end = self._page_at(self.num_slots - 1) + self._page_bytes
         if os.fstat(self._file).st_size > end:
             os.ftruncate(self._file, end)
-            num_cut = -self.num_slots % TABLE_ENTRIES  # entries of the last table whose pages are gone now
+            num_cut = -self.num_slots % TABLE_ENTRIES  # entries of the last table whose pages were cut off
             self._write_at(self._entry_at(self.num_slots - 1) + ENTRY_SIZE, memoryview(bytes(num_cut * ENTRY_SIZE)))
 
     def _read_tables(self) -> list[StoredPage]:
@@ -168,9 +174,9 @@ class DiskFile:
 
 
 def _open_alone(path: str) -> int:
-    """A descriptor of the file, which is made if it is missing, locked against other processes."""
+    """A descriptor of the file, created if missing, locked against other processes."""
     try:
-        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)  # pages tell what users wrote
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)  # pages reveal what users wrote
     except OSError as error:
         raise DiskFileError(f"kv_disk: can't open {path}: {error.strerror}; give a file in a folder that can be written to") from error
     with contextlib.ExitStack() as on_error:
@@ -192,10 +198,10 @@ def _sealed(data: bytes) -> bytes:
 
 
 def _mismatch(head: bytes) -> str:
-    """Why a file that begins as ours has another header."""
+    """Why a file with our magic has another header."""
     if len(head) < _HEADER.size:
         return "torn"
     _, version, _ = _HEADER.unpack(head[: _HEADER.size])
-    if version != VERSION:  # whose checksum may lie elsewhere
+    if version != VERSION:  # checked first: another version's checksum may lie elsewhere
         return "other version"
     return "torn" if head != _sealed(head[: _HEADER.size]) else "other layout"

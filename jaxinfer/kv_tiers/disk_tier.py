@@ -1,4 +1,4 @@
-"""DiskTier: pages in a file, and what becomes of them when the disk is full or fails. Imports no JAX."""
+"""DiskTier: pages in a file, on a disk that may be full or fail. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from jaxinfer.kv_tiers.slots import Slots
 logger = logging.getLogger(__name__)
 
 DISK_GUESS = 3e9  # bytes a second
-PATIENCE = 60.0  # seconds until a disk that refused to write, or to give more room, is asked again
+PATIENCE = 60.0  # seconds until a disk that failed a write, or had no space, is tried again
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class DiskTier:
-    """Slots in a file. A disk without room for the whole of it is used as far as it goes: the pages written so far take turns. After
-    any other failed write none is tried for a while; what is on the disk can be read all the time.
+    """Slots in a file. If the disk has no space for the whole file, the slots written so far are reused. After any
+    other failed write, none is tried for a while; reading goes on.
 
-    `reserve`, `publish` and `fail` need the owner's lock; `write` and `read` of a held slot must not have it."""
+    Hold the owner's lock for `reserve`, `publish` and `fail`; not for `write` and `read` of a held slot."""
 
     def __init__(self, path: str, size: int, page_bytes: int, fingerprint: bytes) -> None:
         self._path = path
@@ -35,11 +35,11 @@ class DiskTier:
         self.refused: Counter[str] = self._file.refused
         self.num_failed_writes = 0
         self._checksums = {page.slot: page.checksum for page in self._file.stored}
-        self._num_grown = max(self._checksums, default=-1) + 1  # slots that the file has room for already
+        self._num_grown = max(self._checksums, default=-1) + 1  # slots within the file's current size
         self._limit_until = self._rest_until = float("-inf")
 
     def reserve(self, now: float) -> int | None:
-        """A slot to write to, if need be that of the least recently used page. None: the disk is having a rest."""
+        """A slot to write to, if needed the least recently used page's. None while writes are suspended."""
         if now < self._rest_until:
             return None
         limit = self._num_grown if now < self._limit_until else None
@@ -49,7 +49,7 @@ class DiskTier:
         return slot
 
     def write(self, slot: int, key: bytes, page: np.ndarray) -> int:
-        """Returns the checksum that `publish` asks for. Raises `OSError`."""
+        """Returns the checksum for `publish`. Raises `OSError`."""
         return self._file.write(slot, key, page)
 
     def publish(self, key: bytes, slot: int, checksum: int) -> None:
@@ -58,7 +58,7 @@ class DiskTier:
         self.slots.publish(key, slot)
 
     def fail(self, slot: int, error: OSError, now: float) -> None:
-        """A write did not succeed: the slot is free, and the disk is asked for less."""
+        """A write failed: free the slot, and limit or suspend writes."""
         is_full = error.errno in FULL and slot >= self._num_grown
         if is_full:
             self._limit_until = now + PATIENCE
@@ -67,11 +67,11 @@ class DiskTier:
         self.slots.release(slot)
         self.num_failed_writes += 1
         if self.num_failed_writes == 1:
-            outcome = f"it goes on with {self._num_grown} pages" if is_full else f"no page is written for {PATIENCE:.0f} s"
-            logger.warning("kv_disk: can't write to %s: %s; %s (told once)", self._path, error.strerror, outcome)
+            outcome = f"it is used up to {self._num_grown} pages" if is_full else f"no page is written for {PATIENCE:.0f} s"
+            logger.warning("kv_disk: can't write to %s: %s; %s (reported once)", self._path, error.strerror, outcome)
 
     def read(self, slot: int, out: np.ndarray) -> str | None:
-        """Copy a page to `out`, or say why it must not be used."""
+        """Copy a page to `out`; returns why it must not be used, or None."""
         try:
             return None if self._file.read(slot, self._checksums[slot], out) else "damaged"
         except OSError:

@@ -12,7 +12,7 @@ HOST_GUESS = 20e9  # bytes a second
 
 
 class HostTier:
-    """Slots in one array of at most `size` bytes, which the system backs with memory as slots are first written."""
+    """Slots in one array of at most `size` bytes; the system allocates memory as slots are first written."""
 
     def __init__(self, size: int, page_bytes: int) -> None:
         num_slots = size // page_bytes
@@ -20,20 +20,20 @@ class HostTier:
             raise ConfigError(f"kv_host_memory of {format_bytes(size)} holds no page of {format_bytes(page_bytes)}: give more")
         try:
             self._pages = np.empty((num_slots, page_bytes), np.uint8)
-        except (MemoryError, ValueError) as error:  # ValueError: more than an array can have
+        except (MemoryError, ValueError) as error:  # ValueError: too large for an array
             raise ConfigError(f"kv_host_memory of {format_bytes(size)} is more than this machine gives: give less") from error
         self.slots = Slots(num_slots)
         self.rate = Rate(HOST_GUESS)
         self.num_hits = 0  # pages read
 
     def page(self, slot: int) -> np.ndarray:
-        """The slot itself, uint8[page_bytes]."""
+        """The slot's own memory, uint8[page_bytes]."""
         return self._pages[slot]
 
     def write(self, slot: int, page: np.ndarray) -> None:
         np.copyto(self._pages[slot].reshape(page.shape), page)
 
     def read(self, slot: int, out: np.ndarray) -> str | None:
-        """Copy a page to `out`. Host memory is trusted: never a reason to refuse it."""
+        """Copy a page to `out`. Returns None: pages in host memory are never refused."""
         np.copyto(out, self._pages[slot])
         return None

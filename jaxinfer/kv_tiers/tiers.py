@@ -1,4 +1,4 @@
-"""Tiers: the one door to KV pages that devices had no room to keep: in host memory, and in a file on disk. Imports no JAX."""
+"""Tiers: the interface to KV pages evicted from the devices, in host memory and in a file on disk. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -21,33 +21,34 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TierMatch:
-    """What the tiers have of a prefix, and how long fetching it would take, by the rates of late."""
+    """The prefix that the tiers have, and the expected time of fetching it at recent rates."""
 
-    num_pages: int  # leading ones
+    num_pages: int  # consecutive ones from the start
     host_bytes: int
-    disk_bytes: int  # only there
+    disk_bytes: int  # of pages that are on disk only
     seconds: float
-    wait_seconds: float  # until the fetches before it are done
+    wait_seconds: float  # until earlier fetches are done
 
 
 class Tiers:
-    """Pages by key: at most MAX_KEY_SIZE bytes that name a page and all before it. What is put goes to host memory, where the least
-    recently used page makes room. With a disk every page is also written to its file, in a thread of its own, so that it stays when
-    host memory drops it; a page dropped before its turn came is lost (and counted), for nobody ever waits for a disk.
+    """Pages by key. A key has at most MAX_KEY_SIZE bytes and identifies a page and all before it. `put` copies to host
+    memory, which evicts its least recently used page. With a disk, a thread also writes every page to the file, so it
+    stays when host memory evicts it. A page evicted before it was written is lost (and counted): nothing waits for a
+    disk.
 
-    Any thread may call; `put`, `touch`, `find` and `fetch` never wait for I/O. One lock guards the books of both tiers and is never held
-    while bytes move: whoever moves them holds the slot instead."""
+    Any thread may call; `put`, `touch`, `find` and `fetch` never wait for I/O. One lock guards the state of both tiers.
+    It is not held while bytes are copied: a copy holds a reference to its slot instead."""
 
     def __init__(self, page_bytes: int, host_size: int, disk: tuple[str, int] | None = None, fingerprint: bytes = b"") -> None:
-        """`disk`: a file's path and the most bytes it may take. `fingerprint`: all that the meaning of a page depends on but its key.
+        """`disk`: a file's path and size in bytes. `fingerprint`: all that a page's meaning depends on besides its key.
         Raises `ConfigError` for sizes that hold no page, and for a file that can't be used."""
         self.page_bytes = page_bytes
         self._host = HostTier(host_size, page_bytes)
         self._disk = DiskTier(*disk, page_bytes, fingerprint) if disk else None
-        self._changed = threading.Condition()  # guards all below, and the tiers' books
-        self._unsaved: dict[bytes, None] = {}  # pages in host memory that are to be written, in this order
+        self._changed = threading.Condition()  # guards everything below, and the tiers' slots
+        self._unsaved: dict[bytes, None] = {}  # pages in host memory that are to be written, in order
         self._is_writing = False
-        self._pending: dict[Future[np.ndarray], float] = {}  # fetches not done -> seconds that they were to take
+        self._pending: dict[Future[np.ndarray], float] = {}  # unfinished fetches -> expected seconds
         self._num_dropped = self._written_bytes = 0
         self._is_closing = False
         self._reader = ThreadPoolExecutor(1, "kv-tiers-reader")
@@ -58,12 +59,12 @@ class Tiers:
 
     @property
     def num_disk_slots(self) -> int:
-        """Pages that the file has room for; 0 without one."""
+        """Pages that fit into the file; 0 without one."""
         return self._disk.slots.num_slots if self._disk else 0
 
     def put(self, pages: Iterable[tuple[bytes, np.ndarray]]) -> None:
-        """Keep copies of pages: uint8 of any shape and strides with `page_bytes` elements. What comes last is kept longest: give a
-        prefix's end before its beginning, without which it is worth nothing. A key that is here already keeps its bytes."""
+        """Copy pages: uint8 of any shape and strides with `page_bytes` elements. Later ones are evicted later: give a
+        prefix's end before its beginning, which is needed to use the end. A known key keeps its bytes."""
         for key, page in pages:
             assert len(key) <= MAX_KEY_SIZE, key
             with self._changed:
@@ -73,21 +74,21 @@ class Tiers:
                 self._put_in_host(key, page)
 
     def touch(self, key: bytes) -> bool:
-        """Mark a page as just used, as `put` does. False if it is not here: then it is worth a copy from the device."""
+        """Mark a page as just used, as `put` does. False if it isn't here: then it should be copied from the device."""
         with self._changed:
             return self._touch(key)
 
     def find(self, keys: Sequence[bytes]) -> TierMatch:
-        """How many leading keys are all here. Changes nothing."""
+        """Match the longest prefix of keys that are all here. Changes nothing."""
         with self._changed:
             return self._find(keys)
 
     def fetch(self, keys: Sequence[bytes], later_keys: Sequence[bytes] = ()) -> Future[np.ndarray]:
-        """Begin to read pages; the future's result is uint8[num_pages, page_bytes], read-only, of the leading ones that are here and
-        whole: perhaps fewer than were found. Poll it with `done`; `cancel` it when nobody needs it any more.
+        """Start reading pages. The future's result is uint8[num_pages, page_bytes], read-only: the longest prefix that
+        is here and intact, perhaps shorter than what was found. Poll it with `done`; `cancel` it when it isn't needed.
 
-        If a page of the file is damaged, the file drops it and all that follow it here and in `later_keys`, the rest of the prefix: all
-        are computed again, and then all are saved again. Otherwise each request would find one damaged page."""
+        If a page of the file is damaged, the file drops it, all that follow it, and `later_keys`, the rest of the
+        prefix. All are then computed and saved again; otherwise each request would find one more damaged page."""
         with self._changed:
             found = self._find(keys)
             after = (*keys[found.num_pages :], *later_keys)
@@ -123,12 +124,12 @@ class Tiers:
             )
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait until all that was put is on disk or given up. False if that took longer than `timeout` seconds."""
+        """Wait until every page is on disk or given up. False if that took longer than `timeout` seconds."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._unsaved and not self._is_writing, timeout)
 
     def close(self, timeout: float = 10.0) -> None:
-        """Give up fetches that have not begun, write what is unsaved for at most so many seconds, and let go of the file."""
+        """Cancel fetches that haven't begun, write unsaved pages for up to `timeout` seconds, release the file."""
         if self._is_closing:
             return
         self._reader.shutdown(cancel_futures=True)
@@ -167,7 +168,7 @@ class Tiers:
             del self._pending[fetched]
 
     def _put_in_host(self, key: bytes, page: np.ndarray) -> None:
-        """Copy a page into host memory, whoever has to go for it. If every slot is in use this moment, the page is dropped."""
+        """Copy a page to host memory, evicting others if needed. If every slot is in use now, the page is dropped."""
         with self._changed:
             while (slot := self._host.slots.reserve()) is None:
                 gone = self._host.slots.evict()
@@ -185,7 +186,7 @@ class Tiers:
                 self._changed.notify_all()
 
     def _read(self, keys: Sequence[bytes], after: Sequence[bytes], fetched: Future[np.ndarray]) -> None:
-        """In the reader's thread."""
+        """Runs in the reader's thread."""
         if not fetched.set_running_or_notify_cancel():
             return
         try:
@@ -194,12 +195,13 @@ class Tiers:
             fetched.set_exception(error)
             return
         fetched.set_result(pages)
-        # What came from disk is wanted now: the beginning last, and no more than there is room for. Nobody waits for this.
+        # Pages from disk are in demand now: copy as many as fit to host memory, the prefix's beginning last. Nobody
+        # waits for this.
         for index in reversed(from_disk[: self._host.slots.num_slots]):
             self._put_in_host(keys[index], pages[index])
 
     def _read_pages(self, keys: Sequence[bytes], after: Sequence[bytes]) -> tuple[np.ndarray, list[int]]:
-        """The leading pages that are whole, and which of them came from disk. Drops what comes after a refused one."""
+        """The longest intact prefix, and the indices of pages from disk. Drops what follows a damaged page."""
         pages = np.empty((len(keys), self.page_bytes), np.uint8)
         from_disk: list[int] = []
         num_read = 0
@@ -218,7 +220,7 @@ class Tiers:
     def _drop_after(self, damaged: bytes, refusal: str, keys: Sequence[bytes]) -> None:
         assert self._disk
         with self._changed:
-            if damaged in self._disk.slots:  # it was replaced meanwhile
+            if damaged in self._disk.slots:  # replaced in the meantime
                 return
             num_dropped = self._disk.slots.discard(keys)
             self._unsaved |= dict.fromkeys(key for key in keys if key in self._host.slots)
@@ -226,7 +228,7 @@ class Tiers:
         logger.warning("kv_disk: a page is %s: it and the %d after it are dropped, to be computed and saved again", refusal, num_dropped)
 
     def _read_page(self, key: bytes, out: np.ndarray) -> tuple[HostTier | DiskTier | None, str | None]:
-        """The tier a page was copied from, None if it is in none or was refused; and why the file's page was refused."""
+        """The tier that a page was copied from, None if none has it intact; and why the file's page was refused."""
         with self._changed:
             tier: HostTier | DiskTier | None = self._host
             slot = self._host.slots.hold(key)
@@ -248,7 +250,7 @@ class Tiers:
         return tier, None
 
     def _write_behind(self, disk: DiskTier) -> None:
-        """The writer's thread: unsaved pages to the file, one after another."""
+        """Runs in the writer's thread: writes unsaved pages to the file, one after another."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._unsaved or self._is_closing)
@@ -257,7 +259,7 @@ class Tiers:
                 key = next(iter(self._unsaved))
                 del self._unsaved[key]
                 self._changed.notify_all()
-                if key in disk.slots:  # it left host memory while it was written, and came back
+                if key in disk.slots:  # it was evicted during its write, and came back
                     continue
                 target = disk.reserve(time.monotonic())
                 if target is None:

@@ -1,5 +1,5 @@
-"""Pages out of a pool and into one: gathered into one array, so that one transfer moves them, and scattered from one. Under way they have the
-model's KV heads, each once, whatever a mesh has."""
+"""Pages out of a pool and into one: gathered into one array, so that one transfer moves them, and scattered from one.
+Under way they have the model's KV heads, each once, whatever a mesh has."""
 
 from __future__ import annotations
 
@@ -12,31 +12,32 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from jaxinfer.architecture.head_layout import HeadLayout
 from jaxinfer.kv_cache.pages import PagePool, Pages
 from jaxinfer.kv_cache.spec import NULL_PAGE
-from jaxinfer.layers.heads import HeadLayout
-from jaxinfer.runtime.buckets import bucket_for
-from jaxinfer.runtime.compilation import Executable, ProgramSource
+from jaxinfer.programs.buckets import bucket_for
+from jaxinfer.programs.compilation import Executable, ProgramSource
 from sharding.partition import move, place, replicated
 
-# Pages outermost: each is a run of bytes on the host, as the tiers keep it, and on a CPU both moves are quicker than by layers.
+# Pages outermost: each is a run of bytes on the host, as the tiers keep it, and on a CPU both moves are quicker than
+# by layers.
 Gathered = Float[Array, "X L S K G H"]
 
 MOVE_BUCKETS = (4, 32)  # pages moved at once; more go in several moves
 
 
 def gather(pages: Pages, page_ids: Int[Array, " X"], heads: HeadLayout | None = None) -> Gathered:
-    """Copies of these pages."""
+    """Gather copies of these pages."""
     return to_model_heads(jnp.moveaxis(pages[:, :, page_ids], 2, 0), heads)
 
 
 def scatter(pages: Pages, moved: Gathered, page_ids: Int[Array, " X"], heads: HeadLayout | None = None) -> Pages:
-    """Put moved pages into the pool at these places; padding goes to the null page."""
+    """Scatter moved pages to these pages of the pool; padding goes to the null page."""
     return pages.at[:, :, page_ids].set(jnp.moveaxis(to_pool_heads(moved, heads, pages), 0, 2))
 
 
 def to_model_heads(gathered: Gathered, heads: HeadLayout | None) -> Gathered:
-    """From a pool with a mesh's own heads: of each of the model's one copy, on every device."""
+    """Gather from a pool with a mesh's heads: one copy of each of the model's heads, on every device."""
     if heads is None:
         return gathered
     firsts = slice(None, heads.model_kv_heads * heads.copies, heads.copies)
@@ -44,18 +45,18 @@ def to_model_heads(gathered: Gathered, heads: HeadLayout | None) -> Gathered:
 
 
 def to_pool_heads(moved: Gathered, heads: HeadLayout | None, pages: Pages) -> Gathered:
-    """For such a pool: every copy is filled, heads of zeros stay so."""
+    """Scatter to a pool with a mesh's heads: fills every copy; heads of zeros stay zero."""
     if heads is None:
         return moved
     copies = jnp.repeat(moved, heads.copies, axis=3)
     missing = heads.num_kv_heads - copies.shape[3]
     filled_up = jnp.pad(copies, [(0, missing if axis == 3 else 0) for axis in range(copies.ndim)])
-    of_pool = jax.typeof(pages).sharding.spec
-    return jax.sharding.reshard(filled_up, PartitionSpec(None, None, None, of_pool[3], None, None))
+    pool_axes = jax.typeof(pages).sharding.spec
+    return jax.sharding.reshard(filled_up, PartitionSpec(None, None, None, pool_axes[3], None, None))
 
 
 def gather_programs(name: str, pool: PagePool) -> list[ProgramSource]:
-    """The gather program of each bucket, to be compiled with all the others."""
+    """The gather programs to compile, one a bucket."""
     function = partial(gather, heads=pool.heads)
     return [
         ProgramSource(f"{name} gather/{size}", function, (pool.abstract, _abstract_ids(pool, size)), pool.mesh) for size in MOVE_BUCKETS
@@ -63,7 +64,7 @@ def gather_programs(name: str, pool: PagePool) -> list[ProgramSource]:
 
 
 def scatter_programs(name: str, pool: PagePool) -> list[ProgramSource]:
-    """The scatter program of each bucket, to be compiled with all the others."""
+    """The scatter programs to compile, one a bucket."""
     function = partial(scatter, heads=pool.heads)
     return [
         ProgramSource(
@@ -82,8 +83,9 @@ def _abstract_ids(pool: PagePool, size: int) -> jax.ShapeDtypeStruct:
 
 
 class PageMover:
-    """One pool's compiled programs under a name. At most MOVE_BUCKETS[-1] pages a call; arrays are padded to a bucket. Nothing here
-    waits: a device runs what it is given in order, so pages may be given to another owner as soon as they have been gathered."""
+    """One pool's compiled programs under a name. At most MOVE_BUCKETS[-1] pages a call; arrays are padded to a
+    bucket. Nothing here waits: a device runs what it is given in order, so pages may be given to another owner as
+    soon as they have been gathered."""
 
     def __init__(self, name: str, pool: PagePool, programs: dict[str, Executable]) -> None:
         self._name = name
@@ -96,12 +98,12 @@ class PageMover:
         return self._programs[f"{self._name} gather/{size}"](self._pool.array, padded(page_ids, size))
 
     def put(self, moved: Gathered | np.ndarray) -> Gathered:
-        """Bring gathered pages, from wherever they are, onto the pool's mesh."""
+        """Copy gathered pages, from any device or the host, to the pool's mesh."""
         sharding = self._pool.abstract_moved(moved.shape[0]).sharding
         return move(moved, sharding) if isinstance(moved, jax.Array) else place(moved, sharding)
 
     def put_bytes(self, pages: np.ndarray) -> Gathered:
-        """Bring pages that are bytes, uint8[num_pages, bytes of a page], onto the pool's mesh."""
+        """Copy pages as bytes, uint8[num_pages, bytes of a page], to the pool's mesh."""
         size = bucket_for(len(pages), MOVE_BUCKETS)
         abstract = self._pool.abstract_moved(size)
         if len(pages) < size:
@@ -109,12 +111,12 @@ class PageMover:
         return self.put(pages.view(abstract.dtype).reshape(abstract.shape))
 
     def scatter(self, moved: Gathered, page_ids: Sequence[int]) -> None:
-        """Write pages that `put` brought here."""
+        """Write pages that `put` returned."""
         size = moved.shape[0]
         self._pool.array = self._programs[f"{self._name} scatter/{size}"](self._pool.array, moved, padded(page_ids, size))
 
     def wait(self) -> None:
-        """Until all that was written is in the pool."""
+        """Wait until everything written is in the pool."""
         jax.block_until_ready(self._pool.array)
 
 

@@ -1,16 +1,31 @@
-"""Prefill and decode on one mesh share a pool: the hand-off passes page numbers and copies nothing."""
+"""Prefill and decode on one mesh share a pool: the hand-off passes page numbers and copies nothing. Imports no JAX."""
 
 from __future__ import annotations
 
-from jaxinfer.sequence import Sequence
+from jaxinfer.kv_cache.manager import KVManager
+from jaxinfer.kv_transfer.handoff import HandOff, HandOffState
 
 
 class SameMeshTransfer:
-    def __init__(self) -> None:
-        self.num_pages_moved = 0
+    """The target's table references the source's pages too, until the source releases them. See `KVTransfer`."""
 
-    def move(self, sequence: Sequence, reserved_pages: int) -> bool:
-        """See `KVTransfer`."""
+    def __init__(self, manager: KVManager) -> None:
+        self._manager = manager
+
+    @property
+    def num_pages_moved(self) -> int:
+        return 0
+
+    def accept(self, handoff: HandOff, table: list[int], reserved_pages: int) -> bool:
         del reserved_pages  # the pages are in the pool already
-        sequence.decode_pages, sequence.prefill_pages = sequence.prefill_pages, []
+        if not handoff.is_ready:  # prefill still changes the page table
+            return False
+        self._manager.adopt(table, handoff.pages)
+        handoff.to(HandOffState.ACCEPTED)
         return True
+
+    def receive(self, handoff: HandOff, table: list[int]) -> None:
+        del table
+        handoff.to(HandOffState.TRANSFERRING)
+        handoff.num_received = handoff.num_tokens
+        handoff.to(HandOffState.COMPLETE)

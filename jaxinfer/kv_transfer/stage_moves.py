@@ -1,4 +1,5 @@
-"""Pages between roles whose layers are cut into other stages: from each stage to each that has any of its layers, those layers' part."""
+"""Transport of pages between roles with different pipeline stages: each stage sends the part of its layers to each
+stage that has any of them."""
 
 from __future__ import annotations
 
@@ -11,19 +12,19 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from jaxinfer.architecture.head_layout import HeadLayout
 from jaxinfer.kv_cache.pages import PagePool, Pages
 from jaxinfer.kv_cache.spec import LayerGroups
 from jaxinfer.kv_transfer.page_moves import MOVE_BUCKETS, Gathered, padded, to_model_heads, to_pool_heads
-from jaxinfer.layers.heads import HeadLayout
-from jaxinfer.runtime.buckets import bucket_for
-from jaxinfer.runtime.compilation import Executable, ProgramSource
+from jaxinfer.programs.buckets import bucket_for
+from jaxinfer.programs.compilation import Executable, ProgramSource
 from sharding.partition import move, replicated
 
 
 @dataclass(frozen=True)
 class Route:
-    """From a stage's pool to another's: which layers' places, for a page of each group. A group that has fewer of them than another goes on with
-    a place past the last one, which nothing is written to."""
+    """From a stage's pool to another's: which layers' places, for a page of each group. A group that has fewer of
+    them than another goes on with a place past the last one, which nothing is written to."""
 
     source: int  # stages
     target: int
@@ -32,7 +33,7 @@ class Route:
 
 
 def routes(groups: LayerGroups, source: Sequence[range], target: Sequence[range]) -> list[Route]:
-    """All that are needed between two cuts of the same layers."""
+    """All routes between two partitions of the same layers into stages."""
     found = []
     for number, of_source in enumerate(source):
         for other, of_target in enumerate(target):
@@ -58,12 +59,12 @@ def gather_layers(pages: Pages, page_ids: Int[Array, " X"], places: Int[Array, "
 
 
 def scatter_layers(pages: Pages, moved: Gathered, page_ids: Int[Array, " X"], places: Int[Array, "X L"], heads: HeadLayout | None) -> Pages:
-    """Put them into these layers' places of a pool's pages; padding goes to the null page, or nowhere."""
+    """Scatter them to these layers of a pool's pages; padding goes to the null page, or nowhere."""
     return pages.at[places, :, page_ids[:, None]].set(to_pool_heads(moved, heads, pages), mode="drop")
 
 
 class StagePageTransport:
-    """One way, from a role's pools to the other's, under a name. Like `PageMover`'s nothing here waits."""
+    """One direction, from a role's pools to the other's. Calls are asynchronous, like `PageMover`'s."""
 
     def __init__(self, name: str, all_routes: Sequence[Route], source: Sequence[PagePool], target: Sequence[PagePool]) -> None:
         self._name = name
@@ -72,7 +73,7 @@ class StagePageTransport:
         self._programs: dict[str, Executable] = {}
 
     def programs(self) -> list[ProgramSource]:
-        """What to compile: for each route and bucket a gather and a scatter program."""
+        """The programs to compile: a gather and a scatter for each route and bucket."""
         sources = []
         for number, route in enumerate(self._routes):
             source, target = self._source[route.source], self._target[route.target]
@@ -91,7 +92,7 @@ class StagePageTransport:
         return sources
 
     def start(self, programs: dict[str, Executable]) -> None:
-        """Take the compiled programs."""
+        """Set the compiled programs."""
         self._programs = programs
 
     def move(self, source_ids: Sequence[int], target_ids: Sequence[int], groups: Sequence[int]) -> None:

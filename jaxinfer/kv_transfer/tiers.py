@@ -1,4 +1,5 @@
-"""Between the devices' pages and the tiers below them: what the prefix cache evicts goes down, what a waiting request needs comes up."""
+"""Transfers between the devices' pages and the KV tiers: saves what the prefix cache evicts, fetches what a waiting
+request needs."""
 
 from __future__ import annotations
 
@@ -22,20 +23,20 @@ from jaxinfer.sequence import Sequence
 
 logger = logging.getLogger(__name__)
 
-CLOSE_SECONDS = 10.0  # for saving what the devices keep
-_SHORTEST_WAIT, _LONGEST_WAIT = 0.1, 10.0  # seconds that pages are waited for, however long computing would take
-_MOST_SAVED = 4 * MOVE_BUCKETS[-1]  # pages under way from a device to host memory, which hold as much of the device's meanwhile
+CLOSE_SECONDS = 10.0  # for saving the devices' cached pages
+_SHORTEST_WAIT, _LONGEST_WAIT = 0.1, 10.0  # bounds on the seconds that a sequence waits for its pages
+_MOST_SAVED = 4 * MOVE_BUCKETS[-1]  # pages being copied to host memory at once; they take as much of the device's
 
 
 @dataclass(eq=False, slots=True)
 class _Fetch:
-    """Pages on their way up to sequences that wait for the same ones."""
+    """A fetch of pages for sequences that wait for the same ones."""
 
-    first: int  # the place of the first one in the sequences' page tables
+    first: int  # index of the first page in the sequences' page tables
     keys: list[bytes]
-    later_keys: list[bytes]  # of the sequence that began it: what follows `keys` in its prefix
+    later_keys: list[bytes]  # that follow `keys` in the prefix of the sequence that started the fetch
     give_up_at: float  # seconds, time.monotonic()
-    pages: Future[np.ndarray] | None = None  # None: it has not begun, for lack of room
+    pages: Future[np.ndarray] | None = None  # None: not started, for lack of host memory
 
     @property
     def is_done(self) -> bool:
@@ -43,11 +44,12 @@ class _Fetch:
 
 
 class TierTransfer:
-    """`pools`: the prefill mesh's pages first, to which pages come back, then the decode mesh's where that is another.
-    `seconds_to_compute(num_tokens)`: what prefill would take, as measured. `most_fetched`: pages that may be in host memory on their way
-    up, which are those of the most urgent sequences; one fetch has no more.
+    """`pools`: the prefill mesh's first, to which pages are fetched, then the decode mesh's if that is another.
+    `seconds_to_compute(num_tokens)`: predicted prefill time. `most_fetched`: pages in host memory for fetches in
+    progress, of the most urgent sequences first; a single fetch has no more.
 
-    No sequence waits for its pages longer than computing them would have taken (or a tenth of a second), whatever the disk does."""
+    No sequence waits for its pages longer than computing them would take (or a tenth of a second), even if the disk
+    hangs."""
 
     def __init__(
         self, tiers: Tiers, pools: list[tuple[PageMover, KVManager]], seconds_to_compute: Callable[[int], float], most_fetched: int
@@ -59,18 +61,18 @@ class TierTransfer:
         self._mover, self._manager = pools[0]
         self._seconds_to_compute = seconds_to_compute
         self._most_fetched = most_fetched
-        self._seconds_to_move = 0.0  # a page from host memory to the mesh
+        self._seconds_to_move = 0.0  # for a page from host memory to the mesh
         self._fetches: dict[Sequence, _Fetch] = {}
         self._asked_again: set[Sequence] = set()
-        self._late: Future[np.ndarray] | None = None  # a read that took longer than it may
-        self._saves: deque[tuple[int, Future[None]]] = deque()  # under way, with their numbers of pages
+        self._late: Future[np.ndarray] | None = None  # a read that exceeded its time
+        self._saves: deque[tuple[int, Future[None]]] = deque()  # number of pages, and the save in progress
         self._saver = ThreadPoolExecutor(1, "kv-tiers-saver")
         self._is_closed = False
         for mover, manager in pools:
             manager.save_evicted = self._save_with(mover)
 
     def warm_up(self) -> None:
-        """Move the null page both ways in every size, and measure the way up."""
+        """Copy the null page both ways in every size, and time the copies to the mesh."""
         for size in MOVE_BUCKETS:
             null = [NULL_PAGE] * size
             for mover, _ in self._pools:
@@ -79,13 +81,13 @@ class TierTransfer:
         self._seconds_to_move = seconds / size
 
     def begin(self, sequence: Sequence) -> bool:
-        """Start to bring up what the tiers have of a waiting sequence's tokens beyond what devices have; False if they have nothing, or
-        computing it is quicker."""
+        """Start to fetch the pages of a waiting sequence's prefix that the tiers have beyond the devices'. False if
+        there are none, or if computing them is faster."""
         return self._begin(sequence, *self._missing(sequence))
 
     def begin_again(self, sequence: Sequence) -> bool:
-        """To be asked when a sequence is about to be admitted, for pages may have gone down while it waited. True at most once, and if so
-        for a fetch that was begun."""
+        """Call before a sequence is admitted: pages may have been evicted to the tiers while it waited. True at most
+        once, if a fetch was started."""
         if sequence in self._asked_again:
             return False
         first, keys = self._missing(sequence)
@@ -97,12 +99,13 @@ class TierTransfer:
         return self._begin(sequence, first, keys)
 
     def forget(self, sequence: Sequence) -> None:
-        """A sequence needs what is fetched for it no more."""
+        """Drop a sequence's fetch."""
         self._asked_again.discard(sequence)
         self._drop(sequence)
 
     def poll(self, timeout: float) -> list[Sequence]:
-        """Go on with what is under way; returns the waiting sequences whose fetches have ended, waiting `timeout` seconds for the first."""
+        """Advance saves and fetches; returns the sequences whose fetches have ended, waiting up to `timeout` seconds
+        for the first."""
         while self._saves and self._saves[0][1].done():
             self._end_oldest_save()
         if not self._fetches:
@@ -116,8 +119,8 @@ class TierTransfer:
         return ended
 
     def fill(self, sequence: Sequence, table: list[int], num_cached: int) -> int:
-        """Write the pages fetched for a sequence into its page table after the `num_cached` tokens that it holds; returns how many it
-        holds then. The table must be long enough."""
+        """Write a sequence's fetched pages into its page table, after its `num_cached` tokens; returns the new number
+        of cached tokens. The table must be long enough."""
         fetch, page_size = self._fetches.get(sequence), self._manager.spec.page_size
         fetched = None if fetch is None else _result(fetch)
         self.forget(sequence)
@@ -132,7 +135,8 @@ class TierTransfer:
         return (held + len(fetched)) * page_size
 
     def close(self, timeout: float = CLOSE_SECONDS) -> None:
-        """Save what the devices keep to the file, if there is one, for at most so many seconds, and let go of the tiers."""
+        """Save the devices' cached pages to the file, if there is one, for at most `timeout` seconds, and close the
+        tiers."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -151,11 +155,12 @@ class TierTransfer:
         self.tiers.close(max(0.0, deadline - time.monotonic()))
 
     def _missing(self, sequence: Sequence) -> tuple[int, list[bytes]]:
-        """How many leading pages of a sequence devices have, and what names those after them that it could start from."""
+        """How many leading pages of a sequence devices have, and what names those after them that it could start
+        from."""
         most = 0 if sequence.needs_prompt_scores else len(sequence.token_ids) - 1
         # What only the decode mesh has comes back from there.
-        of_pools = (manager.missing(sequence.token_ids, most, sequence.context) for _, manager in self._pools)
-        return max(of_pools, key=lambda missing: missing[0])
+        missing_by_pool = (manager.missing(sequence, most) for _, manager in self._pools)
+        return max(missing_by_pool, key=lambda missing: missing[0])
 
     def _begin(self, sequence: Sequence, first: int, keys: list[bytes]) -> bool:
         if not keys or (self._late is not None and not self._late.done()):
@@ -196,8 +201,8 @@ class TierTransfer:
             fetch.pages.cancel()
 
     def _start(self, ended: set[Sequence]) -> None:
-        """Fetch for those that wait for room. The most urgent have it: others that have their pages already, and wait for their turn, give
-        them up and ask again when it comes."""
+        """Start fetches that waited for host memory, the most urgent first. Others that have their pages but aren't
+        admitted yet drop them, and fetch again before admission."""
         if all(fetch.pages is not None for fetch in self._fetches.values()):
             return
         by_urgency: dict[_Fetch, list[Sequence]] = {}
@@ -226,7 +231,7 @@ class TierTransfer:
         return save
 
     def _store(self, keys: list[bytes], gathered: Any) -> None:
-        """In the saver's thread."""
+        """Runs in the saver's thread."""
         pages = np.asarray(gathered).view(np.uint8)
         self.tiers.put(zip(keys, pages, strict=False))  # there may be padding
 
@@ -234,7 +239,7 @@ class TierTransfer:
         self._saves.popleft()[1].result()
 
     def _flush(self, deadline: float) -> bool:
-        """Wait until all that was saved is in the file. False if time is up."""
+        """Wait until all saved pages are in the file. False if time is up."""
         futures.wait([save for _, save in self._saves], max(0.0, deadline - time.monotonic()))
         return self.tiers.flush(max(0.0, deadline - time.monotonic())) and time.monotonic() < deadline
 

@@ -1,7 +1,7 @@
-"""The place of the largest value, by plain reductions: XLA on CPU does not vectorise its own argmax.
+"""Argmax by plain reductions: XLA on CPU does not vectorise its own.
 
-Over runs of lanes first, so that one pass reads all values. Of equal values the first counts. Where the values are split over devices, each
-finds the largest of its own, and these are compared.
+Blocks of lanes are reduced first, so that one pass reads all values. Ties go to the first. Where values are split over
+devices, each finds its own maximum, and these are compared.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _LANES = 128
 
 
 def argmax_of_rows(x: Float[Array, "B X"]) -> Int[Array, " B"]:
-    """For each row, the place of its largest value."""
+    """For each row, the index of its largest value."""
     return shard_over_vocab(argmax_over_shards, x, 1, x)
 
 
 def argmax_of_columns(x: Float[Array, "X B"]) -> Int[Array, " B"]:
-    """For each column, the place of its largest value."""
+    """For each column, the index of its largest value."""
 
     def on_shard(shard: VocabShard, x: Float[Array, "X B"]) -> Int[Array, " B"]:
         return _largest_of_parts(shard, len(x), _of_columns(x), lambda: x.max(axis=0))
@@ -32,12 +32,12 @@ def argmax_of_columns(x: Float[Array, "X B"]) -> Int[Array, " B"]:
 
 
 def argmax_over_shards(shard: VocabShard, x: Float[Array, "B X"]) -> Int[Array, " B"]:
-    """For each row, the place of the largest value of all shards' rows."""
+    """For each row, the index of its largest value over all shards."""
     return _largest_of_parts(shard, x.shape[1], _of_rows(x), lambda: x.max(axis=1))
 
 
 def _largest_of_parts(shard: VocabShard, size: int, place: Int[Array, " B"], largest: Callable[[], Float[Array, " B"]]) -> Int[Array, " B"]:
-    """From each part's place of its largest value. One gather of pairs."""
+    """The maximum over shards, from each shard's argmax; one all-gather of pairs."""
     if shard.is_whole:
         return place
     value = jax.lax.bitcast_convert_type(largest().astype(jnp.float32), jnp.int32)
@@ -47,7 +47,7 @@ def _largest_of_parts(shard: VocabShard, size: int, place: Int[Array, " B"], lar
 
 
 def first_place(holds: Bool[Array, "A C"], axis: int) -> Int[Array, " B"]:
-    """Along an axis the first place at which it holds; the last one where it does nowhere."""
+    """The first index along an axis where the condition holds; the last index if nowhere."""
     size = holds.shape[axis]
     place = jnp.expand_dims(jnp.arange(size, dtype=jnp.int32), 1 - axis)
     return jnp.min(jnp.where(holds, place, size - 1), axis=axis)

@@ -1,7 +1,9 @@
-"""Sums over devices: put off, so that parts of several modules are added first and one collective serves them all; and where what comes of them lies.
+"""Deferred reductions: partial sums of several modules are added first and share one collective. Also the sharding of
+residuals.
 
-A residual is whole on every device, or its tokens are split over them (sequence parallelism, arXiv:2205.05198). What lies between sums, norms and
-additions, works either way. A module of a block gives its result as its input lies: it gathers tokens that are split, and scatters its sums."""
+A residual is whole on every device, or its tokens are split over them (sequence parallelism, arXiv:2205.05198). Norms
+and additions work either way. A block's module returns the sharding of its input: it gathers split tokens, and
+reduce-scatters its sums."""
 
 from __future__ import annotations
 
@@ -12,18 +14,16 @@ import jax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-PartialSums: TypeAlias = Float[
-    Array, "N ..."
-]  # each device's part of a sum, along a first axis that lies over them; or one that all have, whole
+PartialSums: TypeAlias = Float[Array, "N ..."]  # a device's partial sum in each row; or one row, whole on all devices
 
 
 def as_partial_sum(local: Callable[..., Array]) -> Callable[..., Array]:
-    """For `jax.shard_map`: what `local` gives on one device, as its part."""
+    """Wraps a `jax.shard_map` function: the result on one device becomes its partial sum."""
     return lambda *args: local(*args)[None]
 
 
 def reduce_partial_sums(parts: PartialSums, tokens: str | None = None) -> Float[Array, "T ..."]:
-    """On every device; or of tokens that are split over this mesh axis, each device's."""
+    """The sum on every device; with `tokens`, a mesh axis, scattered over tokens."""
     sharding = jax.typeof(parts).sharding
     axis = sharding.spec[0]
     if axis is None:
@@ -40,13 +40,13 @@ def reduce_partial_sums(parts: PartialSums, tokens: str | None = None) -> Float[
 
 
 def axis_of_tokens(x: Float[Array, "T ..."]) -> str | None:
-    """The mesh axis that tokens are split over; None where every device has all of them."""
+    """The mesh axis over which tokens are split; None if every device has all of them."""
     axis: str | None = jax.typeof(x).sharding.spec[0]
     return axis
 
 
 def shard_tokens(x: Float[Array, "T ..."], tokens: str) -> Float[Array, "T ..."]:
-    """Of tokens that all devices have, each device's share."""
+    """Split tokens that all devices have over a mesh axis."""
     return jax.sharding.reshard(x, PartitionSpec(tokens))
 
 

@@ -1,4 +1,5 @@
-"""Multi-head latent attention (arXiv:2405.04434): what is kept of a token is one vector for all heads, from which each makes its key and value."""
+"""Multi-head latent attention (arXiv:2405.04434): the cache has one vector a token for all heads, from which each makes
+its key and value."""
 
 from __future__ import annotations
 
@@ -9,16 +10,17 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from jaxinfer.architecture.model_config import AnyRopeScaling, LatentSizes
 from jaxinfer.kv_cache.pages import Pages
 from jaxinfer.layers.attention import LayerAttention
 from jaxinfer.layers.deferred_collectives import all_gather, axis_of_tokens
 from jaxinfer.layers.linear import Linear
-from jaxinfer.layers.matrices import MatrixFormat, weight
+from jaxinfer.layers.matrices import weight
 from jaxinfer.layers.norm import RMSNorm
 from jaxinfer.layers.rope import CosSin, rotate, score_factor
-from jaxinfer.models.config import AnyRopeScaling, LatentSizes
+from jaxinfer.weights.formats.weight_format import ModelWeightFormat
 
-_EPSILON = 1e-6  # of the norms inside attention, whatever the model's own
+_EPSILON = 1e-6  # of the norms inside attention, which configurations don't give
 
 
 class LatentAttention(nnx.Module):
@@ -27,32 +29,35 @@ class LatentAttention(nnx.Module):
         size: int,
         num_heads: int,
         sizes: LatentSizes,
-        form: MatrixFormat,
+        weight_format: ModelWeightFormat,
         *,
         scaling: AnyRopeScaling = None,
         interleaved: bool = True,
         use_bias: bool = False,
     ) -> None:
-        """`scaling`: the rotation's, which may scale all scores; `interleaved`: which columns are pairs, as for `rope.rotate`."""
+        """`scaling`: of RoPE, which may also scale all scores. `interleaved`: which columns are pairs, see
+        `rope.rotate`."""
         self.sizes, self.interleaved = sizes, interleaved
         self.scale = sizes.head_size**-0.5 * score_factor(scaling)
         heads = {"heads": num_heads, "head_size": sizes.head_size}
-        # One product for both latents: few large arrays, each costs the host time a call. A weight map knows parameters by their names alone, so
-        # what comes from other tensors has another name.
+        # One fused product for both latents: few large arrays, as each costs the host time a call. The weight map goes
+        # by parameter name, so other source tensors need another name.
         rank = sizes.query_rank
-        self.down = None if rank is None else Linear({"embed": size}, {"latent": rank + sizes.latent_size}, form, use_bias=use_bias)
-        self.query_norm = None if rank is None else RMSNorm(rank, _EPSILON, form)
-        self.query_up = None if rank is None else Linear({"latent": rank}, heads, form)
-        self.kv_down = Linear({"embed": size}, {"latent": sizes.latent_size}, form, use_bias=use_bias) if rank is None else None
-        self.queries = Linear({"embed": size}, heads, form) if rank is None else None
-        self.norm = RMSNorm(sizes.rank, _EPSILON, form)
-        # As checkpoints have it, and as decode multiplies it: a matrix a head. In no format but floats, for it is absorbed as well as multiplied.
+        self.down = (
+            None if rank is None else Linear({"embed": size}, {"latent": rank + sizes.latent_size}, weight_format, use_bias=use_bias)
+        )
+        self.query_norm = None if rank is None else RMSNorm(rank, _EPSILON, weight_format)
+        self.query_up = None if rank is None else Linear({"latent": rank}, heads, weight_format)
+        self.kv_down = Linear({"embed": size}, {"latent": sizes.latent_size}, weight_format, use_bias=use_bias) if rank is None else None
+        self.queries = Linear({"embed": size}, heads, weight_format) if rank is None else None
+        self.norm = RMSNorm(sizes.rank, _EPSILON, weight_format)
+        # One matrix a head, as in checkpoints and as decode multiplies it. Always floats, since it is absorbed too.
         up_shape = (num_heads, sizes.nope_size + sizes.value_size, sizes.rank)
-        self.up = weight(up_shape, ("heads", None, None), form.vector_dtype)
-        self.out = Linear({"heads": num_heads, "value_size": sizes.value_size}, {"embed": size}, form, use_bias=use_bias)
+        self.up = weight(up_shape, ("heads", None, None), weight_format.vector_dtype)
+        self.out = Linear({"heads": num_heads, "value_size": sizes.value_size}, {"embed": size}, weight_format, use_bias=use_bias)
 
     def project(self, x: Float[Array, "T D"], cos_sin: CosSin) -> tuple[Float[Array, "T N H"], Float[Array, "T C"]]:
-        """Queries and latents of all tokens, both rotated."""
+        """Queries and latents of all tokens, with RoPE applied."""
         x = all_gather(x)
         sizes, rank = self.sizes, self.sizes.query_rank
         if self.kv_down is not None and self.queries is not None:
@@ -67,7 +72,7 @@ class LatentAttention(nnx.Module):
         return jnp.concatenate([q[..., : sizes.nope_size], turned], axis=-1), jnp.concatenate([self.norm(latent), key], axis=-1)
 
     def __call__(self, x: Float[Array, "T D"], cos_sin: CosSin, pages: Pages, attend: LayerAttention) -> tuple[Float[Array, "T D"], Pages]:
-        """`cos_sin` is of the rope_size columns."""
+        """`cos_sin`: of the rope_size columns."""
         q, latents = self.project(x, cos_sin)
         attended, pages = attend.latents(q, latents, jnp.transpose(self.up[...], (2, 0, 1)), pages, self.scale)
         return self.out(attended, axis_of_tokens(x)), pages
@@ -76,7 +81,7 @@ class LatentAttention(nnx.Module):
 def expanded(
     latents: Float[Array, "T C"], up: Float[Array, "R N E"], head_size: int
 ) -> tuple[Float[Array, "T N H"], Float[Array, "T N V"]]:
-    """Keys, of head_size columns, and values of every head, in the latents' type."""
+    """Keys, with head_size columns, and values of every head, in the latents' type."""
     rank, num_heads, _ = up.shape
     nope_size = head_size - (latents.shape[1] - rank)
     both = jnp.einsum("tr,rne->tne", latents[:, :rank].astype(up.dtype), up, preferred_element_type=latents.dtype)
@@ -90,10 +95,10 @@ def absorbed(
     latent_size: int,
     attend: Callable[[Float[Array, "T N C"]], Float[Array, "T N R"]],
 ) -> Float[Array, "T N V"]:
-    """What q attends to in keys and values that are never made: `attend` is given queries for latents of latent_size columns, and returns
-    what they attend to of the latents' first R columns, for every head."""
+    """Attention without making keys and values: `attend` gets queries projected to latent_size columns, and returns
+    what they attend to in the latents' first R columns, for every head."""
     nope_size = q.shape[2] - (latent_size - len(up))
-    by_head = jnp.transpose(up, (1, 2, 0))  # as it lies
+    by_head = jnp.transpose(up, (1, 2, 0))  # as it is stored
     to_latents = _by_head(q[..., :nope_size], by_head[:, :nope_size])
     outputs = attend(jnp.concatenate([to_latents, q[..., nope_size:]], axis=-1))
     return _by_head(outputs, jnp.swapaxes(by_head[:, nope_size:], 1, 2))
@@ -102,17 +107,18 @@ def absorbed(
 def attend_over_token_shards(
     q: Float[Array, "T N C"], attend: Callable[[Float[Array, "T M C"]], tuple[Float[Array, "T M R"], Float[Array, "T M"]]], axis: str
 ) -> Float[Array, "T N R"]:
-    """What each device's own heads attend to of a context whose tokens are split over a mesh axis, within a `shard_map`. `attend` is given the
-    queries of all devices' heads, and returns what they attend to of the device's own tokens, with the logarithms of the sums of their
-    exponentiated scores, by which it counts (as Flash-Decoding, arXiv:2311.01282, between devices). Two exchanges: queries, and results."""
+    """Attention of each device's own heads over a context whose tokens are split over a mesh axis; for use in a
+    `shard_map`. `attend` gets the queries of all devices' heads, and returns attention over the device's own tokens
+    with the log-sum-exp of scores, by which results are combined (Flash-Decoding, arXiv:2311.01282, between devices).
+    Two collectives: queries, and results."""
     num_devices, num_heads = jax.lax.axis_size(axis), q.shape[1]
     out, lse = attend(jax.lax.all_gather(q, axis, axis=1, tiled=True))
-    # One exchange for both, of bits, which nothing rounds on the way.
+    # One collective for both, as bits, which nothing rounds.
     bits = jnp.dtype(f"uint{8 * q.dtype.itemsize}")
     of_lse = jax.lax.bitcast_convert_type(lse.astype(jnp.float32), bits).reshape(*lse.shape, -1)
     both = jnp.concatenate([jax.lax.bitcast_convert_type(out.astype(q.dtype), bits), of_lse], axis=-1)
     by_device = jnp.swapaxes(both.reshape(len(q), num_devices, num_heads, -1), 0, 1)
-    parts = jax.lax.all_to_all(by_device, axis, split_axis=0, concat_axis=0)  # [device, T, N, R and the sum]
+    parts = jax.lax.all_to_all(by_device, axis, split_axis=0, concat_axis=0)  # [device, T, N, R and log-sum-exp]
     outs = jax.lax.bitcast_convert_type(parts[..., : out.shape[-1]], q.dtype).astype(jnp.float32)
     sums = parts[..., out.shape[-1] :]
     weights = jax.nn.softmax(jax.lax.bitcast_convert_type(sums if sums.shape[-1] > 1 else sums[..., 0], jnp.float32), axis=0)
@@ -120,7 +126,7 @@ def attend_over_token_shards(
 
 
 def _by_head(x: Float[Array, "T N I"], matrices: Float[Array, "N I O"]) -> Float[Array, "T N O"]:
-    """In x's type; multiplied in the matrices', as `linear.product` does. Batched products want the batch first: on a CPU others are slow,
-    or don't exist for narrow operands."""
+    """Multiplied in the matrices' type, returned in x's, as `formats.plain.multiply` does. The batch dimension comes
+    first: on CPU other layouts are slow, or unsupported for narrow types."""
     narrow = jnp.swapaxes(x, 0, 1).astype(matrices.dtype)
     return jnp.swapaxes(jnp.einsum("nti,nio->nto", narrow, matrices, preferred_element_type=x.dtype), 0, 1)

@@ -1,4 +1,4 @@
-"""Normalisation."""
+"""RMS norm, layer norm and variants."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from jaxinfer.layers.matrices import MatrixFormat, weight
+from jaxinfer.layers.matrices import weight
+from jaxinfer.weights.formats.weight_format import ModelWeightFormat
 
 
 def inverse_rms(wide: Float[Array, "*T D"], epsilon: float, factor: float = 1) -> Float[Array, "*T 1"]:
     """1 / sqrt(mean square * factor + epsilon)."""
     square = wide * wide if factor == 1 else wide * wide * factor
-    # Nothing but the root is left to do with the sum: of one row that is a scalar, and other arithmetic with it keeps XLA from normalising in
-    # one launch on a GPU.
+    # Only the root is left after the sum: a single row's sum is a scalar, and further arithmetic on it would keep XLA
+    # from fusing the norm into one launch on a GPU.
     return jax.lax.rsqrt(jnp.sum((square + epsilon) * (1 / wide.shape[-1]), axis=-1, keepdims=True))
 
 
 class RMSNorm(nnx.Module):
-    """Root mean square norm (arXiv:1910.07467), computed in float32 whatever x's type."""
+    """Root mean square norm (arXiv:1910.07467), computed in float32 for any type of x."""
 
-    def __init__(self, size: int, epsilon: float, form: MatrixFormat, axis: str = "embed") -> None:
+    def __init__(self, size: int, epsilon: float, weight_format: ModelWeightFormat, axis: str = "embed") -> None:
         self.epsilon = epsilon
-        self.scale = weight((size,), (axis,), form.vector_dtype)
+        self.scale = weight((size,), (axis,), weight_format.vector_dtype)
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         wide = x.astype(jnp.float32)
@@ -36,11 +37,11 @@ class RMSNorm(nnx.Module):
 
 
 class HeadsRMSNorm(RMSNorm):
-    """All heads of a token as one. The scale is flat: vectors of all layers lie in one array, what has more axes each in its own. `too_many`: how many
-    times as many heads there are as count, where a mesh has copies, or heads of zeros."""
+    """Norm over all heads of a token together. The scale is flat, so that it can be stacked with other layers' vectors.
+    `too_many`: ratio of heads on the mesh, with copies and zeros, to the model's."""
 
-    def __init__(self, size: int, epsilon: float, form: MatrixFormat, axis: str, too_many: float) -> None:
-        super().__init__(size, epsilon, form, axis)
+    def __init__(self, size: int, epsilon: float, weight_format: ModelWeightFormat, axis: str, too_many: float) -> None:
+        super().__init__(size, epsilon, weight_format, axis)
         self.too_many = too_many
 
     def __call__(self, x: Float[Array, "T N H"]) -> Float[Array, "T N H"]:
@@ -55,7 +56,7 @@ class HeadsRMSNorm(RMSNorm):
 
 
 class OffsetRMSNorm(RMSNorm):
-    """Gemma's: the scale is 1 more than its parameter, and multiplies in float32."""
+    """Gemma's: the parameter is the scale minus 1, and multiplies in float32."""
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         wide = x.astype(jnp.float32)
@@ -64,12 +65,12 @@ class OffsetRMSNorm(RMSNorm):
 
 
 class LayerNorm(nnx.Module):
-    """Layer norm (arXiv:1607.06450), computed in float32 whatever x's type."""
+    """Layer norm (arXiv:1607.06450), computed in float32 for any type of x."""
 
-    def __init__(self, size: int, epsilon: float, form: MatrixFormat) -> None:
+    def __init__(self, size: int, epsilon: float, weight_format: ModelWeightFormat) -> None:
         self.epsilon = epsilon
-        self.scale = weight((size,), ("embed",), form.vector_dtype)
-        self.bias = weight((size,), ("embed",), form.vector_dtype)
+        self.scale = weight((size,), ("embed",), weight_format.vector_dtype)
+        self.bias = weight((size,), ("embed",), weight_format.vector_dtype)
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         wide = x.astype(jnp.float32)

@@ -1,72 +1,59 @@
-"""Attention over pages, in any layer of a model: what they keep is written, and the program's kernels read."""
+"""Attention over KV pages in any layer: writes the tokens' KV, then calls the role's kernels. Page groups are resolved
+here, for prefill and decode alike."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxinfer.kv_cache.pages import Pages, own_places, token_axis
-from jaxinfer.kv_cache.spec import LayerGroups
+from jaxinfer.kv_cache.spec import NULL_PAGE, LayerGroups
 from jaxinfer.layers.attention import AttentionParams, LayerAttention
+from jaxinfer.layers.attention_kernels import AttentionKernels, KVCacheLocation
+from jaxinfer.layers.step_context import NO_CONTEXT, StepContext
 from pallas_kernels.page_write import write
+from pallas_kernels.span import Span
 from sharding.mesh import TENSOR
-
-
-class KVCacheLocation(NamedTuple):
-    """A layer's pages in the pool, and its page table."""
-
-    layer: Int[Any, ""]  # in its group's pages
-    page_table: Int[Any, "R W"]
-    page_ids: Int[Any, " T"]  # into which each token's keys and values go
-
-
-class AttentionKernels(Protocol):
-    """A program's, for the heads of one device. `rows` is whatever says which of the tokens are whose."""
-
-    def write_and_attend(
-        self,
-        q: Float[Array, "T N H"],
-        k: Float[Array, "T K H"],
-        v: Float[Array, "T K H"],
-        pages: Pages,
-        location: KVCacheLocation,
-        offsets: Int[Array, " T"],
-        rows: Any,
-        params: AttentionParams,
-    ) -> tuple[Float[Array, "T N H"], Pages]:
-        """Keys and values go to their pages, each to its offset there, and queries attend to them as well."""
-        ...
-
-    def attend_to_latents(
-        self,
-        q: Float[Array, "T N H"],
-        up: Float[Array, "R N E"],
-        pages: Pages,
-        location: KVCacheLocation,
-        rows: Any,
-        scale: float,
-        axis: str | None,
-    ) -> Float[Array, "T N V"]:
-        """`axis`: of the mesh, whose devices each have a part of every page's tokens; None where pages are whole."""
-        ...
 
 
 @dataclass(frozen=True)
 class PagedAttentionBackend:
-    """See `AttentionBackend`. A page table, and page ids, for each of the model's groups of layers."""
+    """See `AttentionBackend`. Has a page table and page ids for each of the model's groups of layers."""
 
     mesh: Mesh
     kernels: AttentionKernels
     groups: LayerGroups
     page_tables: tuple[Int[Array, "R W"], ...]
     page_ids: tuple[Int[Array, " T"], ...]
-    offsets: Int[Array, " T"]  # of each token in its page
+    offsets: Int[Array, " T"]  # of each token within its page
     rows: Any
+    context: StepContext = NO_CONTEXT
+
+    @classmethod
+    def of(
+        cls,
+        mesh: Mesh,
+        kernels: AttentionKernels,
+        spans: tuple[Span, ...],
+        layers: range | None,
+        page_table: Int[Array, "R W*C"],
+        page_ids: Int[Array, "T C"],
+        offsets: Int[Array, " T"],
+        rows: Any,
+        context: StepContext = NO_CONTEXT,
+    ) -> PagedAttentionBackend:
+        """From a flat page table: for each token block, the pages of C groups. `spans`: one for each of the model's
+        layers. `layers`: those of a pipeline stage; None: all."""
+        groups = LayerGroups.of(spans)
+        by_group = page_table.reshape(len(page_table), -1, len(groups.spans))
+        every = range(len(groups.spans))
+        tables, ids = tuple(by_group[:, :, group] for group in every), tuple(page_ids[:, group] for group in every)
+        return cls(mesh, kernels, groups if layers is None else groups.of_stage(layers), tables, ids, offsets, rows, context)
 
     def location(self, layer: int) -> Any:
         group, location = self.groups.places[layer]
@@ -76,9 +63,18 @@ class PagedAttentionBackend:
         return _PagedLayerAttention(self, location)
 
 
+def pages_of_tokens(
+    page_table: Int[Array, "R W*C"], num_groups: int, row: Int[Array, " T"], block: Int[Array, " T"], in_use: Bool[Array, " T"]
+) -> Int[Array, "T C"]:
+    """Each group's page for a row's token block, from a flat page table; the null page where not in use."""
+    by_group = page_table.reshape(len(page_table), -1, num_groups)
+    return jnp.where(in_use[:, None], by_group[row, block], NULL_PAGE)
+
+
 @dataclass(frozen=True)
 class _PagedLayerAttention:
-    """See `LayerAttention`. Heads are independent: each device attends with its own, or where it has but some of each page's tokens, to those with all."""
+    """See `LayerAttention`. Heads are independent: each device computes its own; where pages' tokens are split, all
+    heads over its tokens."""
 
     program: PagedAttentionBackend
     location: KVCacheLocation
@@ -109,7 +105,7 @@ class _PagedLayerAttention:
         return self._over_heads(local, (_HEADS, _WHOLE, _HEADS, of_pages), of_pages)(q, latents, up, pages)
 
     def _over_heads(self, local: Any, specs: tuple[PartitionSpec, ...], of_pages: PartitionSpec) -> Any:
-        """`local` on every device, with its part of what it is called with, by these specs, and the layer's location, offsets and rows."""
+        """`local` on every device with its shards of the arguments, and the layer's location, offsets and rows."""
         over_heads = jax.shard_map(
             local,
             mesh=self.program.mesh,
@@ -121,5 +117,5 @@ class _PagedLayerAttention:
 
 
 _HEADS, _WHOLE = PartitionSpec(None, TENSOR), PartitionSpec()
-_KV_HEADS = PartitionSpec(None, None, None, TENSOR)  # of pages: each device has its own heads' part of every one
-_TOKENS = PartitionSpec(None, None, None, None, TENSOR)  # of pages of latents: some of every one's tokens
+_KV_HEADS = PartitionSpec(None, None, None, TENSOR)  # of pages: each device has its own heads
+_TOKENS = PartitionSpec(None, None, None, None, TENSOR)  # of latents' pages: each device has some tokens

@@ -1,4 +1,4 @@
-"""Arrays that are sharded over the vocabulary, and the collectives that make results of the whole."""
+"""Arrays sharded over the vocabulary, and the collectives that combine shards' results."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from jaxtyping import Array, Int, Shaped
 
 @dataclass(frozen=True)
 class VocabShard:
-    """One device's shard, inside of `shard_over_vocab`. Shards are of one size and in the order of their tokens."""
+    """One device's shard, inside `shard_over_vocab`. Shards have equal sizes, in the order of tokens."""
 
-    axis: str | None = None  # of the mesh, that shards lie on; None: this one is the whole
+    axis: str | None = None  # the mesh axis of shards; None: the vocabulary is whole
     num_shards: int = 1
 
     @property
@@ -25,26 +25,27 @@ class VocabShard:
         return self.axis is None
 
     def all_gather(self, x: Shaped[Array, "..."]) -> Shaped[Array, "P ..."]:
-        """Every shard's."""
+        """Arrays of all shards."""
         return x[None] if self.axis is None else jax.lax.all_gather(x, self.axis)
 
     def all_sum(self, x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
-        """Over the shards, in their order: so all devices agree to the last bit, which an all-reduce doesn't promise."""
+        """The sum over shards, added in their order: so all devices agree to the last bit, which an all-reduce doesn't
+        guarantee."""
         return x if self.axis is None else self.all_gather(x).sum(0)
 
     def all_max(self, x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
-        """Of all shards."""
+        """The maximum over shards."""
         return x if self.axis is None else jax.lax.pmax(x, self.axis)
 
     def places(self, tokens: Int[Array, "..."], size: int) -> Int[Array, "..."]:
-        """Of tokens in this shard, of that size; those of other shards are past its end."""
+        """Indices of tokens in this shard, of this size; tokens of other shards get an index past its end."""
         if self.axis is None:
             return tokens
         place = tokens - self.first(size)
         return jnp.where(place < 0, size, place)  # a negative one would count from the end
 
     def first(self, size: int) -> Int[Array, ""]:
-        """The first token of this shard, of that size."""
+        """The first token of this shard, of this size."""
         return jnp.int32(0) if self.axis is None else jax.lax.axis_index(self.axis) * size
 
 
@@ -52,15 +53,16 @@ WHOLE = VocabShard()
 
 
 def split_axis(x: Shaped[Array, "..."], dimension: int) -> str | None:
-    """The mesh axis over whose devices a dimension is split; None where they are one, or it isn't split."""
+    """The mesh axis over which a dimension is split; None if it isn't, or over one device only."""
     sharding = jax.typeof(x).sharding
     axis = sharding.spec[dimension]
     return None if axis is None or sharding.mesh.shape[axis] == 1 else axis
 
 
 def shard_over_vocab(function: Callable[..., Any], x: Shaped[Array, "..."], dimension: int, *arguments: Any, out_specs: Any = None) -> Any:
-    """`function(shard, *arguments)` on every device, where arrays that are split, as x is along that dimension, are the device's own shards. What
-    it returns is the same on all devices, unless out_specs says otherwise. Where nothing is split it is a plain call."""
+    """`function(shard, *arguments)` on every device, with the device's shards of arrays that are split as `x` is along
+    `dimension`. Its result is the same on all devices, unless `out_specs` says otherwise. A plain call if nothing is
+    split."""
     axis = split_axis(x, dimension)
     if axis is None:
         return function(WHOLE, *arguments)
@@ -75,5 +77,5 @@ def shard_over_vocab(function: Callable[..., Any], x: Shaped[Array, "..."], dime
 
 
 def specs(arrays: Any) -> Any:
-    """How each lies on the mesh."""
+    """Partition specs of arrays."""
     return jax.tree.map(lambda array: jax.typeof(array).sharding.spec, arrays)

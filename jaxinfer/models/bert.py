@@ -1,4 +1,4 @@
-"""BERT as a text encoder (arXiv:1810.04805): learned positions, attention in both directions, layer norms after each sum."""
+"""BERT as a text encoder (arXiv:1810.04805): learned positions, bidirectional attention, layer norm after each sum."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from checkpoints.weight_map import Weight, WeightMap
+from jaxinfer.architecture.encoder_config import EncoderConfig
 from jaxinfer.layers.attention import Attention
 from jaxinfer.layers.embedding import Embedding
-from jaxinfer.layers.matrices import MatrixFormat, weight
+from jaxinfer.layers.matrices import weight
 from jaxinfer.layers.mlp import MLP
 from jaxinfer.layers.norm import LayerNorm
-from jaxinfer.models.encoder_config import EncoderConfig
+from jaxinfer.weights.formats.weight_format import ModelWeightFormat
 
-# Of queries, keys and values [T N H]: what each token takes from the tokens of its own text.
+# From queries, keys and values [T N H] to attention outputs, within each token's own text.
 AttendWithin = Callable[[Array, Array, Array], Float[Array, "T N H"]]
 
 
 class BertBlock(nnx.Module):
-    def __init__(self, config: EncoderConfig, form: MatrixFormat) -> None:
+    def __init__(self, config: EncoderConfig, weight_format: ModelWeightFormat) -> None:
         size, heads = config.hidden_size, config.num_heads
-        self.attention = Attention(size, heads, heads, size // heads, form, use_bias=True)
-        self.attention_norm = LayerNorm(size, config.layer_norm_eps, form)
-        self.mlp = MLP(size, config.mlp_size, form, use_bias=True)
-        self.mlp_norm = LayerNorm(size, config.layer_norm_eps, form)
+        self.attention = Attention(size, heads, heads, size // heads, weight_format, use_bias=True)
+        self.attention_norm = LayerNorm(size, config.layer_norm_eps, weight_format)
+        self.mlp = MLP(size, config.mlp_size, weight_format, use_bias=True)
+        self.mlp_norm = LayerNorm(size, config.layer_norm_eps, weight_format)
 
     def __call__(self, x: Float[Array, "T D"], attend: AttendWithin) -> Float[Array, "T D"]:
         x = self.attention_norm(x + self.attention.out(attend(*self.attention.project(x))))
@@ -62,16 +63,16 @@ class Bert(nnx.Module):
         ignored=("pooler.*", "embeddings.position_ids"),  # the pooler is for classification
     )
 
-    def __init__(self, config: EncoderConfig, form: MatrixFormat, activation_dtype: jnp.dtype) -> None:
+    def __init__(self, config: EncoderConfig, weight_format: ModelWeightFormat, activation_dtype: jnp.dtype) -> None:
         size = config.hidden_size
-        self.embedding = Embedding(config.vocab_size, size, form, activation_dtype)
-        self.positions = weight((config.max_position_embeddings, size), (None, "embed"), form.vector_dtype)
-        self.token_types = weight((config.num_token_types, size), (None, "embed"), form.vector_dtype)
-        self.embedding_norm = LayerNorm(size, config.layer_norm_eps, form)
-        self.blocks = nnx.List([BertBlock(config, form) for _ in range(config.num_layers)])
+        self.embedding = Embedding(config.vocab_size, size, weight_format, activation_dtype)
+        self.positions = weight((config.max_position_embeddings, size), (None, "embed"), weight_format.vector_dtype)
+        self.token_types = weight((config.num_token_types, size), (None, "embed"), weight_format.vector_dtype)
+        self.embedding_norm = LayerNorm(size, config.layer_norm_eps, weight_format)
+        self.blocks = nnx.List([BertBlock(config, weight_format) for _ in range(config.num_layers)])
 
     def __call__(self, token_ids: Int[Array, " T"], positions: Int[Array, " T"], attend: AttendWithin) -> Float[Array, "T D"]:
-        """Hidden states of packed tokens, all of the first type; `positions` are theirs in their texts."""
+        """Hidden states of packed tokens, all of the first type; `positions` are within their texts."""
         x = self.embedding(token_ids)
         of_position = self.positions[...].at[positions].get(mode="clip", out_sharding=PartitionSpec())
         x = self.embedding_norm(x + of_position.astype(x.dtype) + self.token_types[0].astype(x.dtype))

@@ -1,5 +1,5 @@
-"""DeepSeek-V3 (arXiv:2412.19437), and Kimi K2 (arXiv:2507.20534), which is built alike: multi-head latent attention, and mixtures of experts
-after some dense layers."""
+"""DeepSeek-V3 (arXiv:2412.19437) and Kimi K2 (arXiv:2507.20534), of the same structure: multi-head latent attention,
+and mixture-of-experts layers after some dense ones."""
 
 from __future__ import annotations
 
@@ -12,16 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from checkpoints.weight_map import Weight, WeightMap
-from jaxinfer.kv_cache.pages import Pages
-from jaxinfer.layers.attention import LayerAttention
-from jaxinfer.layers.latent_attention import LatentAttention
-from jaxinfer.layers.linear import Linear
-from jaxinfer.layers.matrices import MatrixFormat
-from jaxinfer.layers.mlp import GatedMLP
-from jaxinfer.layers.moe import MixtureOfExperts
-from jaxinfer.layers.norm import RMSNorm
-from jaxinfer.layers.rope import CosSin
-from jaxinfer.models.config import (
+from jaxinfer.architecture.model_config import (
     ArchitectureConfig,
     LatentSizes,
     Routing,
@@ -32,9 +23,18 @@ from jaxinfer.models.config import (
     positive,
     text_config,
 )
+from jaxinfer.kv_cache.pages import Pages
+from jaxinfer.layers.attention import LayerAttention
+from jaxinfer.layers.latent_attention import LatentAttention
+from jaxinfer.layers.linear import Linear
+from jaxinfer.layers.mlp import GatedMLP
+from jaxinfer.layers.moe import MixtureOfExperts
+from jaxinfer.layers.norm import RMSNorm
+from jaxinfer.layers.rope import CosSin
 from jaxinfer.models.llama import Llama
+from jaxinfer.weights.formats.weight_format import ModelWeightFormat
 
-# What else these may be, the original code has and transformers has not.
+# Other values: the original code supports them, transformers doesn't.
 _ONLY = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
 
 _LAYER = "model.layers.{layer}."
@@ -43,33 +43,33 @@ _EXPERT = _LAYER + "mlp.experts.{expert}."
 
 @dataclass(frozen=True, slots=True)
 class DeepseekV3Config:
-    num_dense_layers: int  # the first ones
-    routing: Routing  # of all others
-    expert_size: int  # inner
-    shared_size: int | None  # of the expert that every token takes besides
-    num_mtp: int  # modules that predict further tokens
-    is_interleaved: bool  # which rotated columns are pairs
+    num_dense_layers: int  # before those with experts
+    routing: Routing  # of the layers with experts
+    expert_size: int  # MLP width of an expert
+    shared_size: int | None  # MLP width of the shared expert
+    num_mtp: int  # multi-token prediction modules
+    is_interleaved: bool  # whether RoPE pairs adjacent columns
 
 
 class DeepseekV3Block(nnx.Module):
-    def __init__(self, config: ArchitectureConfig, layer: int, form: MatrixFormat) -> None:
+    def __init__(self, config: ArchitectureConfig, layer: int, weight_format: ModelWeightFormat) -> None:
         family, size = config.family, config.hidden_size
         assert config.latent is not None
-        self.attention_norm = RMSNorm(size, config.rms_norm_eps, form)
+        self.attention_norm = RMSNorm(size, config.rms_norm_eps, weight_format)
         self.attention = LatentAttention(
             size,
             config.num_heads,
             config.latent,
-            form,
+            weight_format,
             scaling=config.rope_scaling,
             interleaved=family.is_interleaved,
             use_bias=config.attention_bias,
         )
-        self.mlp_norm = RMSNorm(size, config.rms_norm_eps, form)
+        self.mlp_norm = RMSNorm(size, config.rms_norm_eps, weight_format)
         self.mlp = (
-            GatedMLP(size, config.mlp_size, form, use_bias=False)
+            GatedMLP(size, config.mlp_size, weight_format, use_bias=False)
             if layer < family.num_dense_layers
-            else MixtureOfExperts(size, family.expert_size, family.routing, form, shared_size=family.shared_size)
+            else MixtureOfExperts(size, family.expert_size, family.routing, weight_format, shared_size=family.shared_size)
         )
 
     def __call__(self, x: Float[Array, "T D"], cos_sin: CosSin, pages: Pages, attend: LayerAttention) -> tuple[Float[Array, "T D"], Pages]:
@@ -79,20 +79,21 @@ class DeepseekV3Block(nnx.Module):
 
 
 class NextTokenModule(nnx.Module):
-    """Multi-token prediction: a block over the hidden state of a token and the embedding of the one after it, joined, for what follows that.
-    The embedding and the head are the model's own. Loaded for a drafter to come; nothing runs it yet."""
+    """Multi-token prediction (MTP): a block over the hidden state of a token joined with the embedding of the next,
+    which predicts the one after that. It shares the model's embedding and head. For a future drafter: nothing runs it
+    yet, so no device stores its weights."""
 
-    def __init__(self, config: ArchitectureConfig, layer: int, form: MatrixFormat) -> None:
+    def __init__(self, config: ArchitectureConfig, layer: int, weight_format: ModelWeightFormat) -> None:
         size = config.hidden_size
-        self.embedding_norm = RMSNorm(size, config.rms_norm_eps, form)
-        self.hidden_norm = RMSNorm(size, config.rms_norm_eps, form)
-        self.join = Linear({"embedding_hidden": 2 * size}, {"embed": size}, form)
-        self.block = DeepseekV3Block(config, layer, form)
-        self.norm = RMSNorm(size, config.rms_norm_eps, form)
+        self.embedding_norm = RMSNorm(size, config.rms_norm_eps, weight_format)
+        self.hidden_norm = RMSNorm(size, config.rms_norm_eps, weight_format)
+        self.join = Linear({"embedding_hidden": 2 * size}, {"embed": size}, weight_format)
+        self.block = DeepseekV3Block(config, layer, weight_format)
+        self.norm = RMSNorm(size, config.rms_norm_eps, weight_format)
 
 
 def _of_block(block: str) -> dict[str, Weight]:
-    """A block's part of the weight map."""
+    """The part of the weight map for a block."""
     attention = {
         f"{block}.attention.{ours}.{kind}": Weight(
             tuple(f"{_LAYER}self_attn.{name}.{kind_theirs}" for name in theirs), transpose=kind == "kernel", axis=-1
@@ -142,10 +143,11 @@ class DeepseekV3(Llama):
             "mtp.{layer}.join.kernel": Weight((_LAYER + "eh_proj.weight",), transpose=True),
             "mtp.{layer}.norm.scale": Weight((_LAYER + "shared_head.norm.weight",)),
         },
-        # The last two are the model's own once more: "shares parameters", says DeepSeek's README_WEIGHTS.md.
+        # The last two are copies of the model's own: "shares parameters", says DeepSeek's README_WEIGHTS.md.
         ignored=("lm_head.weight", "model.layers.*.embed_tokens.weight", "model.layers.*.shared_head.head.weight"),
         # transformers leaves out these layers, but not the field.
         optional={"num_nextn_predict_layers": "*.eh_proj.weight"},
+        unread=("mtp",),
     )
 
     @classmethod
@@ -176,15 +178,15 @@ class DeepseekV3(Llama):
             num_mtp=count(config, "num_nextn_predict_layers"),
             is_interleaved=bool(config.get("rope_interleave", True)),
         )
-        # As in transformers head_dim is of what is rotated, and every head has a key and a value of its own.
+        # As in transformers, head_dim is the rotated part, and every head has its own key and value.
         read = ArchitectureConfig.from_hf({**config, "head_dim": rope_size, "num_key_value_heads": None})
         return replace(read, latent=latent, family=family)
 
-    def __init__(self, config: ArchitectureConfig, form: MatrixFormat, activation_dtype: jnp.dtype) -> None:
-        super().__init__(config, form, activation_dtype)
-        # By their numbers among a checkpoint's layers.
+    def __init__(self, config: ArchitectureConfig, weight_format: ModelWeightFormat, activation_dtype: jnp.dtype) -> None:
+        super().__init__(config, weight_format, activation_dtype)
+        # By layer number in the checkpoint.
         after = range(config.num_layers, config.num_layers + config.family.num_mtp)
-        self.mtp = nnx.Dict({str(layer): NextTokenModule(config, layer, form) for layer in after})
+        self.mtp = nnx.Dict({str(layer): NextTokenModule(config, layer, weight_format) for layer in after})
 
 
 class KimiK25(DeepseekV3):
@@ -193,7 +195,8 @@ class KimiK25(DeepseekV3):
     weight_map = replace(
         DeepseekV3.weight_map,
         ignored=(*DeepseekV3.weight_map.ignored, "vision_tower.*", "mm_projector.*", "model.mm_projector.*"),
-        renamed=(("language_model.model.blocks.", "model.layers."), ("language_model.", "")),  # the first as transformers 5 saves it
+        # The first as transformers 5 saves it.
+        renamed=(("language_model.model.blocks.", "model.layers."), ("language_model.", "")),
     )
 
     @classmethod

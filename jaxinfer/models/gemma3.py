@@ -1,4 +1,5 @@
-"""Gemma 3 (arXiv:2503.19786), the text model: a norm before and after each part of a block, most layers over a sliding window."""
+"""Gemma 3 (arXiv:2503.19786), the text model: norms before and after attention and MLP; most layers have a sliding
+window."""
 
 from __future__ import annotations
 
@@ -11,16 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from checkpoints.weight_map import Weight, WeightMap
-from jaxinfer.kv_cache.pages import Pages
-from jaxinfer.layers.argmax import argmax_of_rows
-from jaxinfer.layers.attention import Attention, AttentionBackend, AttentionParams, LayerAttention
-from jaxinfer.layers.embedding import Embedding
-from jaxinfer.layers.matrices import MatrixFormat
-from jaxinfer.layers.mlp import GatedMLP, gelu_tanh
-from jaxinfer.layers.norm import OffsetRMSNorm
-from jaxinfer.layers.rope import CosSin, angles, inverse_frequencies, rotated_amplitude
-from jaxinfer.models.base import run_blocks
-from jaxinfer.models.config import (
+from jaxinfer.architecture.model_config import (
     AnyRopeScaling,
     ArchitectureConfig,
     UnsupportedModelError,
@@ -31,10 +23,19 @@ from jaxinfer.models.config import (
     read_spans,
     text_config,
 )
+from jaxinfer.kv_cache.pages import Pages
+from jaxinfer.layers.argmax import argmax_of_rows
+from jaxinfer.layers.attention import Attention, AttentionBackend, AttentionParams, LayerAttention
+from jaxinfer.layers.embedding import Embedding
+from jaxinfer.layers.mlp import GatedMLP, gelu_tanh
+from jaxinfer.layers.norm import OffsetRMSNorm
+from jaxinfer.layers.rope import CosSin, angles, inverse_frequencies, rotated_amplitude
+from jaxinfer.models.base import run_blocks
 from jaxinfer.models.llama import Llama
+from jaxinfer.weights.formats.weight_format import ModelWeightFormat
 from pallas_kernels.span import FULL_ATTENTION, Span
 
-# What published configurations leave out.
+# Defaults of fields that published configurations leave out.
 _DEFAULTS: dict[str, Any] = {
     "vocab_size": 262_208,
     "hidden_size": 2304,
@@ -51,32 +52,32 @@ _DEFAULTS: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Gemma3Settings:
-    query_scalar: float  # scores are divided by its root
-    local_rope: tuple[float, AnyRopeScaling]  # base and scaling in layers with a window; the configuration's own are those of the others
-    final_soft_cap: float | None  # of scores over the vocabulary
+    query_scalar: float  # scores are divided by its square root
+    local_rope: tuple[float, AnyRopeScaling]  # theta and scaling of layers with a window
+    final_soft_cap: float | None  # of logits
 
 
 class Gemma3Block(nnx.Module):
-    def __init__(self, config: ArchitectureConfig, layer: int, form: MatrixFormat) -> None:
+    def __init__(self, config: ArchitectureConfig, layer: int, weight_format: ModelWeightFormat) -> None:
         size, epsilon = config.hidden_size, config.rms_norm_eps
         span = config.layer_spans[layer]
         self.is_local = span != FULL_ATTENTION
-        self.attention_norm = OffsetRMSNorm(size, epsilon, form)
+        self.attention_norm = OffsetRMSNorm(size, epsilon, weight_format)
         self.attention = Attention(
             size,
             config.num_heads,
             config.num_kv_heads,
             config.head_size,
-            form,
+            weight_format,
             use_bias=config.attention_bias,
             params=AttentionParams(config.family.query_scalar**-0.5, span, config.soft_cap),
             norm_epsilon=epsilon,
             norm=OffsetRMSNorm,
         )
-        self.attended_norm = OffsetRMSNorm(size, epsilon, form)
-        self.mlp_norm = OffsetRMSNorm(size, epsilon, form)
-        self.mlp = GatedMLP(size, config.mlp_size, form, use_bias=False, activation=gelu_tanh)
-        self.mlp_out_norm = OffsetRMSNorm(size, epsilon, form)
+        self.attended_norm = OffsetRMSNorm(size, epsilon, weight_format)
+        self.mlp_norm = OffsetRMSNorm(size, epsilon, weight_format)
+        self.mlp = GatedMLP(size, config.mlp_size, weight_format, use_bias=False, activation=gelu_tanh)
+        self.mlp_out_norm = OffsetRMSNorm(size, epsilon, weight_format)
 
     def __call__(self, x: Float[Array, "T D"], cos_sin: CosSin, pages: Pages, attend: LayerAttention) -> tuple[Float[Array, "T D"], Pages]:
         attended, pages = self.attention(self.attention_norm(x), cos_sin, pages, attend)
@@ -100,13 +101,13 @@ class Gemma3(nnx.Module):
             },
         },
         ignored=("lm_head.weight", "*vision_tower.*", "*multi_modal_projector.*"),
-        # Within the model of images and texts, as first published and as transformers holds it now.
+        # Names inside the multimodal model, as first published and as transformers saves it now.
         renamed=(("language_model.model.", "model."), ("language_model.lm_head.", "lm_head."), ("model.language_model.", "model.")),
     )
 
     @classmethod
     def read_config(cls, config: Mapping[str, Any]) -> ArchitectureConfig:
-        """See `CausalLM`. Of a model of images and texts it is `text_config`."""
+        """See `CausalLM`. A multimodal model's is its `text_config`."""
         text = _DEFAULTS | dict(text_config(config) if "text_config" in config else config)
         text["tie_word_embeddings"] = config.get("tie_word_embeddings", text["tie_word_embeddings"])
         check_activation(text, ("gelu_pytorch_tanh",), "hidden_activation")
@@ -130,15 +131,15 @@ class Gemma3(nnx.Module):
             family=Gemma3Settings(positive(text, "query_pre_attn_scalar", 256.0), local_rope, caps[1]),
         )
 
-    def __init__(self, config: ArchitectureConfig, form: MatrixFormat, activation_dtype: jnp.dtype) -> None:
+    def __init__(self, config: ArchitectureConfig, weight_format: ModelWeightFormat, activation_dtype: jnp.dtype) -> None:
         size = config.hidden_size
         self.config = config
-        self.embedding = Embedding(config.vocab_size, size, form, activation_dtype)
-        # Rounded to the weights' type, as the model was trained.
-        self.embedding_scale = float(jnp.dtype(form.vector_dtype).type(size**0.5))
-        self.blocks = nnx.List([Gemma3Block(config, layer, form) for layer in range(config.num_layers)])
-        self.norm = OffsetRMSNorm(size, config.rms_norm_eps, form)
-        self.head = None if config.tie_word_embeddings else Embedding(config.vocab_size, size, form, activation_dtype)
+        self.embedding = Embedding(config.vocab_size, size, weight_format, activation_dtype)
+        # Rounded to the weights' type, as in training.
+        self.embedding_scale = float(jnp.dtype(weight_format.vector_dtype).type(size**0.5))
+        self.blocks = nnx.List([Gemma3Block(config, layer, weight_format) for layer in range(config.num_layers)])
+        self.norm = OffsetRMSNorm(size, config.rms_norm_eps, weight_format)
+        self.head = None if config.tie_word_embeddings else Embedding(config.vocab_size, size, weight_format, activation_dtype)
 
     def embed(self, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
         return self.embedding(token_ids) * self.embedding_scale
@@ -169,12 +170,12 @@ class Gemma3(nnx.Module):
 
     def best(self, hidden: Float[Array, "X D"]) -> Int[Array, " X"]:
         if self.config.family.final_soft_cap is not None:
-            return argmax_of_rows(self.logits(hidden))  # what the cap makes equal is as equal here
+            return argmax_of_rows(self.logits(hidden))  # the cap can make logits equal: ties as in `logits`
         return (self.head or self.embedding).best(hidden)
 
 
 def _read_ropes(text: Mapping[str, Any]) -> tuple[float, AnyRopeScaling, tuple[float, AnyRopeScaling]]:
-    """Base and scaling of global layers, then of those with a window. transformers 5 has both in `rope_parameters`."""
+    """(theta, scaling, local rope), the first two of global layers. transformers 5 has both in `rope_parameters`."""
     both = text.get("rope_parameters")
     if both is None:
         older = {"rope_theta": text.get("rope_local_base_freq", 10_000.0)}

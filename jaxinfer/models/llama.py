@@ -10,46 +10,46 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from checkpoints.weight_map import Weight, WeightMap
+from jaxinfer.architecture.model_config import ArchitectureConfig, check_activation
 from jaxinfer.kv_cache.pages import Pages
 from jaxinfer.layers.attention import Attention, AttentionBackend, AttentionParams, LayerAttention
 from jaxinfer.layers.embedding import Embedding
-from jaxinfer.layers.matrices import MatrixFormat
 from jaxinfer.layers.mlp import GatedMLP
 from jaxinfer.layers.norm import RMSNorm
 from jaxinfer.layers.rope import CosSin, angles, inverse_frequencies, rotated_amplitude
 from jaxinfer.models.base import run_blocks
-from jaxinfer.models.config import ArchitectureConfig, check_activation
+from jaxinfer.weights.formats.weight_format import ModelWeightFormat
 
 
 class LlamaBlock(nnx.Module):
-    """`mlp`: the feed-forward part where it is another; `normalises_heads`: those of queries and keys; `has_out_bias`: where the other
-    projections of attention have one."""
+    """`mlp`: replaces the gated MLP. `normalises_heads`: RMS norm on each head of queries and keys. `has_out_bias`:
+    whether the output projection has a bias where the others of attention do."""
 
     def __init__(
         self,
         config: ArchitectureConfig,
         layer: int,
-        form: MatrixFormat,
+        weight_format: ModelWeightFormat,
         *,
         mlp: nnx.Module | None = None,
         normalises_heads: bool = False,
         has_out_bias: bool = True,
     ) -> None:
         size = config.hidden_size
-        self.attention_norm = RMSNorm(size, config.rms_norm_eps, form)
+        self.attention_norm = RMSNorm(size, config.rms_norm_eps, weight_format)
         self.attention = Attention(
             size,
             config.num_heads,
             config.num_kv_heads,
             config.head_size,
-            form,
+            weight_format,
             use_bias=config.attention_bias,
             params=AttentionParams(config.head_size**-0.5, config.layer_spans[layer]),
             norm_epsilon=config.rms_norm_eps if normalises_heads else None,
             has_out_bias=has_out_bias,
         )
-        self.mlp_norm = RMSNorm(size, config.rms_norm_eps, form)
-        self.mlp = mlp or GatedMLP(size, config.mlp_size, form, use_bias=config.mlp_bias)
+        self.mlp_norm = RMSNorm(size, config.rms_norm_eps, weight_format)
+        self.mlp = mlp or GatedMLP(size, config.mlp_size, weight_format, use_bias=config.mlp_bias)
 
     def __call__(self, x: Float[Array, "T D"], cos_sin: CosSin, pages: Pages, attend: LayerAttention) -> tuple[Float[Array, "T D"], Pages]:
         attended, pages = self.attention(self.attention_norm(x), cos_sin, pages, attend)
@@ -58,7 +58,7 @@ class LlamaBlock(nnx.Module):
 
 
 class Llama(nnx.Module):
-    block: ClassVar[type[Any]] = LlamaBlock  # of every layer, made of the configuration, its number and the form
+    block: ClassVar[type[Any]] = LlamaBlock  # called with the configuration, the layer's number, the weight format
     weight_map = WeightMap(
         {
             "embedding.table": Weight(("model.embed_tokens.weight",)),
@@ -79,7 +79,7 @@ class Llama(nnx.Module):
                 for kind, kind_theirs in (("kernel", "weight"), ("bias", "bias"))
             },
         },
-        ignored=("lm_head.weight",),  # some checkpoints with tied embeddings hold it all the same
+        ignored=("lm_head.weight",),  # some checkpoints with tied embeddings store it too
     )
 
     @classmethod
@@ -88,12 +88,14 @@ class Llama(nnx.Module):
         check_activation(config)
         return ArchitectureConfig.from_hf(config)
 
-    def __init__(self, config: ArchitectureConfig, form: MatrixFormat, activation_dtype: jnp.dtype) -> None:
+    def __init__(self, config: ArchitectureConfig, weight_format: ModelWeightFormat, activation_dtype: jnp.dtype) -> None:
         self.config = config
-        self.embedding = Embedding(config.vocab_size, config.hidden_size, form, activation_dtype)
-        self.blocks = nnx.List([self.block(config, layer, form) for layer in range(config.num_layers)])
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, form)
-        self.head = None if config.tie_word_embeddings else Embedding(config.vocab_size, config.hidden_size, form, activation_dtype)
+        self.embedding = Embedding(config.vocab_size, config.hidden_size, weight_format, activation_dtype)
+        self.blocks = nnx.List([self.block(config, layer, weight_format) for layer in range(config.num_layers)])
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, weight_format)
+        self.head = (
+            None if config.tie_word_embeddings else Embedding(config.vocab_size, config.hidden_size, weight_format, activation_dtype)
+        )
 
     def embed(self, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
         return self.embedding(token_ids)

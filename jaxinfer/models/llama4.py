@@ -1,4 +1,5 @@
-"""Llama 4: experts in all layers or every other one; layers that rotate attend within chunks, the others, without positions, to everything."""
+"""Llama 4: experts in all layers or every second one. Layers with RoPE attend within chunks; the others have no
+positions and full attention."""
 
 from __future__ import annotations
 
@@ -11,16 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from checkpoints.weight_map import Weight, WeightMap
-from jaxinfer.kv_cache.pages import Pages
-from jaxinfer.layers.attention import Attention, AttentionBackend, AttentionParams, LayerAttention
-from jaxinfer.layers.deferred_collectives import axis_of_tokens
-from jaxinfer.layers.matrices import MatrixFormat
-from jaxinfer.layers.mlp import GatedMLP
-from jaxinfer.layers.moe import MixtureOfExperts
-from jaxinfer.layers.norm import RMSNorm, inverse_rms
-from jaxinfer.layers.rope import CosSin, angles, inverse_frequencies, rotate, rotated_amplitude
-from jaxinfer.models.base import run_blocks
-from jaxinfer.models.config import (
+from jaxinfer.architecture.model_config import (
     ArchitectureConfig,
     Routing,
     UnsupportedModelError,
@@ -30,7 +22,16 @@ from jaxinfer.models.config import (
     read_spans,
     text_config,
 )
+from jaxinfer.kv_cache.pages import Pages
+from jaxinfer.layers.attention import Attention, AttentionBackend, AttentionParams, LayerAttention
+from jaxinfer.layers.deferred_collectives import axis_of_tokens
+from jaxinfer.layers.mlp import GatedMLP
+from jaxinfer.layers.moe import MixtureOfExperts
+from jaxinfer.layers.norm import RMSNorm, inverse_rms
+from jaxinfer.layers.rope import CosSin, angles, inverse_frequencies, rotate, rotated_amplitude
+from jaxinfer.models.base import run_blocks
 from jaxinfer.models.llama import Llama
+from jaxinfer.weights.formats.weight_format import ModelWeightFormat
 from pallas_kernels.span import FULL_ATTENTION, Span
 
 _MLP = "model.layers.{layer}.feed_forward."
@@ -38,35 +39,35 @@ _MLP = "model.layers.{layer}.feed_forward."
 
 @dataclass(frozen=True, slots=True)
 class Llama4Config:
-    is_rotated: tuple[bool, ...]  # of each layer: whether it knows positions
-    has_experts: tuple[bool, ...]  # of each layer
+    is_rotated: tuple[bool, ...]  # whether a layer has RoPE
+    has_experts: tuple[bool, ...]  # whether a layer has experts
     routing: Routing
-    expert_size: int  # inner; of the one that every token takes besides, too
-    normalises: bool  # queries and keys of layers that rotate
-    tempering: tuple[float, float] | None  # of scores in the others: tokens between its steps, and how much it grows
+    expert_size: int  # MLP width of an expert, and of the shared expert
+    normalises: bool  # whether layers with RoPE normalise queries and keys
+    tempering: tuple[float, float] | None  # of scores in the other layers: tokens between steps, growth
 
 
 class Llama4Block(nnx.Module):
-    def __init__(self, config: ArchitectureConfig, layer: int, form: MatrixFormat) -> None:
+    def __init__(self, config: ArchitectureConfig, layer: int, weight_format: ModelWeightFormat) -> None:
         family, size = config.family, config.hidden_size
         self.is_rotated = family.is_rotated[layer]
         self.is_tempered = family.tempering is not None and not self.is_rotated
         self.epsilon = config.rms_norm_eps if family.normalises and self.is_rotated else None
-        self.attention_norm = RMSNorm(size, config.rms_norm_eps, form)
+        self.attention_norm = RMSNorm(size, config.rms_norm_eps, weight_format)
         self.attention = Attention(
             size,
             config.num_heads,
             config.num_kv_heads,
             config.head_size,
-            form,
+            weight_format,
             use_bias=config.attention_bias,
             params=AttentionParams(config.head_size**-0.5, config.layer_spans[layer]),
         )
-        self.mlp_norm = RMSNorm(size, config.rms_norm_eps, form)
+        self.mlp_norm = RMSNorm(size, config.rms_norm_eps, weight_format)
         self.mlp = (
-            MixtureOfExperts(size, family.expert_size, family.routing, form, shared_size=family.expert_size)
+            MixtureOfExperts(size, family.expert_size, family.routing, weight_format, shared_size=family.expert_size)
             if family.has_experts[layer]
-            else GatedMLP(size, config.mlp_size, form, use_bias=False)
+            else GatedMLP(size, config.mlp_size, weight_format, use_bias=False)
         )
 
     def __call__(
@@ -114,7 +115,8 @@ class Llama4(Llama):
         read = ArchitectureConfig.from_hf(config)
         layers, expert_size = range(read.num_layers), integer(config, "intermediate_size")
         interval = integer(config, "no_rope_layer_interval", 4)
-        rotates = config.get("no_rope_layers") or [int((layer + 1) % interval != 0) for layer in layers]  # in spite of its name
+        # In spite of its name, 1 in no_rope_layers means RoPE.
+        rotates = config.get("no_rope_layers") or [int((layer + 1) % interval != 0) for layer in layers]
         if len(rotates) != read.num_layers or any(value not in (0, 1) for value in rotates):
             raise UnsupportedModelError(f"no_rope_layers is {rotates!r}: it must be 0 or 1 for each of {read.num_layers} layers")
         with_experts = config.get("moe_layers")
@@ -160,7 +162,7 @@ class Llama4(Llama):
 
 
 class Llama4WithImages(Llama4):
-    """The text model of one that takes images too."""
+    """The text model of a multimodal Llama 4."""
 
     weight_map = replace(
         Llama4.weight_map,
@@ -175,7 +177,7 @@ class Llama4WithImages(Llama4):
 
 
 def _temper(positions: Int[Array, " T"], floor: float, growth: float) -> Float[Array, " T"]:
-    """What scores are multiplied by so that they stay sharp over long contexts (arXiv:2501.19399)."""
+    """Temperature by position, which keeps attention sharp over long contexts (arXiv:2501.19399)."""
     return jnp.log1p(jnp.floor((positions.astype(jnp.float32) + 1) / floor)) * growth + 1
 
 

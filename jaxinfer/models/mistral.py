@@ -1,4 +1,4 @@
-"""Mistral (arXiv:2310.06825): Llama whose layers attend to a sliding window, where the configuration gives one."""
+"""Mistral (arXiv:2310.06825): Llama with a sliding window, where the configuration has one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from jaxinfer.models.config import ArchitectureConfig, integer
+from jaxinfer.architecture.model_config import ArchitectureConfig, integer
 from jaxinfer.models.llama import Llama
 from pallas_kernels.span import Span
 

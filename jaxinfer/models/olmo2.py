@@ -1,4 +1,5 @@
-"""OLMo 2 (arXiv:2501.00656): Llama with norms after attention and MLP, not before, and over the whole width of queries and of keys."""
+"""OLMo 2 (arXiv:2501.00656): Llama with norms after attention and MLP instead of before; query and key norms span all
+heads."""
 
 from __future__ import annotations
 
@@ -9,34 +10,34 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from checkpoints.weight_map import Weight, WeightMap
+from jaxinfer.architecture.model_config import ArchitectureConfig
 from jaxinfer.kv_cache.pages import Pages
 from jaxinfer.layers.attention import Attention, AttentionParams, LayerAttention
-from jaxinfer.layers.matrices import MatrixFormat
 from jaxinfer.layers.mlp import GatedMLP
 from jaxinfer.layers.norm import RMSNorm
 from jaxinfer.layers.rope import CosSin
-from jaxinfer.models.config import ArchitectureConfig
 from jaxinfer.models.llama import Llama
+from jaxinfer.weights.formats.weight_format import ModelWeightFormat
 
 
 class Olmo2Block(nnx.Module):
-    def __init__(self, config: ArchitectureConfig, layer: int, form: MatrixFormat) -> None:
+    def __init__(self, config: ArchitectureConfig, layer: int, weight_format: ModelWeightFormat) -> None:
         size, epsilon = config.hidden_size, config.rms_norm_eps
         self.attention = Attention(
             size,
             config.num_heads,
             config.num_kv_heads,
             config.head_size,
-            form,
+            weight_format,
             use_bias=config.attention_bias,
             params=AttentionParams(config.head_size**-0.5, config.layer_spans[layer]),
             norm_epsilon=epsilon,
             norms_heads_as_one=True,
             heads=config.heads,
         )
-        self.attended_norm = RMSNorm(size, epsilon, form)
-        self.mlp = GatedMLP(size, config.mlp_size, form, use_bias=False)
-        self.mlp_out_norm = RMSNorm(size, epsilon, form)
+        self.attended_norm = RMSNorm(size, epsilon, weight_format)
+        self.mlp = GatedMLP(size, config.mlp_size, weight_format, use_bias=False)
+        self.mlp_out_norm = RMSNorm(size, epsilon, weight_format)
 
     def __call__(self, x: Float[Array, "T D"], cos_sin: CosSin, pages: Pages, attend: LayerAttention) -> tuple[Float[Array, "T D"], Pages]:
         attended, pages = self.attention(x, cos_sin, pages, attend)

@@ -1,4 +1,5 @@
-"""Qwen2 and 2.5 (arXiv:2412.15115): Llama whose queries, keys and values have biases; its later layers may attend to a window."""
+"""Qwen2 and 2.5 (arXiv:2412.15115): Llama with biases on queries, keys and values; later layers may have a sliding
+window."""
 
 from __future__ import annotations
 
@@ -6,15 +7,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from jaxinfer.layers.matrices import MatrixFormat
-from jaxinfer.models.config import ArchitectureConfig, count, integer, read_spans
+from jaxinfer.architecture.model_config import ArchitectureConfig, count, integer, read_spans
 from jaxinfer.models.llama import Llama, LlamaBlock
+from jaxinfer.weights.formats.weight_format import ModelWeightFormat
 from pallas_kernels.span import FULL_ATTENTION, Span
 
 
 class Qwen2Block(LlamaBlock):
-    def __init__(self, config: ArchitectureConfig, layer: int, form: MatrixFormat) -> None:
-        super().__init__(config, layer, form, has_out_bias=False)
+    def __init__(self, config: ArchitectureConfig, layer: int, weight_format: ModelWeightFormat) -> None:
+        super().__init__(config, layer, weight_format, has_out_bias=False)
 
 
 class Qwen2(Llama):
@@ -27,7 +28,7 @@ class Qwen2(Llama):
 
 
 def with_windows(read: ArchitectureConfig, config: Mapping[str, Any]) -> ArchitectureConfig:
-    """With the spans of a dense model's layers."""
+    """The configuration with the spans of a dense model's layers."""
     window, has_window = window_of(config), window_of(config) != FULL_ATTENTION
     first = count(config, "max_window_layers", 28)
     kinds = {"full_attention": FULL_ATTENTION} | ({"sliding_attention": window} if has_window else {})
@@ -36,6 +37,6 @@ def with_windows(read: ArchitectureConfig, config: Mapping[str, Any]) -> Archite
 
 
 def window_of(config: Mapping[str, Any]) -> Span:
-    """What layers with a sliding window attend to; everything where there are none."""
+    """The span of layers with a sliding window; full attention without one."""
     has_window = config.get("use_sliding_window", False) and config.get("sliding_window") is not None
     return Span(window=integer(config, "sliding_window")) if has_window else FULL_ATTENTION

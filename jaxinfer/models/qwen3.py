@@ -1,4 +1,4 @@
-"""Qwen3 (arXiv:2505.09388): Llama whose queries and keys are normalised; in its larger models, layers of experts."""
+"""Qwen3 (arXiv:2505.09388): Llama with normalised queries and keys; larger models have mixture-of-experts layers."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from checkpoints.weight_map import Weight, WeightMap
-from jaxinfer.layers.matrices import MatrixFormat
+from jaxinfer.architecture.model_config import ArchitectureConfig, Routing, UnsupportedModelError, integer
 from jaxinfer.layers.moe import MixtureOfExperts
-from jaxinfer.models.config import ArchitectureConfig, Routing, UnsupportedModelError, integer
 from jaxinfer.models.llama import Llama, LlamaBlock
 from jaxinfer.models.qwen2 import window_of, with_windows
+from jaxinfer.weights.formats.weight_format import ModelWeightFormat
 
 
 @dataclass(frozen=True, slots=True)
 class Qwen3Experts:
     routing: Routing
     inner_size: int
-    layers: tuple[int, ...]  # those that have experts; the others are dense
+    layers: tuple[int, ...]  # with experts; the others are dense
 
 
 class Qwen3Block(LlamaBlock):
-    def __init__(self, config: ArchitectureConfig, layer: int, form: MatrixFormat) -> None:
+    def __init__(self, config: ArchitectureConfig, layer: int, weight_format: ModelWeightFormat) -> None:
         experts, mlp = config.family, None
         if experts is not None and layer in experts.layers:
-            mlp = MixtureOfExperts(config.hidden_size, experts.inner_size, experts.routing, form)
-        super().__init__(config, layer, form, mlp=mlp, normalises_heads=True)
+            mlp = MixtureOfExperts(config.hidden_size, experts.inner_size, experts.routing, weight_format)
+        super().__init__(config, layer, weight_format, mlp=mlp, normalises_heads=True)
 
 
 class Qwen3(Llama):
@@ -68,9 +68,10 @@ class Qwen3Moe(Qwen3):
 
     @classmethod
     def read_config(cls, config: Mapping[str, Any]) -> ArchitectureConfig:
-        """See `CausalLM`. Its layers attend alike: to a window, or to all."""
+        """See `CausalLM`. All layers have the same span."""
         read = Llama.read_config(config)
-        num_experts = integer(config, "num_local_experts" if "num_experts" not in config else "num_experts")  # transformers 5 says local
+        # transformers 5 writes num_local_experts.
+        num_experts = integer(config, "num_local_experts" if "num_experts" not in config else "num_experts")
         top_k, step = integer(config, "num_experts_per_tok", 8), integer(config, "decoder_sparse_step", 1)
         if top_k > num_experts:
             raise UnsupportedModelError(f"num_experts_per_tok is {top_k}: there are {num_experts} experts")

@@ -1,4 +1,4 @@
-"""One process's calls, made by all: recorded where they are made first, and made again in the others, in the same order."""
+"""Calls of one process repeated by all others: recorded in the first process, replayed in the same order."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from typing import Any, TypeVar, cast
 
 import jax
 
-from jaxinfer.multi_process.messages import Call, RemoteArray, decode, encode
+from jaxinfer.multi_process.messages import RemoteArray, RemoteCall, decode, encode
 
-Target = TypeVar("Target")
+T = TypeVar("T")
 
 
 def public_methods(kind: type) -> list[str]:
-    """Names of a class's methods; of what is computed from its state (properties) none."""
+    """Names of a class's public methods, without properties."""
     names = {name for base in kind.__mro__ for name, value in vars(base).items() if isfunction(value) and not name.startswith("_")}
     return sorted(names)
 
 
 class Recorder:
-    """Tells of each call of a target's public methods before it is made, from one thread. An array that such a call returned is named in
-    later ones by the call's number; once the program has let go of it, the others are told to do so too."""
+    """Announces each call of a target's public methods before making it, from one thread. Later calls refer to an array
+    that a call returned by the call's number. Once the program has dropped the array, the other processes drop
+    theirs."""
 
     def __init__(self, tell: Callable[[bytes], None]) -> None:
         self._tell = tell
@@ -36,19 +37,19 @@ class Recorder:
         self._released: deque[RemoteArray] = deque()
 
     def start(self) -> None:
-        """From now on calls are told of."""
+        """Announce calls from now on."""
         self._is_on = True
 
-    def record(self, name: str, target: Target) -> Target:
-        """The target, with calls that are told of by this name."""
-        return cast(Target, _Recorded(target, partial(self._call, name)))
+    def record(self, name: str, target: T) -> T:
+        """The target, with its calls announced by this name."""
+        return cast(T, _Recorded(target, partial(self._call, name)))
 
     def _call(self, target: str, method: str, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
         if not self._is_on:
             return function(*arguments, **keywords)
         number = next(self._numbers)
         released = tuple(self._released.popleft() for _ in range(len(self._released)))
-        self._tell(encode(Call(number, target, method, arguments, keywords, released), self._find))
+        self._tell(encode(RemoteCall(number, target, method, arguments, keywords, released), self._find))
         result = function(*arguments, **keywords)
         for leaf, array in enumerate(jax.tree.leaves(result)):
             if isinstance(array, jax.Array):
@@ -64,13 +65,13 @@ class Recorder:
 
     def _release(self, held: RemoteArray, key: int, _: object) -> None:
         del self._alive[held]
-        if self._held.get(key) == held:  # else a later call returned the same array
+        if self._held.get(key) == held:  # otherwise a later call returned the same array
             del self._held[key]
         self._released.append(held)
 
 
 class _Recorded:
-    """Stands for a target; what isn't a public method of it is its own."""
+    """Proxy of a target, with its public methods wrapped."""
 
     def __init__(self, target: Any, call: Callable[..., Any]) -> None:
         self._target = target
@@ -82,22 +83,22 @@ class _Recorded:
 
 
 class Replayer:
-    """Makes the calls that a `Recorder` told of, on this process's own targets."""
+    """Repeats the calls of a `Recorder` on this process's own targets."""
 
     def __init__(self) -> None:
         self._targets: dict[str, Any] = {}
         self._held: dict[RemoteArray, jax.Array] = {}
 
     def add(self, name: str, target: object) -> None:
-        """What a name stands for here."""
+        """Register this process's target of a name."""
         self._targets[name] = target
 
     def make(self, message: bytes) -> None:
-        """Make one call. Raises `ValueError` for one of a target or method that is not here."""
+        """Make one call. Raises `ValueError` for a target or method that this process doesn't have."""
         call = decode(message, self._held)
         target = self._targets.get(call.target)
         if target is None or call.method not in public_methods(type(target)):
-            raise ValueError(f"told to call {call.target}.{call.method}, which this process does not have")
+            raise ValueError(f"the leader calls {call.target}.{call.method}, which this process does not have")
         result = getattr(target, call.method)(*call.arguments, **call.keywords)
         for leaf, array in enumerate(jax.tree.leaves(result)):
             if isinstance(array, jax.Array):

@@ -1,7 +1,8 @@
-"""From the first process to the others: a gRPC stream each, which also tells when one of them is gone. Imports no JAX.
+"""The channel from the first process to the others: a gRPC stream each, which also detects lost processes. Imports no
+JAX.
 
-Strangers: the leader listens where it is told to and nowhere else, and whoever can connect there before all have come can take part. Give an
-address of a private network.
+Security: the leader listens on the given address only. Whoever can connect to it before all processes have joined can
+take part, so give an address of a private network.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from jaxinfer.multi_process.peer_failure import PeerFailureMonitor, ProcessLostE
 
 _LOG = logging.getLogger(__name__)
 
-HEARTBEAT = 20.0  # seconds, where nothing else is given
+HEARTBEAT = 20.0  # seconds, by default
 _SERVICE, _FOLLOW, _REPORT = "jaxinfer.Processes", "Follow", "Report"
-_BEATS = 4  # signs of life that a process gives in the time after whose silence it counts as gone
+_BEATS = 4  # heartbeats in the time after which a silent process counts as lost
 _GRACE = 5.0  # seconds for a message, or a connection's end
 _OPTIONS = [
     ("grpc.so_reuseport", 0),  # else two leaders could listen on one port
@@ -32,22 +33,23 @@ _OPTIONS = [
     ("grpc.max_receive_message_length", -1),
 ]
 
-Greeting = Mapping[str, Any]  # what processes say of themselves when they meet, as JSON
-Judge = Callable[[Greeting], str | None]  # of a greeting: why its process can't take part, or None
+Greeting = Mapping[str, Any]  # what a process sends when it joins, as JSON
+Judge = Callable[[Greeting], str | None]  # why a greeting's process can't join, or None
 
 
 class LeaderChannel:
-    """Waits until all others have come, then sends each what `send` is given, in order. Any thread may call anything."""
+    """Waits until all others have joined, then broadcasts messages in order. Any thread may call any method."""
 
     def __init__(self, address: str, num_processes: int, judge: Judge, seconds: float, heartbeat: float = HEARTBEAT) -> None:
-        """`heartbeat`: seconds without a sign of life after which a process counts as gone. Raises `ConfigError` where it can't listen."""
+        """`heartbeat`: seconds of silence after which a process counts as lost. Raises `ConfigError` if it can't
+        listen."""
         self.monitor = PeerFailureMonitor()
         self._address, self._num_processes, self._judge, self._seconds = address, num_processes, judge, seconds
         self._changed = threading.Condition()
-        self._queues: dict[int, queue.SimpleQueue[bytes | None]] = {}  # of messages to be sent, by process
+        self._queues: dict[int, queue.SimpleQueue[bytes | None]] = {}  # messages to send, by process
         self._peers: dict[int, str] = {}
-        self._arrived: dict[int, tuple[int, str]] = {}  # at which point each process has said that it waits, and with what
-        self._is_done = False  # with waiting for others
+        self._arrived: dict[int, tuple[int, str]] = {}  # the barrier that each process waits at, and its plan
+        self._is_done = False  # with barriers
         self._refused = ""
         self._is_closing = False
         self._heartbeat, self._seen_at = heartbeat, dict[int, float]()  # seconds, time.monotonic(), by process
@@ -67,18 +69,18 @@ class LeaderChannel:
         threading.Thread(target=self._watch, name="processes-alive", daemon=True).start()
 
     def wait_for_all(self) -> None:
-        """Until every process has come. Raises `ConfigError` if some do not in time."""
+        """Wait until every process has joined. Raises `ConfigError` if some don't in time."""
         with self._changed:
             if not self._changed.wait_for(lambda: len(self._queues) == self._num_processes - 1, self._seconds):
                 missing = sorted(set(range(1, self._num_processes)) - set(self._queues))
                 raise ConfigError(
-                    f"num_processes is {self._num_processes}, but of the processes {', '.join(map(str, missing))} nothing was heard in "
+                    f"num_processes is {self._num_processes}, but processes {', '.join(map(str, missing))} didn't join within "
                     f"{self._seconds:g} s: start each with `jaxinfer follow` and its own process_id{self._refused}"
                 )
 
     def meet(self, point: int, about: str = "", *, is_last: bool = False) -> None:
-        """Until every process waits at this point of those that are numbered from 1, where they wait for this one too. Raises
-        `ProcessLostError` if one is gone before, and `ConfigError` if one is there with something else than what this one is about."""
+        """A barrier: waits until every process waits at the same `point`, numbered from 1. Raises `ProcessLostError` if
+        one is lost, and `ConfigError` if one reports a different `about`."""
         others = range(1, self._num_processes)
         with self._changed:
             self._changed.wait_for(
@@ -88,19 +90,19 @@ class LeaderChannel:
             for process in others:
                 theirs = self._arrived[process][1]
                 if theirs != about:
-                    raise ConfigError(f"process {process} has another model, or sizes of its own: {theirs}; process 0 has {about}")
+                    raise ConfigError(f"process {process} has another plan: {theirs}; process 0 has {about}")
             self._is_done = is_last
         self.send(b"")
 
     def send(self, message: bytes) -> None:
-        """Have every process told. Raises `ProcessLostError` if one is gone."""
+        """Broadcast a message. Raises `ProcessLostError` if a process is lost."""
         self.monitor.check()
         for waiting in self._queues.values():
             waiting.put(message)
 
     def close(self) -> None:
-        """Tell all that this was the last message, and wait for a moment until it is sent. Before all have met for the last time it is an error
-        for them: they may be waiting for this process's devices."""
+        """End the others' streams, and wait a moment for that. Before the last barrier this is an error for them, since
+        they may be waiting for this process's devices."""
         with self._changed:
             if self._is_closing:
                 return
@@ -109,7 +111,7 @@ class LeaderChannel:
                 waiting.put(None)
         self._server.stop(_GRACE if self._is_done else 0).wait(_GRACE)
         for waiting in self._queues.values():
-            waiting.put(None)  # lets its thread go
+            waiting.put(None)  # ends its thread
 
     def _follow(self, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         greeting = json.loads(request)
@@ -144,7 +146,7 @@ class LeaderChannel:
         return b""
 
     def _watch(self) -> None:
-        """Look for processes that are stopped, or whose machine is gone: their connections stay open."""
+        """Detect processes that are stopped, or whose machine is down: their connections stay open."""
         while not self._is_closing and self.monitor.reason is None:
             time.sleep(self._heartbeat / _BEATS)
             with self._changed:
@@ -161,15 +163,15 @@ class LeaderChannel:
                 self.monitor.report_lost(
                     f"process {process} of {self._num_processes} ({self._peers[process]}) is gone: start all of them again"
                 )
-            self._queues[process].put(None)  # lets its thread go
+            self._queues[process].put(None)  # ends its thread
             self._changed.notify_all()
 
 
 class FollowerChannel:
-    """One process's connection to the leader: `messages` until it has closed."""
+    """One process's connection to the leader; `messages` ends when the leader closes it."""
 
     def __init__(self, address: str, greeting: Greeting, seconds: float, heartbeat: float = HEARTBEAT) -> None:
-        """`heartbeat`: as the leader's. Raises `ConfigError` if there is no leader in time."""
+        """`heartbeat`: the leader's. Raises `ConfigError` if no leader answers in time."""
         self.monitor = PeerFailureMonitor()
         self._address, self._process = address, greeting["process_id"]
         self._is_closing = False
@@ -187,7 +189,7 @@ class FollowerChannel:
         threading.Thread(target=self._beat, name="processes-alive", daemon=True).start()
 
     def messages(self) -> Iterator[bytes]:
-        """What the leader says. Raises `ConfigError` if it refuses this process, `ProcessLostError` if it is gone."""
+        """The leader's messages. Raises `ConfigError` if it refuses this process, `ProcessLostError` if it is lost."""
         try:
             yield from self._stream
         except grpc.RpcError as error:
@@ -196,7 +198,7 @@ class FollowerChannel:
             raise ProcessLostError(self._gone) from error
 
     def report(self, point: int = 0, about: str = "", *, error: str | None = None) -> None:
-        """Tell the leader at which point this process waits for its next message, and with what; or why it ends."""
+        """Tell the leader which barrier this process waits at, and its plan; or the error that it ends with."""
         report = {"process_id": self._process, "point": point, "about": about, "error": error}
         try:
             self._channel.unary_unary(f"/{_SERVICE}/{_REPORT}")(json.dumps(report).encode(), timeout=_GRACE)
@@ -205,7 +207,7 @@ class FollowerChannel:
                 raise ProcessLostError(self._gone) from failure
 
     def _beat(self) -> None:
-        """Give signs of life, and look for those of the leader: its answers."""
+        """Send heartbeats, and watch for the leader's answers."""
         sign, answered_at = json.dumps({"process_id": self._process, "is_beat": True}).encode(), time.monotonic()
         call = self._channel.unary_unary(f"/{_SERVICE}/{_REPORT}")
         while not self._is_closing and not self._stream.done() and self.monitor.reason is None:
@@ -218,7 +220,7 @@ class FollowerChannel:
             time.sleep(self._heartbeat / _BEATS)
 
     def close(self) -> None:
-        """Leave."""
+        """Disconnect."""
         self._is_closing = True
         self._channel.close()
 
@@ -232,7 +234,7 @@ class FollowerChannel:
 
 
 def _most_silent(heartbeat: float) -> float:
-    """Seconds between two signs of life of a process that was stopped for just `heartbeat`."""
+    """Longest time between two heartbeats of a process that was stopped for `heartbeat` seconds."""
     return heartbeat * (1 + 1 / _BEATS)
 
 

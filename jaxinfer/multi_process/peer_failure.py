@@ -1,4 +1,4 @@
-"""Ends a process whose engine has lost a peer. Imports neither JAX nor gRPC."""
+"""Ends a process whose engine has lost a peer process. Imports neither JAX nor gRPC."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from collections.abc import Callable
 
 _LOG = logging.getLogger(__name__)
 
-PROCESS_LOST = 75  # exit status, which systems know as a failure that passes: start all processes again
-_GRACE = 5.0  # seconds that a process gets to end by itself once another is gone
+PROCESS_LOST = 75  # exit status EX_TEMPFAIL: start all processes again
+_GRACE = 5.0  # seconds for a process to end by itself after another is lost
 
 
 class ProcessLostError(ConnectionError):
-    """Another process is gone, and with it a part of the weights and pages: all must be started again."""
+    """Another process is lost, and with it a part of the weights and pages: all must be started again."""
 
 
 class PeerFailureMonitor:
-    """Ends this process soon after another is gone, whatever it is doing: who waits for a device waits for ever."""
+    """Ends this process soon after another is lost: a thread that waits for a device may wait for ever."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -28,7 +28,7 @@ class PeerFailureMonitor:
         self.is_lost = threading.Event()
 
     def on_loss(self, listener: Callable[[ProcessLostError], None]) -> None:
-        """Have it called once, in a thread of its own: the one that drives the engine may wait for a device for ever."""
+        """Call the listener once, in a thread of its own: the thread that drives the engine may be blocked for ever."""
         with self._lock:
             if self.reason is None:
                 self._listeners.append(listener)
@@ -36,12 +36,13 @@ class PeerFailureMonitor:
         listener(ProcessLostError(self.reason))
 
     def report_lost(self, reason: str) -> None:
-        """Say why, once, and give the program `_GRACE` seconds to end with an error of its own."""
+        """Record the reason, once, and give the program `_GRACE` seconds to end with its own error."""
         with self._lock:
             if self.reason is not None:
                 return
             self.reason = reason
-            _LOG.critical("%s; this process ends too", reason)  # whoever else is told waits: it may end the process at once
+            # Under the lock: a listener may end the process at once.
+            _LOG.critical("%s; this process ends too", reason)
         self.is_lost.set()
         timer = threading.Timer(_GRACE, self.end)
         timer.daemon = True
@@ -49,12 +50,12 @@ class PeerFailureMonitor:
         threading.Thread(target=self._tell, name="process-lost", daemon=True).start()
 
     def check(self) -> None:
-        """Raise `ProcessLostError` if another process is gone."""
+        """Raise `ProcessLostError` if another process is lost."""
         if self.reason is not None:
             raise ProcessLostError(self.reason)
 
     def end(self) -> None:
-        """End this process with `PROCESS_LOST`, without JAX's own end, which waits for the others and aborts."""
+        """End this process with `PROCESS_LOST`, without JAX's exit handler, which waits for the others and aborts."""
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()
@@ -66,5 +67,5 @@ class PeerFailureMonitor:
         for listener in self._listeners:
             try:
                 listener(ProcessLostError(self.reason))
-            except Exception as error:  # one listener's fault is not the others'
+            except Exception as error:  # other listeners are still called
                 _LOG.error("a listener failed: %s: %s", type(error).__name__, error)

@@ -1,7 +1,8 @@
-"""The processes that an engine spans: how they meet, who tells whom of calls, and how an end is noticed.
+"""One engine over several processes: how they join, which calls they repeat, how the loss of one is noticed.
 
-Every process assembles the same engine over all processes' devices. Then the first drives it, and the others make the calls that it makes,
-so that all launch the same programs in the same order: each program's collectives wait for the other processes' part of it.
+Multi-controller SPMD: every process builds the same engine over all processes' devices. Then the first drives it and
+the others repeat its calls, so that all launch the same programs in the same order. Each program's collectives wait
+for the other processes.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from jaxinfer.multi_process.calls import Recorder, Replayer
 from jaxinfer.multi_process.channel import FollowerChannel, Greeting, LeaderChannel
 from jaxinfer.multi_process.peer_failure import PeerFailureMonitor, ProcessLostError
 from jaxinfer.multi_process.relay import Relay
-from jaxinfer.runtime.program_key import sources
+from jaxinfer.programs.key import sources
 
 OWN_SETTINGS = (
     "process_id",
@@ -31,29 +32,30 @@ OWN_SETTINGS = (
     "profile",
     "connect_seconds",
     "heartbeat_seconds",
-)  # may differ from process to process: a model is where each finds it
-_SHUTDOWN = 60  # seconds that JAX's own service waits for all processes at the end
-# `channel` notices who is gone, or silent for too long. JAX's own heartbeat, which aborts every process with a C++ trace, must never fail.
+)  # may differ between processes: the model's path, for one
+_SHUTDOWN = 60  # seconds that JAX's own service waits for all processes at exit
+# `channel` detects lost processes. JAX's own heartbeat aborts every process with a C++ trace, so it must never time
+# out.
 _NEVER = 10**7  # seconds
-_NOTICED = 2.0  # seconds until the end of a process is noticed at most, where a collective fails of it
+_NOTICED = 2.0  # seconds, at most, between a collective's failure and the notice that a process is lost
 
-Target = TypeVar("Target")
+T = TypeVar("T")
 
 
 class Processes(Protocol):
-    """What assembling an engine, and driving it, needs to know of the processes that it spans."""
+    """The processes that an engine spans, as its builder and its coordinator see them."""
 
-    def share(self, name: str, target: Target) -> Target:
-        """Have a target's public methods called in all processes; returns what to call instead of it."""
+    def share(self, name: str, target: T) -> T:
+        """A proxy of the target, whose public methods are called in all processes."""
         ...
 
     def compiled(self, plan: str) -> None:
-        """Wait until all processes are about to launch their first program: its collectives would give up waiting for one that compiles. Raises
-        `ConfigError` where they have not all come to the same plan: their programs would not fit each other."""
+        """Wait until all processes are about to launch their first program: its collectives would time out while
+        another process compiles. Raises `ConfigError` if plans differ: the programs would not match."""
         ...
 
     def wait_until_built(self) -> None:
-        """All processes have made the same calls by themselves until now, which warmed up their programs. From now on the first leads."""
+        """Wait until all processes have warmed up their programs. From now on they repeat the first one's calls."""
         ...
 
     def check(self, what: str, mesh: Mesh) -> None:
@@ -61,22 +63,23 @@ class Processes(Protocol):
         ...
 
     def on_loss(self, listener: Callable[[ProcessLostError], None]) -> None:
-        """Have it called, in a thread of its own, when another process is gone. This one then ends within seconds."""
+        """Register a listener for the loss of a process; called in a thread of its own. This process then ends within
+        seconds."""
         ...
 
     def surface_peer_failure(self) -> AbstractContextManager[None]:
-        """Within it, what fails because another process is gone raises `ProcessLostError`."""
+        """Within this context, errors caused by the loss of a process become `ProcessLostError`."""
         ...
 
     def close(self) -> None:
-        """Nothing more will be asked: let the others end."""
+        """End the other processes."""
         ...
 
 
 class SingleProcess:
     """One process with all devices. See `Processes`."""
 
-    def share(self, name: str, target: Target) -> Target:
+    def share(self, name: str, target: T) -> T:
         return target
 
     def compiled(self, plan: str) -> None:
@@ -105,7 +108,7 @@ class Leader:
         self._channel = channel
         self._recorder = Recorder(channel.send)
 
-    def share(self, name: str, target: Target) -> Target:
+    def share(self, name: str, target: T) -> T:
         return self._recorder.record(name, target)
 
     def compiled(self, plan: str) -> None:
@@ -135,7 +138,7 @@ class Follower:
         self._channel, self._messages = channel, messages
         self._replayer = Replayer()
 
-    def share(self, name: str, target: Target) -> Target:
+    def share(self, name: str, target: T) -> T:
         self._replayer.add(name, target)
         return target
 
@@ -157,16 +160,17 @@ class Follower:
         return surface_peer_failure(self._channel.monitor)
 
     def close(self) -> None:
-        pass  # `follow` leaves, once it has said why
+        pass  # `follow` disconnects, after reporting an error
 
     def follow(self) -> None:
-        """Make the leader's calls until it closes."""
+        """Repeat the leader's calls until it closes."""
         for message in self._messages:
             self._replayer.make(message)
 
 
 def lead(config: EngineConfig) -> Processes:
-    """Meet the others as the first process, before anything uses JAX's devices. Raises `ConfigError` if they don't all come."""
+    """Join the others as the first process, before anything uses JAX's devices. Raises `ConfigError` if some don't
+    join."""
     devices = config.devices
     if devices.num_processes == 1:
         return SingleProcess()
@@ -198,13 +202,13 @@ def lead(config: EngineConfig) -> Processes:
     except BaseException:
         channel.close()
         raise
-    atexit.register(channel.close)  # after which JAX waits for the others to end too
+    atexit.register(channel.close)  # runs before JAX's handler, which waits for the others to end
     return Leader(channel)
 
 
 def meet_leader(given: Mapping[str, Any]) -> tuple[EngineConfig, FollowerChannel, Iterator[bytes]]:
-    """Meet the leader with the settings that were given here; the configuration is the leader's but for OWN_SETTINGS. Also returns the
-    messages to come. Raises `ConfigError` if there is no leader, or it refuses this process."""
+    """Join the leader. Returns its configuration with this process's OWN_SETTINGS, the channel, and the messages to
+    come. Raises `ConfigError` if there is no leader, or it refuses this process."""
     address, process_id = given.get("coordinator"), given.get("process_id")
     if not address:
         raise ConfigError("`jaxinfer follow` needs process 0's address: give --coordinator HOST:PORT, as process 0 has it")
@@ -227,7 +231,7 @@ def meet_leader(given: Mapping[str, Any]) -> tuple[EngineConfig, FollowerChannel
 
 
 def start_jax(config: EngineConfig, address: str) -> None:
-    """Have JAX see the devices of all processes. Raises `ConfigError` if it has started already."""
+    """Make JAX use the devices of all processes. Raises `ConfigError` if it has started already."""
     devices = config.devices
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
@@ -239,14 +243,14 @@ def start_jax(config: EngineConfig, address: str) -> None:
             initialization_timeout=int(devices.connect_seconds),
             heartbeat_timeout_seconds=_NEVER,
             shutdown_timeout_seconds=_SHUTDOWN,
-            cluster_detection_method="deactivate",  # all that it would find out is given
+            cluster_detection_method="deactivate",  # everything it would detect is given
         )
     except RuntimeError as error:
         raise ConfigError(f"num_processes is {devices.num_processes}, but JAX can't start so in this process: {error}") from error
 
 
 def check_spans_all(what: str, mesh: Mesh) -> None:
-    """Raise `ConfigError` unless each process has devices of this mesh: a program is launched by those that have some of its devices."""
+    """Raise `ConfigError` unless each process has devices of this mesh: only those that do launch its programs."""
     missing = sorted(set(range(jax.process_count())) - {device.process_index for device in mesh.devices.flat})
     if missing:
         devices = [device.process_index for device in jax.devices()]
@@ -258,7 +262,7 @@ def check_spans_all(what: str, mesh: Mesh) -> None:
 
 @contextmanager
 def surface_peer_failure(monitor: PeerFailureMonitor) -> Iterator[None]:
-    """Errors of the device that come of another process's end are told as such."""
+    """Turn device errors caused by the loss of a process into `ProcessLostError`."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
@@ -268,7 +272,7 @@ def surface_peer_failure(monitor: PeerFailureMonitor) -> Iterator[None]:
 
 
 def _settings(config: EngineConfig) -> dict[str, Any]:
-    """All settings by their flat names, as JSON has them."""
+    """All settings by flat name, as JSON values."""
     parts = [getattr(config, part.name) for part in dataclasses.fields(config)]
     return json.loads(json.dumps({setting.name: getattr(part, setting.name) for part in parts for setting in dataclasses.fields(part)}))
 
@@ -278,7 +282,7 @@ def _versions() -> str:
 
 
 def _free_port(host: str) -> int:
-    """For JAX's own service."""
+    """A free port for JAX's own service."""
     family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.bind(address)

@@ -1,5 +1,5 @@
-"""Relay: between JAX's client in this process and its service in the first one, so that the client never learns of the service's end. It would
-abort the process at once, with a C++ trace. Who is gone is `channel`'s to notice. Imports no JAX."""
+"""Relay: connects JAX's client in this process with its service in the first, and hides that the service has ended: the
+client would abort this process with a C++ trace. `channel` detects lost processes. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import threading
 import time
 
 _CHUNK = 1 << 16
-_RETRY = 0.2  # seconds between attempts to reach a service that does not listen yet
+_RETRY = 0.2  # seconds between attempts to connect to a service that isn't listening yet
 
 
 class Relay:
-    """Listens on a loopback address until the process ends. A connection whose other end is gone stays open, and silent."""
+    """Listens on a loopback address until the process ends. A connection whose other end is closed stays open."""
 
     def __init__(self, address: tuple[str, int], seconds: float) -> None:
-        """`seconds`: how long the service may take until it listens."""
+        """`seconds`: timeout for the service to start listening."""
         self._target, self._seconds = address, seconds
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self._open: list[socket.socket] = []  # so that none is closed
+        self._open: list[socket.socket] = []  # references that keep connections open
         self._start(self._accept)
 
     @property
@@ -53,6 +53,6 @@ class Relay:
 
 
 def _pump(source: socket.socket, sink: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # either end is gone: nobody is told
+    with contextlib.suppress(OSError):  # one end is closed: the other must not notice
         while data := source.recv(_CHUNK):
             sink.sendall(data)

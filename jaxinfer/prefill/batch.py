@@ -1,4 +1,4 @@
-"""PrefillBatch: one prefill step as padded NumPy arrays, where the host half and the device half meet. Imports no JAX."""
+"""PrefillBatch: one prefill step as padded NumPy arrays: what the host gives the prefill program. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -9,27 +9,28 @@ import numpy as np
 from jaxtyping import Int32
 
 from jaxinfer.prefill.scheduler import Chunk, Fork
-from jaxinfer.runtime.buckets import QUERY_TILE, prefill_rows
+from jaxinfer.programs.buckets import QUERY_TILE, prefill_rows
 from jaxinfer.sampling.bad_words import bans_after
 from jaxinfer.sampling.params import SamplingRows, neutral_rows, set_row
 from jaxinfer.sequence import Sequence as EngineSequence
 
 
 class PackedTokens(NamedTuple):
-    """T packed tokens of at most R sequences, W pages each: those of a run of tokens for each group of layers, run by run. Unused rows have query_len 0; their outputs are ignored."""
+    """T packed tokens of at most R sequences with W pages each: for each token block, its page in each group of layers.
+    Unused rows have query_len 0; their outputs are ignored."""
 
     token_ids: Int32[Any, " T"]
     page_table: Int32[Any, "R W"]
     query_start: Int32[Any, " R"]
     query_len: Int32[Any, " R"]
-    kv_len: Int32[Any, " R"]  # tokens of context, this step's included
+    kv_len: Int32[Any, " R"]  # tokens of context, including this step's
 
 
 class PrefillBatch(NamedTuple):
-    """Packed tokens, and what is asked of them."""
+    """Packed tokens, and how to sample and score them."""
 
     packed: PackedTokens
-    next_token_ids: Int32[Any, " T"]  # what follows each token in its prompt, for prompt log-probabilities
+    next_token_ids: Int32[Any, " T"]  # each token's successor in its prompt, for prompt log-probabilities
     wants_prompt_logprobs: bool
     num_generated: Int32[Any, " R"]
     sampling: SamplingRows
@@ -45,7 +46,7 @@ def build_batch(chunks: Sequence[Chunk], num_tokens: int, table_width: int) -> P
         packed.token_ids[start : start + chunk.length] = sequence.token_ids[chunk.start : end]
         following = sequence.token_ids[chunk.start + 1 : end + 1]
         batch.next_token_ids[start : start + len(following)] = following
-        packed.page_table[row, : len(sequence.prefill_pages)] = sequence.prefill_pages
+        packed.page_table[row, : len(sequence.prefill.pages)] = sequence.prefill.pages
         packed.query_start[row], packed.query_len[row], packed.kv_len[row] = start, chunk.length, end
         batch.num_generated[row] = sequence.num_output
         if chunk.is_last:
@@ -55,7 +56,7 @@ def build_batch(chunks: Sequence[Chunk], num_tokens: int, table_width: int) -> P
 
 
 def sampling_of_forks(forks: Sequence[Fork], num_rows: int) -> SamplingRows:
-    """What each row of a prompt's last hidden state is sampled by."""
+    """Sampling parameters for each row of a prompt's last hidden state."""
     rows = neutral_rows(num_rows)
     for row, fork in enumerate(forks):
         _set_row(rows, row, fork.sequence)
@@ -63,13 +64,13 @@ def sampling_of_forks(forks: Sequence[Fork], num_rows: int) -> SamplingRows:
 
 
 def _set_row(rows: SamplingRows, row: int, sequence: EngineSequence) -> None:
-    """For the token after all that the host knows."""
+    """Set a row for the token after all that the host knows."""
     bans = bans_after(sequence.bad_words, sequence.token_ids, sequence.num_prompt)
     set_row(rows, row, sequence.params, sequence.seed, sorted(sequence.end_tokens), bans)
 
 
 def empty_batch(num_tokens: int, num_rows: int, table_width: int) -> PrefillBatch:
-    """Padding only."""
+    """A batch of padding only."""
     packed = PackedTokens(
         token_ids=np.zeros(num_tokens, np.int32),
         page_table=np.zeros((num_rows, table_width), np.int32),

@@ -1,21 +1,22 @@
-"""The size of prefill chunks: how fast a mesh prefills, as measured, and how many prompt tokens a step may take to hold the latency targets. Imports no JAX."""
+"""ChunkSizeController: prefill speed as measured, and how many prompt tokens a step may take within the latency
+targets. Imports no JAX."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxinfer.runtime.buckets import bucket_for, prefill_rows
+from jaxinfer.programs.buckets import bucket_for, prefill_rows
 
 _WEIGHT = 0.2  # of the newest measurement
-_CAUTION = 2.0  # deviations above the mean: what nine steps of ten stay below, since half of them exceed the mean
-_DRIFT = 0.02  # weight of the newest measurement in what a bucket takes beside the others
-_MOST_AT_ONCE = 3.0  # how much slower or quicker than of late a step may count
+_CAUTION = 2.0  # deviations above the mean; about nine steps of ten stay below
+_DRIFT = 0.02  # weight of the newest measurement in a bucket's time relative to others
+_MOST_AT_ONCE = 3.0  # the largest factor by which one step may count as slower or faster than recently
 
 
 @dataclass(slots=True)
 class _Average:
-    """A running mean and mean deviation, as TCP keeps them of round trips (Jacobson, 1988)."""
+    """A running mean and mean deviation, as in TCP's round-trip estimate (Jacobson, 1988)."""
 
     mean: float
     deviation: float = 0.0
@@ -30,15 +31,19 @@ class _Average:
 
 
 class ChunkSizeController:
-    """`target_ttft` and `target_itl` in seconds, None for none. `delays_decode`: both programs run on one mesh, so that a prefill step
-    makes every running sequence wait.
+    """Chooses the size of prefill chunks by latency targets.
 
-    The step takes no more tokens than leave the running sequences' inter-token latency within its target, and no more than those that
-    wait need for theirs to the first token: a smaller step delays whoever runs by less. Where both can't be held the running
-    sequences' goes first: theirs is the promise already given. Where not even the smallest step leaves it room, it is the smallest.
+    `target_ttft` and `target_itl` in seconds, None for none. `delays_decode`: both programs share a mesh, so a prefill
+    step delays every running sequence.
 
-    What a step takes is what its bucket takes when all is quiet, times how much slower than that steps of any bucket are of late: so buckets
-    that are not in use follow a mesh that gets slower or quicker, and none is ruled out for ever by one slow step.
+    A step takes no more tokens than running sequences' inter-token latency allows, and no more than waiting prompts
+    need for their time to first token: a smaller step delays running sequences less. If both targets can't be met, the
+    inter-token latency wins, which running requests were promised already. If even the smallest step exceeds it, the
+    step is the smallest.
+
+    A step's predicted time is its bucket's time without load, times the recent slowdown of steps of all buckets. So the
+    predictions of unused buckets follow a mesh that gets slower or faster, and one slow step rules out no bucket for
+    ever.
     """
 
     def __init__(
@@ -47,17 +52,17 @@ class ChunkSizeController:
         self._buckets = buckets
         self._target_ttft, self._target_itl = target_ttft, target_itl
         self._delays_decode = delays_decode
-        self._quiet: dict[int, float] = {}  # seconds that a step of each bucket takes
+        self._quiet: dict[int, float] = {}  # seconds of each bucket's step without load
         self._slowness = _Average(1.0)
         self._decode: _Average | None = None
 
     @property
     def steers(self) -> bool:
-        """Whether there is any target to hold."""
+        """Whether there is any target."""
         return self._target_ttft is not None or self._target_itl is not None
 
     def observe(self, bucket: int, seconds: float) -> None:
-        """A step of a bucket took so long."""
+        """Record the time of a prefill step."""
         if bucket not in self._quiet:
             self._quiet[bucket] = max(seconds, 1e-9) / self._slowness.mean
             return
@@ -67,7 +72,7 @@ class ChunkSizeController:
         self._quiet[bucket] *= 1 + _DRIFT * (slowness / self._slowness.mean - 1)
 
     def observe_decode(self, seconds: float) -> None:
-        """A decode step took so long; 0: none has ended yet."""
+        """Record the time of a decode step; 0 if none has ended yet."""
         if not seconds:
             return
         if self._decode is None:
@@ -76,7 +81,8 @@ class ChunkSizeController:
             self._decode.observe(seconds)
 
     def seconds_to_compute(self, num_tokens: int) -> float:
-        """What prefilling that many tokens takes, infinity before anything was measured: then whatever is at hand is quicker."""
+        """Predicted seconds to prefill this many tokens; infinity before any measurement, so that any cache counts as
+        faster."""
         if not self._quiet:
             return float("inf")
         whole, rest = divmod(num_tokens, self._buckets[-1])
@@ -84,33 +90,33 @@ class ChunkSizeController:
         return seconds * self._slowness.mean
 
     def budget(self, num_running: int, waiting: Sequence[tuple[int, float]]) -> int:
-        """Tokens for the next step. `waiting`: of each prompt that waits for its first token, as they are served, the tokens still to be
-        computed, in whole tiles, and for how many seconds it has waited."""
+        """Tokens for the next step. `waiting`: for each prompt without its first token, in scheduling order, the tokens
+        still to compute (in whole tiles) and the seconds it has waited."""
         if not self._delays_decode or not num_running or not self.steers:
             return self._buckets[-1]
         decode_seconds = 0.0 if self._decode is None else self._decode.cautious()
         slowness = self._slowness.cautious()
-        turns = {bucket: self._quiet_seconds(bucket) * slowness + decode_seconds for bucket in self._buckets}
+        iteration_seconds = {bucket: self._quiet_seconds(bucket) * slowness + decode_seconds for bucket in self._buckets}
         itl, ttft = self._target_itl, self._target_ttft
-        allowed = [bucket for bucket in self._buckets if itl is None or turns[bucket] <= itl] or [self._buckets[0]]
+        allowed = [bucket for bucket in self._buckets if itl is None or iteration_seconds[bucket] <= itl] or [self._buckets[0]]
         if ttft is None:
             return allowed[-1]
-        return next((bucket for bucket in allowed if _are_in_time(waiting, bucket, turns[bucket], ttft)), allowed[-1])
+        return next((bucket for bucket in allowed if _are_in_time(waiting, bucket, iteration_seconds[bucket], ttft)), allowed[-1])
 
     def _quiet_seconds(self, bucket: int) -> float:
-        """By its size from the nearest bucket, for one that was never measured; 0 before any was."""
+        """A bucket's time; if never measured, scaled from the nearest bucket; 0 before any measurement."""
         if not self._quiet:
             return 0.0
         nearest = min(self._quiet, key=lambda known: max(known, bucket) / min(known, bucket))
         return self._quiet[nearest] * bucket / nearest
 
 
-def _are_in_time(waiting: Sequence[tuple[int, float]], bucket: int, turn: float, target: float) -> bool:
-    """Whether each has its first token in time with a step of this bucket in each turn, that many seconds long."""
+def _are_in_time(waiting: Sequence[tuple[int, float]], bucket: int, iteration: float, target: float) -> bool:
+    """Whether each prompt meets its target with a step of this bucket in each iteration, of that many seconds."""
     num_tokens = 0
     for num_prompts, (tokens, waited) in enumerate(waiting, 1):
         num_tokens += tokens
-        num_turns = max(-(-num_tokens // bucket), -(-num_prompts // prefill_rows(bucket)))
-        if waited + (num_turns + 1) * turn > target:  # the device has a turn to do that was launched before
+        num_iterations = max(-(-num_tokens // bucket), -(-num_prompts // prefill_rows(bucket)))
+        if waited + (num_iterations + 1) * iteration > target:  # the device still runs one launched before
             return False
     return True

@@ -1,10 +1,9 @@
-"""The prefill programs, pure functions: one fills pages from packed prompt tokens, others take the first tokens of prompts that end here from what it
-gives, and score the prompts where that is asked for."""
+"""The prefill programs, pure functions: one fills pages from packed prompt tokens; others sample the first tokens of
+prompts that end in the step, and score prompts on request."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -13,39 +12,37 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxinfer.kv_cache.pages import Pages
-from jaxinfer.kv_cache.spec import NULL_PAGE, LayerGroups
-from jaxinfer.layers.attention import AttentionParams
-from jaxinfer.layers.paged_attention import KVCacheLocation, PagedAttentionBackend
+from jaxinfer.kv_cache.spec import LayerGroups
+from jaxinfer.layers.attention_kernels import PrefillKernels
+from jaxinfer.layers.paged_attention import PagedAttentionBackend, pages_of_tokens
+from jaxinfer.layers.step_context import NO_CONTEXT, StepContext
 from jaxinfer.models.base import CausalLM, ModelSlice, run_slice
+from jaxinfer.pipeline.expert_loads import with_loads
 from jaxinfer.prefill.batch import PackedTokens
-from jaxinfer.runtime.buckets import query_tile
-from jaxinfer.runtime.expert_loads import with_loads
-from jaxinfer.runtime.template import ModelTemplate, Weights
+from jaxinfer.programs.buckets import query_tile
 from jaxinfer.sampling.params import SamplingRows
-from jaxinfer.sampling.sampler import Sampled, best, sample_from_logits, token_logprobs
+from jaxinfer.sampling.sampler import Sampled, sample, token_logprobs
 from jaxinfer.sampling.token_counts import TokenCounts
-from pallas_kernels.dispatch import Backend
-from pallas_kernels.latent_prefill_attention.op import latent_prefill_attention
-from pallas_kernels.page_write import write
-from pallas_kernels.ragged_prefill_attention.op import ragged_prefill_attention
+from jaxinfer.weights.template import ModelTemplate, Weights
+from pallas_kernels.dispatch import KernelBackend
 
 
 class PromptScores(NamedTuple):
-    """Of each token's successor in its prompt."""
+    """Log-probabilities of each token's successor in its prompt."""
 
     logprobs: Float[Any, " T"]
     top_tokens: Int[Any, "T 20"]
     top_logprobs: Float[Any, "T 20"]
 
 
-Rows = tuple[Int[Array, " R"], Int[Array, " R"], Int[Array, " R"]]
-Given = tuple[Float[Array, "T D"], Float[Array, "R D"]]  # by the last stage: hidden states of all tokens, and of each row's last one
+# The last stage's output: hidden states of all tokens, and of each row's last one.
+Given = tuple[Float[Array, "T D"], Float[Array, "R D"]]
 PrefillStep = Callable[..., tuple[Pages, Given | Float[Array, "T D"], Int[Array, "L E"] | None]]
 
 
-def prefill_step(template: ModelTemplate, mesh: Mesh, attention: Backend, *, splits_tokens: bool = False) -> PrefillStep:
-    """The function of the program that fills pages, of the whole model or of a stage of it, which passes hidden states on to the next. It takes the
-    pages donated. `loads` are `runtime.expert_loads`'s; `splits_tokens` is `models.base.run_slice`'s."""
+def prefill_step(template: ModelTemplate, mesh: Mesh, attention: KernelBackend, *, splits_tokens: bool = False) -> PrefillStep:
+    """The program that fills pages, for a whole model or a stage, which passes hidden states to the next. Pages are
+    donated. `loads`: see `pipeline.expert_loads`; `splits_tokens`: see `models.base.run_slice`."""
 
     def step(
         weights: Weights,
@@ -53,9 +50,10 @@ def prefill_step(template: ModelTemplate, mesh: Mesh, attention: Backend, *, spl
         batch: PackedTokens,
         loads: Int[Array, "L E"] | None,
         hidden: Float[Array, "T D"] | None = None,
+        context: StepContext = NO_CONTEXT,
     ) -> tuple[Pages, Given | Float[Array, "T D"], Int[Array, "L E"] | None]:
         model = template.merge(weights)
-        hidden, pages = forward(model, mesh, pages, batch, attention, template.part, hidden, splits_tokens=splits_tokens)
+        hidden, pages = forward(model, mesh, pages, batch, attention, template.part, hidden, context, splits_tokens=splits_tokens)
         if loads is not None:
             loads = with_loads(loads, model, _rows_of_tokens(batch, len(batch.token_ids))[2])
         if not template.is_last:
@@ -65,30 +63,27 @@ def prefill_step(template: ModelTemplate, mesh: Mesh, attention: Backend, *, spl
     return step
 
 
-def greedy_step(template: ModelTemplate) -> Callable[..., Sampled]:
-    """The function of the program that gives every row its best token, of a template's `head`."""
-
-    def step(weights: Weights, last: Float[Array, "R D"]) -> Sampled:
-        return best(template.merge(weights), last)
-
-    return step
-
-
 def sample_step(template: ModelTemplate) -> Callable[..., Sampled]:
-    """The function of the program that gives every row the token that its parameters ask for; the first R slots of the counts are the rows'."""
+    """The sampling programs, of a template's `head`. The host chooses: with sampling parameters each row is sampled by
+    its own, without them greedily. The first R slots of the counts belong to the rows."""
 
     def step(
-        weights: Weights, last: Float[Array, "R D"], counts: TokenCounts, num_generated: Int[Array, " R"], sampling: SamplingRows
+        weights: Weights,
+        last: Float[Array, "R D"],
+        counts: TokenCounts | None = None,
+        num_generated: Int[Array, " R"] | None = None,
+        sampling: SamplingRows | None = None,
     ) -> Sampled:
-        # The host knows all tokens before: its rows have no bias that depends on the newest.
-        slots, newest = jnp.arange(len(last)), jnp.zeros_like(num_generated)
-        return sample_from_logits(template.merge(weights).logits(last), sampling, num_generated, counts, slots, newest)
+        # The host knows all tokens before, so no bias depends on the newest.
+        slots, newest = jnp.arange(len(last)), jnp.zeros(len(last), jnp.int32)
+        num_generated = newest if num_generated is None else num_generated
+        return sample(template.merge(weights), last, sampling, num_generated, counts, slots, newest, is_chosen_by_host=True)
 
     return step
 
 
 def repeat_step(num_rows: int) -> Callable[..., Float[Array, "X D"]]:
-    """The function of the program that gives one row's last hidden state to as many rows, for sequences that start from one prompt."""
+    """The program that copies one row's last hidden state to `num_rows` rows, for sequences that share a prompt."""
 
     def step(last: Float[Array, "R D"], row: Int[Array, ""]) -> Float[Array, "X D"]:
         return jnp.repeat(jax.lax.dynamic_slice_in_dim(last, row, 1), num_rows, axis=0)
@@ -97,14 +92,14 @@ def repeat_step(num_rows: int) -> Callable[..., Float[Array, "X D"]]:
 
 
 def copy_pages(pages: Pages, source_ids: Int[Array, " X"], target_ids: Int[Array, " X"]) -> Pages:
-    """Pages of a pool, copied to others of it; padding goes from the null page to the null page."""
-    # In two steps: else XLA reads and writes the pool in one operation, for which it copies all of it.
+    """Copy pages of a pool to others of it; padding copies the null page to itself."""
+    # In two steps: XLA would fuse them into one read-write of the pool, for which it copies all of it.
     copies = jax.lax.optimization_barrier(pages[:, :, source_ids])
     return pages.at[:, :, target_ids].set(copies)
 
 
 def score_step(template: ModelTemplate) -> Callable[..., PromptScores]:
-    """The function of the program that gives log-probabilities of each token's successor in its prompt."""
+    """The program that computes log-probabilities of each token's successor in its prompt."""
 
     def step(weights: Weights, hidden: Float[Array, "T D"], next_token_ids: Int[Array, " T"]) -> PromptScores:
         model, num_tokens = template.merge(weights), len(next_token_ids)
@@ -124,88 +119,36 @@ def forward(
     mesh: Mesh,
     pages: Pages,
     batch: PackedTokens,
-    attention: Backend = "xla",
+    attention: KernelBackend = "xla",
     part: ModelSlice | None = None,
     hidden: Float[Array, "T D"] | None = None,
+    context: StepContext = NO_CONTEXT,
     *,
     splits_tokens: bool = False,
 ) -> tuple[Float[Array, "T D"], Pages]:
-    """Hidden states of the packed tokens, and the pages with their keys and values written; of a part of the model that is not its first,
-    from those of the part before."""
+    """Hidden states of the packed tokens, and the pages with keys and values written. `hidden`: from the slice before,
+    for a slice (`part`) that is not the first."""
     num_tokens, page_size = batch.token_ids.shape[0], pages.shape[4]
     row, place, in_use = _rows_of_tokens(batch, num_tokens)
     positions = jnp.where(in_use, (batch.kv_len - batch.query_len)[row] + place, 0)
-    groups = LayerGroups.of(model.config.layer_spans)
-    by_group = batch.page_table.reshape(len(batch.page_table), -1, len(groups.spans))
-    tables = tuple(by_group[:, :, group] for group in range(len(groups.spans)))
-    page_ids = tuple(jnp.where(in_use, table[row, positions // page_size], NULL_PAGE) for table in tables)
-    rows = (batch.query_start, batch.query_len, batch.kv_len)
-    of_part = groups if part is None else groups.of_stage(part.layers)
-    attend = PagedAttentionBackend(mesh, _AttentionKernels(attention), of_part, tables, page_ids, positions % page_size, rows)
+    spans = model.config.layer_spans
+    attend = PagedAttentionBackend.of(
+        mesh,
+        PrefillKernels(attention, query_tile(num_tokens)),
+        spans,
+        None if part is None else part.layers,
+        batch.page_table,
+        pages_of_tokens(batch.page_table, len(LayerGroups.of(spans).spans), row, positions // page_size, in_use),
+        positions % page_size,
+        (batch.query_start, batch.query_len, batch.kv_len),
+        context.for_tokens(row),
+    )
     return run_slice(model, part, batch.token_ids, hidden, positions, pages, attend, splits_tokens=splits_tokens)
 
 
 def _rows_of_tokens(batch: PackedTokens, num_tokens: int) -> tuple[Int[Array, " T"], Int[Array, " T"], Bool[Array, " T"]]:
-    """The row each packed token belongs to, its place in it, and whether it belongs to any."""
+    """For each packed token: its row, its index in it, and whether it belongs to any."""
     place = jnp.arange(num_tokens)[:, None] - batch.query_start
     is_of_row = (place >= 0) & (place < batch.query_len)
     row = jnp.argmax(is_of_row, axis=1)
     return row, jnp.take_along_axis(place, row[:, None], axis=1)[:, 0], is_of_row.any(axis=1)
-
-
-@dataclass(frozen=True)
-class _AttentionKernels:
-    """Packed chunks of several requests; `rows` are query_start, query_len and kv_len. See `AttentionKernels`."""
-
-    backend: Backend
-
-    def write_and_attend(
-        self,
-        q: Float[Array, "T N H"],
-        k: Float[Array, "T K H"],
-        v: Float[Array, "T K H"],
-        pages: Pages,
-        location: KVCacheLocation,
-        offsets: Int[Array, " T"],
-        rows: Rows,
-        params: AttentionParams,
-    ) -> tuple[Float[Array, "T N H"], Pages]:
-        pages = write(pages, location.layer, (k, v), location.page_ids, offsets)
-        out = ragged_prefill_attention(
-            q,
-            pages,
-            location.layer,
-            location.page_table,
-            *rows,
-            scale=params.scale,
-            query_tile=query_tile(len(q)),
-            pool_is_finite=True,
-            span=params.span,
-            soft_cap=params.soft_cap,
-            backend=self.backend,
-        )
-        return out, pages
-
-    def attend_to_latents(
-        self,
-        q: Float[Array, "T N H"],
-        up: Float[Array, "R N E"],
-        pages: Pages,
-        location: KVCacheLocation,
-        rows: Rows,
-        scale: float,
-        axis: str | None,
-    ) -> Float[Array, "T N V"]:
-        return latent_prefill_attention(
-            q,
-            pages,
-            location.layer,
-            location.page_table,
-            *rows,
-            up,
-            scale=scale,
-            query_tile=query_tile(len(q)),
-            pool_is_finite=True,
-            axis=axis,
-            backend=self.backend,
-        )

@@ -1,4 +1,5 @@
-"""WaitingQueue: whose turn it is. Urgent work first, none starves, and tenants share in tokens. Imports no JAX."""
+"""WaitingQueue: scheduling order of waiting sequences: by priority with ageing, fair between tenants in tokens. Imports
+no JAX."""
 
 from __future__ import annotations
 
@@ -21,28 +22,38 @@ class _Line:
 
     priority: int
     sequences: list[Sequence] = field(default_factory=list)
-    overtaken_at: float | None = None  # when one of a better level went first, for the first time since this line was served
-    overtaken_by: float = math.inf  # the best level that went first since then
+    overtaken_at: float | None = None  # when a better level first went ahead, since this line was last served
+    overtaken_by: float = math.inf  # the best level that went ahead since then
+
+    def place(self, sequence: Sequence) -> int | None:
+        """Index of a sequence; None if it does not wait. Sequences from other engines may have the same order."""
+        place = bisect_left(self.sequences, sequence.order, key=_order)
+        while place < len(self.sequences) and self.sequences[place].order == sequence.order:
+            if self.sequences[place] is sequence:
+                return place
+            place += 1
+        return None
 
 
 class WaitingQueue:
     """Sequences that wait for pages and a place in the batch.
 
-    Levels: a lower one goes first. A sequence's level is its priority, and one less for each `ageing_seconds` that its line has been passed
-    over, down to the best level that was preferred to it: so batch work at 20 gets a turn after at most 20 of them however much interactive
-    work at 0 there is, and default work overtakes priority work in the same way. Only the first of a line ages, and from when another was
-    preferred to it: work behind much of its own kind is not starving, and a long batch must not turn urgent by being long. A sequence keeps
-    the level that it was admitted at: what got its turn by ageing is not preempted for the kind of work that it waited for. What is
-    preempted goes back to where it was and ages on: else a turn in each of the gaps that others leave, too short to get anywhere, would
-    keep it from ever being let alone.
+    Levels: a lower one goes first. A sequence's level is its priority, minus one for each `ageing_seconds` that its
+    line has been passed over, down to the best level that was preferred to it. So batch work at 20 is admitted after at
+    most 20 such times, however much interactive work at 0 there is; default work overtakes priority work likewise. Only
+    the first of a line ages, and from when another was preferred to it: work behind much of its own kind is not
+    starving, and a long batch must not become urgent by being long. A sequence keeps the level of its admission: after
+    ageing it is not preempted for the kind of work that it waited for. A preempted sequence returns to its place and
+    continues to age. Otherwise it would be admitted in every short gap, get nowhere, and be preempted again.
 
-    Tenants that have work at the best level take turns by deficit round robin (Shreedhar and Varghese, 1996). Outputs are not known before
-    they are made, so a turn lasts while the tenant's deficit is positive, and what it costs too much is a debt that its next turns pay:
-    tenants that wait all the time get tokens within a quantum and a request of each other. A turn that more urgent work interrupts goes on
-    afterwards. A tenant that has nothing waiting loses what is left of its turn but keeps its debt, so that pausing pays nothing. What a
-    tenant gets while no other waits deprives nobody: it is free, and when nobody waits at all debts are forgotten.
+    Tenants with work at the best level are served by deficit round robin (Shreedhar and Varghese, 1996). Output lengths
+    are unknown in advance. So a tenant is served while its deficit is positive, and overspending is a debt that its
+    next rounds pay: tenants that always have work get tokens within a quantum and a request of each other. More urgent
+    work interrupts a tenant's round, which continues afterwards. A tenant with nothing waiting loses the rest of its
+    round but keeps its debt, so that pausing pays nothing. What a tenant gets while no other waits is free, and when
+    nobody waits at all debts are forgotten.
 
-    Finding who is next takes time in proportion to the tenants and priorities that wait, not to the sequences.
+    `head` takes time in proportion to waiting tenants and priorities, not to sequences.
     """
 
     def __init__(self, ageing_seconds: float, quantum: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -52,35 +63,34 @@ class WaitingQueue:
         self._quantum = quantum  # tokens
         self._clock = clock
         self._lines: dict[str, dict[int, _Line]] = {}  # by tenant, the next in the round first; then by priority
-        self._deficits: dict[str, int] = {}  # tokens; above 0 within a turn only
+        self._deficits: dict[str, int] = {}  # tokens; above 0 within its round only
 
     def __len__(self) -> int:
         return sum(len(line.sequences) for line in self._all_lines())
 
     def __iter__(self) -> Iterator[Sequence]:
-        """Oldest first."""
+        """All waiting sequences, oldest first."""
         return merge(*(line.sequences for line in self._all_lines()), key=_order)
 
     def __contains__(self, sequence: Sequence) -> bool:
         line = self._lines.get(sequence.request.context.tenant, {}).get(sequence.request.context.priority)
-        if line is None:
-            return False
-        place = bisect_left(line.sequences, sequence.order, key=_order)
-        return sequence in line.sequences[place : place + 1]
+        return line is not None and line.place(sequence) is not None
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a new or a preempted sequence: before all of its tenant and priority that came later."""
+        """Queue a new or preempted sequence, ahead of all of its tenant and priority that arrived later."""
         context = sequence.request.context
         lines = self._lines.setdefault(context.tenant, {})
         insort(lines.setdefault(context.priority, _Line(context.priority)).sequences, sequence, key=_order)
 
     def remove(self, sequence: Sequence) -> None:
-        """Forget a sequence, wherever it stands."""
+        """Remove a waiting sequence."""
         context = sequence.request.context
         assert sequence in self, f"sequence {sequence.order} does not wait"
         lines = self._lines[context.tenant]
-        waiting = lines[context.priority].sequences
-        del waiting[bisect_left(waiting, sequence.order, key=_order)]
+        line = lines[context.priority]
+        waiting, place = line.sequences, line.place(sequence)
+        assert place is not None
+        del waiting[place]
         if not waiting:
             del lines[context.priority]
         if not lines:
@@ -90,21 +100,21 @@ class WaitingQueue:
             self._deficits.clear()
 
     def head(self) -> Sequence | None:
-        """Who is next; None if nobody waits. Changes nothing."""
+        """The next sequence; None if none waits. Changes nothing."""
         if not self._lines:
             return None
         now = self._clock()
         firsts = self._firsts(min(self._level(line, now) for line in self._all_lines()), now)
-        return firsts[min(firsts, key=self._num_visits)]  # the first in turn of equals
+        return firsts[min(firsts, key=self._num_visits)]  # ties: the first in the round
 
     def level(self, sequence: Sequence) -> int:
-        """The level at which a waiting sequence's line stands now."""
+        """The current level of a waiting sequence's line."""
         context = sequence.request.context
         return self._level(self._lines[context.tenant][context.priority], self._clock())
 
     def pop(self, sequence: Sequence, num_tokens: int | None = None) -> None:
-        """A sequence was admitted, as a rule the head: it gets the level it was admitted at, and its tenant pays for its tokens, or for the
-        `num_tokens` of them that are to be computed."""
+        """Remove an admitted sequence, usually the head. It keeps the level of its admission, and its tenant pays for
+        its tokens, or for the `num_tokens` of them that are to be computed."""
         context, now = sequence.request.context, self._clock()
         served = self._lines[context.tenant][context.priority]
         sequence.level = level = self._level(served, now)
@@ -116,12 +126,12 @@ class WaitingQueue:
         if served.overtaken_at is not None:
             sequence.passed_over_seconds += now - served.overtaken_at
         served.overtaken_at, served.overtaken_by = None, math.inf
-        self._take_turn(context.tenant, contenders)
+        self._advance_round(context.tenant, contenders)
         self.charge(context.tenant, len(sequence.token_ids) if num_tokens is None else num_tokens)
         self.remove(sequence)
 
     def charge(self, tenant: str, num_tokens: int) -> None:
-        """A tenant got tokens: those it puts out, and what `pop` does not know of."""
+        """Charge a tenant for output tokens, and for others that `pop` did not count."""
         deficit = self._deficits.get(tenant, 0)
         others_wait = len(self._lines) > (tenant in self._lines)
         left = deficit - num_tokens if others_wait else max(deficit - num_tokens, min(deficit, 0))
@@ -139,7 +149,7 @@ class WaitingQueue:
         return int(max(line.priority - int(seconds / self._ageing_seconds), best))
 
     def _firsts(self, level: int, now: float) -> dict[str, Sequence]:
-        """Of each tenant that has any, its oldest sequence at a level or a better one; tenants in the order of their turns."""
+        """By tenant, in round order: its oldest sequence at a level or a better one."""
         firsts = {}
         for tenant, lines in self._lines.items():
             heads = [line.sequences[0] for line in lines.values() if self._level(line, now) <= level]
@@ -148,12 +158,13 @@ class WaitingQueue:
         return firsts
 
     def _num_visits(self, tenant: str) -> int:
-        """How often the round must come to a tenant, each time with a quantum, until its deficit is positive."""
+        """How many visits of the round, each with a quantum, a tenant's deficit needs to become positive."""
         deficit = self._deficits.get(tenant, 0)
         return 0 if deficit > 0 else -deficit // self._quantum + 1
 
-    def _take_turn(self, tenant: str, contenders: list[str]) -> None:
-        """Let the round go on until it is a tenant's turn. Tenants that do not contend now are not visited and keep their places."""
+    def _advance_round(self, tenant: str, contenders: list[str]) -> None:
+        """Advance the round until it visits a tenant. Tenants without contending work are not visited and keep their
+        places."""
         num_visits, place = self._num_visits(tenant), contenders.index(tenant)
         if not num_visits:
             return

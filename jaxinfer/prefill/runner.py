@@ -1,4 +1,4 @@
-"""PrefillRunner: the prefill mesh's arrays and compiled programs, and one call a step."""
+"""PrefillRunner: the prefill mesh's arrays and compiled programs; one call a step."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.kv_cache.spec import NULL_PAGE
+from jaxinfer.pipeline.expert_loads import ExpertLoads
+from jaxinfer.pipeline.stage import Stage, StagedWeights, abstract_hidden, pass_on, program_name, splits_tokens_of
+from jaxinfer.pipeline.stage_clock import Ended, StageClock
 from jaxinfer.prefill.batch import PrefillBatch, empty_batch
-from jaxinfer.prefill.program import PromptScores, copy_pages, greedy_step, prefill_step, repeat_step, sample_step, score_step
-from jaxinfer.runtime.buckets import prefill_rows
-from jaxinfer.runtime.compilation import Executable, ProgramSource, abstract_like, options_of_sampling
-from jaxinfer.runtime.expert_loads import ExpertLoads
-from jaxinfer.runtime.stage import Stage, StagedWeights, abstract_hidden, pass_on, program_name, splits_tokens_of
-from jaxinfer.runtime.stage_clock import Ended, StageClock
-from jaxinfer.runtime.template import Weights
+from jaxinfer.prefill.program import PromptScores, copy_pages, prefill_step, repeat_step, sample_step, score_step
+from jaxinfer.programs.buckets import prefill_rows
+from jaxinfer.programs.compilation import Executable, ProgramSource, abstract_like, options_of_sampling
 from jaxinfer.sampling.params import SamplingRows, are_greedy, neutral_rows
 from jaxinfer.sampling.sampler import Sampled
 from jaxinfer.sampling.token_counts import TokenCounts, abstract_counts, reset_arguments, reset_program
+from jaxinfer.weights.template import Weights
 from sharding.partition import place, replicated
 
 logger = logging.getLogger(__name__)
@@ -30,12 +30,12 @@ logger = logging.getLogger(__name__)
 class PrefillResult(NamedTuple):
     sampled: Sampled
     prompt_scores: PromptScores | None  # where the batch asked for them
-    last_hidden: Float[Any, "R D"]  # of each row's last token; stays on the device
+    last_hidden: Float[Any, "R D"]  # for each row's last token; stays on the device
 
 
 class PrefillRunner:
     def __init__(self, stages: Sequence[Stage], buckets: tuple[int, ...], max_model_len: int, clock: StageClock | None = None) -> None:
-        """`clock`: is told of the steps, where there are several stages."""
+        """`clock`: gets the steps of pipeline stages."""
         self._stages, self._clock = tuple(stages), clock
         self.loads = ExpertLoads(stages)
         self.max_model_len = max_model_len
@@ -43,7 +43,7 @@ class PrefillRunner:
         spec = stages[0].pool.spec
         self.table_width = spec.blocks_for(max_model_len) * spec.num_groups
         self._last = last = self._stages[-1]
-        self.num_rows = prefill_rows(buckets[-1])  # of the largest program; so many sequences start from one prompt at once
+        self.num_rows = prefill_rows(buckets[-1])  # of the largest program; also the most forks that start at once
         self._abstract_counts = abstract_counts(self.num_rows, last.template.config.vocab_size, last.mesh, last.rules)
         self._programs: dict[str, Executable] = {}
         self._weights: StagedWeights = ()
@@ -55,9 +55,9 @@ class PrefillRunner:
         return len(self._stages)
 
     def programs(self) -> list[ProgramSource]:
-        """What to compile: a program a bucket and stage that fills pages; on the last stage what takes first tokens, two for each number of rows,
-        and what scores prompts, one a bucket; what lets sequences start from another's prompt; and the program that counts a sequence's tokens
-        for its penalties."""
+        """The programs to compile: prefill, one a bucket and stage; on the last stage two that sample first tokens for
+        each number of rows, one a bucket that scores prompts, those that fork a prompt, and the one that counts tokens
+        for penalties."""
         batches = {size: empty_batch(size, prefill_rows(size), self.table_width).packed for size in self.buckets}
         sources = []
         for number, stage in enumerate(self._stages):
@@ -70,7 +70,7 @@ class PrefillRunner:
                 hidden = abstract_hidden(stage, size)
                 name = program_name(f"prefill/{size}", self._stages, number)
                 if splits_tokens:
-                    logger.info("%s: between a layer's sums each of %d devices has its share of the tokens", name, stage.mesh.size)
+                    logger.info("%s: sequence parallel over %d devices", name, stage.mesh.size)
                 sources.append(ProgramSource(name, step, arguments if hidden is None else (*arguments, hidden), stage.mesh, donated=(1,)))
             ids = abstract_like(self._padded(()), replicated(stage.mesh))
             copy = program_name("prefill/copy", self._stages, number)
@@ -93,7 +93,7 @@ class PrefillRunner:
             asked = abstract((rows,), np.int32), abstract_like(neutral_rows(rows), on_mesh)
             sampling, options = (weights, hidden(rows), self._abstract_counts, *asked), options_of_sampling(stage.mesh)
             sources += [
-                ProgramSource(self._of_last(f"prefill/greedy/{rows}"), greedy_step(head), (weights, hidden(rows)), stage.mesh),
+                ProgramSource(self._of_last(f"prefill/greedy/{rows}"), sample_step(head), (weights, hidden(rows)), stage.mesh),
                 ProgramSource(self._of_last(f"prefill/sample/{rows}"), sample_step(head), sampling, stage.mesh, options=options),
                 ProgramSource(
                     self._of_last(f"prefill/repeat/{rows}"), repeat_step(self.num_rows), (hidden(rows), abstract((), np.int32)), stage.mesh
@@ -108,18 +108,18 @@ class PrefillRunner:
         return program_name(name, self._stages, self.num_stages - 1)
 
     def start(self, programs: dict[str, Executable], weights: StagedWeights) -> None:
-        """Take the compiled programs and the weights; allocate what else stays on the device."""
+        """Set the compiled programs and the weights; allocate token counts."""
         self._programs, self._weights = programs, weights
         self._head_weights = self._last.template.head_weights(weights[-1])
         self.loads.reset()
         self._counts = jax.tree.map(lambda a: place(np.zeros(a.shape, a.dtype), a.sharding), self._abstract_counts)
 
     def count_tokens(self, row: int, token_ids: Sequence[int], num_prompt: int) -> None:
-        """Make a sequence's tokens known to the penalties of the next step's row."""
+        """Count a sequence's tokens for the penalties of a row of the next step."""
         self._counts = self._programs["prefill/reset"](self._counts, *reset_arguments(row, token_ids, num_prompt, self.max_model_len))
 
     def run(self, batch: PrefillBatch) -> PrefillResult:
-        """Start one step, on every stage; returns arrays that the last one's devices are yet to fill."""
+        """Start one step on every stage; returns arrays that the last stage has yet to compute."""
         handed: tuple[Any, ...] = ()
         found: Any = None
         ended: Ended | None = None
@@ -147,7 +147,7 @@ class PrefillRunner:
         return PrefillResult(sampled, score(self._head_weights, hidden, batch.next_token_ids), last)
 
     def _sample(self, last: Array, num_generated: Int[Any, " R"], rows: SamplingRows) -> Sampled:
-        """Which program does it the host decides: a device that did would keep the host waiting, and what it launches next."""
+        """The host chooses the program: a branch on the device would block the host before its next launch."""
         sampled: Sampled
         if are_greedy(rows, num_generated):
             sampled = self._programs[self._of_last(f"prefill/greedy/{len(num_generated)}")](self._head_weights, last)
@@ -157,17 +157,17 @@ class PrefillRunner:
         return sampled
 
     def repeat(self, last_hidden: Array, row: int) -> Array:
-        """One row of a step's last hidden states, as `sample` takes it: `num_rows` times. It stays on the device."""
+        """One row of a step's last hidden states, copied `num_rows` times as `sample` takes it; stays on the device."""
         return self._programs[self._of_last(f"prefill/repeat/{len(last_hidden)}")](last_hidden, np.asarray(row, np.int32))
 
     def sample(self, last_hidden: Array, rows: SamplingRows) -> Sampled:
-        """Start to sample the first tokens of sequences that share a prompt, from what `repeat` gave of it."""
+        """Start sampling the first tokens of sequences that share a prompt, from `repeat`'s result."""
         sampled = self._sample(last_hidden, np.zeros(self.num_rows, np.int32), rows)
         sampled.packed.copy_to_host_async()
         return sampled
 
     def copy_pages(self, source_ids: Sequence[int], target_ids: Sequence[int]) -> None:
-        """Start to copy pages to others, on every stage: at most one of each group of layers."""
+        """Start copying pages to others, on every stage: at most one for each group of layers."""
         for number, stage in enumerate(self._stages):
             program = self._programs[program_name("prefill/copy", self._stages, number)]
             stage.pool.array = program(stage.pool.array, self._padded(source_ids), self._padded(target_ids))

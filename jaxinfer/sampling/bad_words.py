@@ -1,7 +1,7 @@
-"""Bad words as sequences of tokens, and which tokens they ban next. Imports no JAX.
+"""Bad words as token sequences, and which tokens they ban next. Imports no JAX.
 
-The device samples before the host has read the token before. So of a word of several tokens the host checks all but the last two, and
-the device the one before the last, which it is fed.
+The device samples before the host has read the previous token. So the host checks all but the last two tokens of a
+word, and the device checks the one before the last, which is its input.
 """
 
 from __future__ import annotations
@@ -11,25 +11,26 @@ from collections.abc import Sequence
 from jaxinfer.request import MAX_LOGIT_BIAS, RequestError, SamplingParams
 from jaxinfer.tokenizer import Tokenizer
 
-TokenIds = tuple[int, ...]
-Ban = tuple[int, int | None]  # a token, and the one it is banned after; None: whatever was before
+WordTokens = tuple[int, ...]
+Ban = tuple[int, int | None]  # a token, and the one after which it is banned; None: after any
 
 
-def tokenize_bad_words(tokenizer: Tokenizer, vocab_size: int, words: Sequence[str]) -> tuple[TokenIds, ...]:
-    """The tokens of each word as a text begins with it, and as it follows a space where that makes other tokens; without
-    those that hold a token that the model does not have."""
-    found: dict[TokenIds, None] = {}
+def tokenize_bad_words(tokenizer: Tokenizer, vocab_size: int, words: Sequence[str]) -> tuple[WordTokens, ...]:
+    """Each word's tokens at the start of a text, and after a space if those differ; without words that contain a token
+    that the model doesn't have."""
+    found: dict[WordTokens, None] = {}
     for word in words:
         plain = tuple(tokenizer.encode(word.lstrip(), add_special_tokens=False))
         spaced = tuple(tokenizer.encode(" " + word.lstrip(), add_special_tokens=False))
         found |= {plain: None} if plain else {}
-        if spaced[-len(plain) :] != plain:  # else whoever completes this one completes the plain one
+        if spaced[-len(plain) :] != plain:  # otherwise banning the plain form bans this one too
             found |= {spaced: None}
     return tuple(word for word in found if max(word) < vocab_size)
 
 
-def check_restrictions(params: SamplingParams, words: Sequence[TokenIds], end_tokens: frozenset[int]) -> None:
-    """Raise `RequestError` if `logit_bias`, `bad_words` and `allowed_token_ids` don't fit into a row, or leave nothing."""
+def check_restrictions(params: SamplingParams, words: Sequence[WordTokens], end_tokens: frozenset[int]) -> None:
+    """Raise `RequestError` if `logit_bias`, `bad_words` and `allowed_token_ids` exceed a row's room, or allow no
+    token."""
     allowed = params.allowed_token_ids
     num_others = len(params.logit_bias) if allowed is None else len(allowed) + sum(token in params.logit_bias for token in allowed)
     if num_others + len(words) > MAX_LOGIT_BIAS:
@@ -46,13 +47,13 @@ def check_restrictions(params: SamplingParams, words: Sequence[TokenIds], end_to
         raise RequestError(message, "allowed_token_ids")
 
 
-def bans_after(words: Sequence[TokenIds], token_ids: Sequence[int], num_prompt: int) -> list[Ban]:
-    """What is banned as the successor of a sequence's tokens; of the prompt's none counts."""
+def bans_after(words: Sequence[WordTokens], token_ids: Sequence[int], num_prompt: int) -> list[Ban]:
+    """Tokens banned after a sequence; prompt tokens don't count."""
     return [(word[-1], None) for word in words if _ends_with(token_ids, num_prompt, len(token_ids), word[:-1])]
 
 
-def bans_before_newest(words: Sequence[TokenIds], token_ids: Sequence[int], num_prompt: int, num_before: int) -> list[Ban]:
-    """What is banned as the successor of a generated token that only the device knows, after the first `num_before`."""
+def bans_before_newest(words: Sequence[WordTokens], token_ids: Sequence[int], num_prompt: int, num_before: int) -> list[Ban]:
+    """Bans for the token after one that only the device knows, which follows the first `num_before` tokens."""
     bans: list[Ban] = []
     for word in words:
         if len(word) == 1:
@@ -62,11 +63,11 @@ def bans_before_newest(words: Sequence[TokenIds], token_ids: Sequence[int], num_
     return bans
 
 
-def needs_history(words: Sequence[TokenIds]) -> bool:
-    """Whether what `bans_before_newest` gives changes from token to token."""
+def needs_history(words: Sequence[WordTokens]) -> bool:
+    """Whether `bans_before_newest` changes from token to token."""
     return any(len(word) > 2 for word in words)
 
 
-def _ends_with(token_ids: Sequence[int], first: int, until: int, end: TokenIds) -> bool:
+def _ends_with(token_ids: Sequence[int], first: int, until: int, end: WordTokens) -> bool:
     start = until - len(end)
     return start >= first and tuple(token_ids[start:until]) == end

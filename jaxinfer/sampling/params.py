@@ -1,4 +1,4 @@
-"""SamplingParams of a batch's rows as padded NumPy arrays, the form that compiled programs take. Imports no JAX."""
+"""SamplingParams of a batch's rows as padded NumPy arrays, for compiled programs. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from jaxtyping import Bool, Float32, Int32, UInt32
 from jaxinfer.request import MAX_LOGIT_BIAS, MAX_STOP_TOKENS, MAX_TOP_LOGPROBS, SamplingParams
 from jaxinfer.sampling.bad_words import Ban
 
-MAX_END_TOKENS = 8  # end-of-sequence tokens a model can have
+MAX_END_TOKENS = 8  # the most end-of-sequence tokens of a model
 MAX_BIASES = MAX_LOGIT_BIAS + MAX_STOP_TOKENS + MAX_END_TOKENS
 _FOREVER = np.iinfo(np.int32).max
-_BANNED = -1e30  # by a bad word: below all others, and above what is not allowed, if nothing else is left
-_NOWHERE = np.iinfo(np.int32).max  # a token id that no vocabulary holds: dropped on the device
+_BANNED = -1e30  # bias of a bad word: below all other tokens, above those that are not allowed
+_NOWHERE = np.iinfo(np.int32).max  # a token id outside every vocabulary: the device drops it
 
 
-# Of temperature and top_p: with less only the best token has any weight too, and devices flush what float32 can't hold in full to 0.
+# Least temperature and top_p: below it only the best token has weight anyway, and devices flush subnormal floats to 0.
 _LEAST = 1e-30
 
 _COLUMNS = (
@@ -28,13 +28,13 @@ _COLUMNS = (
 _AT = {name: place for place, name in enumerate(_COLUMNS)}
 _FIRST_LISTED = len(_COLUMNS)
 _FIRST_BIAS = _FIRST_LISTED + MAX_TOP_LOGPROBS
-_LIKELIEST, _LISTED = 1, 2  # of which tokens log-probabilities are wanted beside the sampled one's
+_LIKELIEST, _LISTED = 1, 2  # tokens whose log-probabilities are wanted besides the sampled one's
 
 
 class SamplingRows(NamedTuple):
-    """One row a sequence. They change only when a sequence joins or leaves, so runners keep them on the device between.
+    """One row a sequence. Rows change only when a sequence joins or leaves, so runners keep them on the device.
 
-    All in one array, whose columns have names here, on the host and on the device alike: each array costs the host microseconds a call.
+    One array with named columns, on host and device: each array costs the host microseconds a call.
     """
 
     packed: Int32[Any, "B X"]
@@ -75,12 +75,12 @@ class SamplingRows(NamedTuple):
 
     @property
     def wants_logprobs(self) -> Int32[Any, " B"]:
-        """Above 0 where they are wanted."""
+        """Above 0 where log-probabilities are wanted."""
         return self.packed[:, _AT["wants_logprobs"]]
 
     @property
     def lists_tokens(self) -> Bool[Any, " B"]:
-        """Where log-probabilities are wanted of `listed_tokens`, not of the likeliest."""
+        """Where they are wanted for `listed_tokens` instead of the likeliest."""
         return self.wants_logprobs == _LISTED
 
     @property
@@ -89,7 +89,7 @@ class SamplingRows(NamedTuple):
 
     @property
     def is_restricted(self) -> Int32[Any, " B"]:
-        """1 where only tokens that have a bias may be sampled, else 0."""
+        """1 where only tokens with a bias may be sampled, else 0."""
         return self.packed[:, _AT["is_restricted"]]
 
     @property
@@ -102,7 +102,7 @@ class SamplingRows(NamedTuple):
 
     @property
     def bias_until(self) -> Int32[Any, "B MAX_BIASES"]:
-        """The bias holds while fewer tokens than this were generated; one below zero, of -1 - t, after the token t."""
+        """A bias applies while fewer tokens than this were generated; a negative one, -1 - t, only after token t."""
         return self._biases(2)
 
     def _float(self, name: str) -> Float32[Any, " B"]:
@@ -114,7 +114,7 @@ class SamplingRows(NamedTuple):
 
 
 def neutral_rows(num_rows: int) -> SamplingRows:
-    """Greedy rows with nothing switched on, as padding."""
+    """Greedy rows with everything off; also used as padding."""
     rows = SamplingRows(np.zeros((num_rows, _FIRST_BIAS + 3 * MAX_BIASES), np.int32))
     rows.top_p[:] = 1.0
     rows.repetition_penalty[:] = 1.0
@@ -124,8 +124,8 @@ def neutral_rows(num_rows: int) -> SamplingRows:
 
 
 def set_row(rows: SamplingRows, row: int, params: SamplingParams, seed: int, end_tokens: Sequence[int], bans: Sequence[Ban] = ()) -> None:
-    """Fill one row, whatever it held. `seed` is the sequence's own; `end_tokens` are those that end it, held back until
-    min_tokens; `bans` are those of its bad words."""
+    """Fill one row. `seed`: the sequence's own. `end_tokens`: end the sequence, and are banned until min_tokens.
+    `bans`: from its bad words."""
     rows.packed[row] = neutral_rows(1).packed[0]
     rows.temperature[row] = max(params.temperature, _LEAST) if params.temperature else 0.0
     rows.top_k[row] = params.top_k
@@ -151,21 +151,20 @@ def set_row(rows: SamplingRows, row: int, params: SamplingParams, seed: int, end
 
 
 def are_greedy(rows: SamplingRows, num_generated: Int32[Any, " B"]) -> Any:
-    """Whether all rows take their best tokens and ask for nothing more, and won't when they have generated more. This and the next two are asked
-    on the host and on the device alike."""
+    """Whether all rows are greedy and use nothing else, now and later. Runs on host and device, as do the next two."""
     return ~((rows.temperature > 0) | has_penalty(rows) | has_bias(rows, num_generated) | (rows.wants_logprobs > 0)).any()
 
 
 def has_penalty(rows: SamplingRows) -> Bool[Any, " B"]:
-    """Which rows use penalties at all."""
+    """Which rows use penalties."""
     return (rows.repetition_penalty != 1.0) | (rows.presence_penalty != 0.0) | (rows.frequency_penalty != 0.0)
 
 
 def has_bias(rows: SamplingRows, num_generated: Int32[Any, " B"]) -> Bool[Any, " B"]:
-    """Which rows have a bias that still holds, or one that comes and goes."""
+    """Which rows have a bias that applies now, or one that depends on the newest token."""
     return ((rows.bias_until > num_generated[:, None]) | (rows.bias_until < 0)).any(axis=1)
 
 
 def uses_penalties(params: SamplingParams) -> bool:
-    """Whether the device must know which tokens the sequence holds."""
+    """Whether the device must count the sequence's tokens."""
     return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0

@@ -1,4 +1,4 @@
-"""Repetition, presence and frequency penalties, from counts of tokens kept on the device."""
+"""Repetition, presence and frequency penalties, from token counts on the device."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from jaxinfer.sampling.token_counts import TokenCounts
 
 
 def penalize(logits: Float[Array, "B V"], counts: TokenCounts, slots: Int[Array, " B"], rows: SamplingRows) -> Float[Array, "B V"]:
-    """Logits with the penalties of each row, by the counts of its slot."""
-    # Read here, inside the branch that is skipped when no row has a penalty: B rows of the vocabulary cost 2 ms a step on a CPU.
+    """Logits with each row's penalties, by the counts of its slot."""
+    # Gathered inside the branch that is skipped without penalties: B rows of the vocabulary cost 2 ms a step on a CPU.
     prompt, output = counts.prompt[slots], counts.output[slots]
     generated = output > 0
     repetition = rows.repetition_penalty[:, None]
@@ -23,7 +23,7 @@ def penalize(logits: Float[Array, "B V"], counts: TokenCounts, slots: Int[Array,
 
 
 def add_sampled(counts: TokenCounts, slots: Int[Array, " B"], tokens: Int[Array, " B"]) -> TokenCounts:
-    """Count the step's tokens: of all rows, since a few additions in place cost less than to ask which rows need them."""
+    """Count the step's tokens, for all rows: a few additions in place cost less than checking which rows need it."""
 
     def on_shard(shard: VocabShard, output: Int[Array, "S V"], slots: Int[Array, " B"], tokens: Int[Array, " B"]) -> Int[Array, "S V"]:
         return output.at[slots, shard.places(tokens, output.shape[1])].add(1, mode="drop")

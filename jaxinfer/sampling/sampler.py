@@ -1,9 +1,8 @@
-"""From logits to tokens, on the device, each row by its own parameters.
+"""From logits to tokens on the device, each row by its own parameters.
 
-Nothing is sorted: top-k and top-p keep what lies above a threshold that passes of bisection over the floats' bits find
-exactly, and one uniform number a row picks from the cumulative sum. What no row of a batch asks for is skipped, but for what devices exchange.
-
-A vocabulary that is split over devices stays so: they tell each other their best, their sums and their candidates, never all scores.
+Nothing is sorted. Top-k and top-p keep tokens above a threshold, which bisection over the floats' bits finds exactly.
+One uniform number a row picks from the cumulative sum. What no row of a batch uses is skipped, except where it has
+collectives. A vocabulary split over devices stays split: they exchange maxima, sums and candidates, never all logits.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ from jaxinfer.request import MAX_TOP_LOGPROBS
 from jaxinfer.sampling.params import SamplingRows, are_greedy, has_bias, has_penalty
 from jaxinfer.sampling.penalties import penalize
 from jaxinfer.sampling.token_counts import TokenCounts
-from pallas_kernels.mosaic.card import compiled_for
+from pallas_kernels.mosaic.card import target_device
 
-_LANES = 128  # the vocabulary is summed in runs of this many
+_LANES = 128  # the vocabulary is summed in blocks of this size
 
 
 class Sampled(NamedTuple):
-    """A step's result. Log-probabilities are the model's own; they are zeros when no row wants them.
+    """A step's result. Log-probabilities are the model's own; zeros if no row wants them.
 
-    All in one array, whose columns have names here, on the host and on the device alike: each array costs the host microseconds a call.
+    One array with named columns, on host and device: each array costs the host microseconds a call.
     """
 
     packed: Int[Any, "B 2+20+20"]
@@ -40,7 +39,7 @@ class Sampled(NamedTuple):
     def of(
         cls, tokens: Int[Array, " B"], logprobs: Float[Array, " B"], top_tokens: Int[Array, "B 20"], top_logprobs: Float[Array, "B 20"]
     ) -> Sampled:
-        """Packed on the device."""
+        """Pack on the device."""
         columns = (tokens[:, None], logprobs[:, None].view(jnp.int32), top_tokens, top_logprobs.view(jnp.int32))
         return cls(jnp.concatenate(columns, axis=1))
 
@@ -66,7 +65,7 @@ class Sampled(NamedTuple):
 
 
 class Head(Protocol):
-    """A model's output head, as `models.base.CausalLM` has it."""
+    """A model's output head; see `models.base.CausalLM`."""
 
     def logits(self, hidden: Float[Array, "X D"]) -> Float[Array, "X V"]: ...
 
@@ -76,20 +75,29 @@ class Head(Protocol):
 def sample(
     head: Head,
     hidden: Float[Array, "B D"],
-    rows: SamplingRows,
+    rows: SamplingRows | None,
     num_generated: Int[Array, " B"],
-    counts: TokenCounts,
+    counts: TokenCounts | None,
     slots: Int[Array, " B"],
     newest: Int[Array, " B"],
+    *,
+    is_chosen_by_host: bool,
 ) -> Sampled:
-    """One token a row from final hidden states: `best` where that is all they ask for, which the device finds out, else `sample_from_logits`."""
+    """One token a row from final hidden states, for both roles, on one device or several: `_best` if all rows are
+    greedy, else `sample_from_logits`. `is_chosen_by_host`: `rows` and `counts` are given only if some row isn't greedy;
+    otherwise the device checks that."""
+    if rows is None:
+        return _best(head, hidden)
+    assert counts is not None
     others = partial(sample_from_logits, rows=rows, num_generated=num_generated, counts=counts, slots=slots, newest=newest)
-    return jax.lax.cond(are_greedy(rows, num_generated), lambda: best(head, hidden), lambda: others(head.logits(hidden)))
+    if is_chosen_by_host:
+        return others(head.logits(hidden))
+    return jax.lax.cond(are_greedy(rows, num_generated), lambda: _best(head, hidden), lambda: others(head.logits(hidden)))
 
 
-def best(head: Head, hidden: Float[Array, "B D"]) -> Sampled:
-    """One token a row from final hidden states, for rows that are all greedy and ask for nothing more (`params.are_greedy`): one pass over the
-    scores, and no buffer of the vocabulary's size."""
+def _best(head: Head, hidden: Float[Array, "B D"]) -> Sampled:
+    """Greedy tokens from final hidden states, for rows that use nothing else (`params.are_greedy`): one pass over the
+    logits, without a buffer of the vocabulary's size."""
     return Sampled.of(head.best(hidden), *_no_logprobs(*jax.eval_shape(head.logits, hidden).shape))
 
 
@@ -101,9 +109,9 @@ def sample_from_logits(
     slots: Int[Array, " B"],
     newest: Int[Array, " B"],
 ) -> Sampled:
-    """One token a row. `num_generated` tokens came before it: with the seed it alone decides the random draw, so a sequence's
-    tokens do not depend on what else is in the batch, nor on having been preempted. Penalties are by the counts of each row's slot; `newest` is the
-    row's token before, which a bias may depend on."""
+    """One token a row. `num_generated`: tokens before it. Together with the seed it alone decides the random number, so
+    a sequence's tokens depend neither on the rest of the batch nor on preemptions. `counts`: for penalties, by slot.
+    `newest`: the row's previous token, on which a bias may depend."""
     return shard_over_vocab(_sample_on_shard, logits, 1, logits, rows, num_generated, counts, slots, newest)
 
 
@@ -130,15 +138,16 @@ def _sample_on_shard(
 
 
 def _where_asked(shard: VocabShard, is_asked: Bool[Array, ""], what: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
-    """What is skipped where no row of a batch asks for it, on one device. With parts it exchanges something, and at a branch with an exchange a
-    GPU's host waits until all before it has run, and launches the next step only then: so there it is worked out for every batch."""
+    """A branch that is skipped if no row of the batch uses it, on one device. A sharded vocabulary needs a collective
+    in it, and a branch with a collective makes a GPU's host wait for all earlier work before the next launch. So there
+    it is always computed."""
     return jax.lax.cond(is_asked, what, otherwise) if shard.is_whole else what()
 
 
 def token_logprobs(
     logits: Float[Array, "B V"], tokens: Int[Array, " B"]
 ) -> tuple[Float[Array, " B"], Int[Array, "B 20"], Float[Array, "B 20"]]:
-    """The tokens' log-probabilities, and the likeliest tokens with theirs."""
+    """Log-probabilities of the tokens, and the likeliest tokens with theirs."""
     logprobs: tuple[Array, Array, Array] = shard_over_vocab(_logprobs_on_shard, logits, 1, logits, tokens, jnp.asarray(True))
     return logprobs
 
@@ -146,18 +155,19 @@ def token_logprobs(
 def _logprobs_on_shard(
     shard: VocabShard, logits: Float[Array, "B V"], tokens: Int[Array, " B"], wanted: Bool[Array, ""], rows: SamplingRows | None = None
 ) -> tuple[Float[Array, " B"], Int[Array, "B 20"], Float[Array, "B 20"]]:
-    """Zeros unless `wanted`. Rows that list tokens have those instead of the likeliest, in any order."""
+    """Zeros unless `wanted`. Rows with listed tokens get those instead of the likeliest, in any order."""
     batch, size = logits.shape
     num_top = min(MAX_TOP_LOGPROBS, size)
 
     def on_shard() -> tuple[Array, Array, Array, Array]:
-        place = shard.places(tokens, size)  # a part of another's token has what it has at its end: the token's own is picked
+        # A shard without the token reads its last entry; the token's own shard is selected later.
+        place = shard.places(tokens, size)
         chosen = jnp.take_along_axis(logits, place[:, None], axis=1, mode="clip")[:, 0]
         top, top_tokens = _highest(logits, num_top)
         if rows is not None:
             listed, is_listed = rows.listed_tokens[:, :num_top], rows.lists_tokens[:, None]
             places = shard.places(listed, size)
-            # another shard's tokens have no score here, as padding has none: those with one are the highest of all shards.
+            # Tokens of other shards, and padding, get -inf here: the highest over shards are the real ones.
             scores = jnp.take_along_axis(logits, places, axis=1, mode="fill", fill_value=-jnp.inf)
             top, top_tokens = jnp.where(is_listed, scores, top), jnp.where(is_listed, listed - shard.first(size), top_tokens)
         return jax.nn.logsumexp(logits, axis=-1), chosen, top, top_tokens
@@ -173,7 +183,7 @@ def _logprobs_on_shard(
         total, chosen, top, top_tokens = on_shard()
         return jnp.concatenate([_bits(total)[:, None], _bits(chosen)[:, None], _bits(top), top_tokens + shard.first(size)], axis=1)
 
-    # One gather for all of it, in none of the two branches: see `_where_asked`.
+    # One all-gather for everything, outside both branches: see `_where_asked`.
     every = shard.all_gather(jax.lax.cond(wanted, packed, lambda: jnp.zeros((batch, 2 + 2 * num_top), jnp.int32)))
 
     def of_all() -> tuple[Array, Array, Array]:
@@ -188,11 +198,11 @@ def _logprobs_on_shard(
 
 
 def _highest(x: Float[Array, "B X"], number: int) -> tuple[Float[Array, "B k"], Int[Array, "B k"]]:
-    """Of each row the largest, falling, and their places; of equal ones the first come first."""
-    if compiled_for().platform == "cpu":
+    """The largest values of each row, descending, and their indices; ties by index."""
+    if target_device().platform == "cpu":
         highest: tuple[Array, Array] = jax.lax.top_k(x, number)
         return highest
-    # One after the other: XLA has a GPU sort whole rows for it, by a library that goes into no CUDA graph.
+    # One by one: for top_k XLA makes a GPU sort whole rows, by a library call that fits no CUDA graph.
     size = x.shape[1]
     place = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), x.shape)
 
@@ -206,7 +216,7 @@ def _highest(x: Float[Array, "B X"], number: int) -> tuple[Float[Array, "B k"], 
         is_left = (x < value) | ((x == value) & (place > at))
         left = jnp.where(is_left, x, -jnp.inf), jnp.where(is_left, place, size)
         value, at = jax.lax.reduce(left, (np.float32(-np.inf), np.int32(size)), higher, (1,))
-        found.append((value, jnp.minimum(at, size - 1)))  # none is left of a row with what is no number
+        found.append((value, jnp.minimum(at, size - 1)))  # a row of NaNs has no candidate left
     values, places = zip(*found[1:], strict=True)
     return jnp.stack(values, axis=1), jnp.stack(places, axis=1)
 
@@ -233,7 +243,7 @@ def _add_biases(
 
 
 def _draw(shard: VocabShard, scores: Float[Array, "B V"], rows: SamplingRows, num_generated: Int[Array, " B"]) -> Int[Array, " B"]:
-    # The best becomes 0 before the division, so that no temperature, however low, makes it infinite.
+    # The maximum is subtracted first, so that no temperature, however low, makes it infinite.
     temperature = jnp.maximum(jnp.where(rows.temperature > 0, rows.temperature, 1.0), jnp.finfo(jnp.float32).tiny)
     scaled = (scores - shard.all_max(jnp.max(scores, axis=1, keepdims=True))) / temperature[:, None]
     weights = jnp.where(scaled >= jnp.log(rows.min_p)[:, None], jnp.exp(scaled), 0.0)
@@ -254,16 +264,17 @@ def _draw(shard: VocabShard, scores: Float[Array, "B V"], rows: SamplingRows, nu
 
 
 def _ordered_bits(x: Float[Array, "B V"]) -> UInt[Array, "B V"]:
-    """Unsigned integers in the same order as the floats."""
+    """Unsigned integers in the order of the floats."""
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
 
 def _threshold(shard: VocabShard, order: UInt[Array, "B V"], weights: Float[Array, "B V"], enough: Float[Array, " B"]) -> UInt[Array, " B"]:
-    """Of each row the largest t such that the weights of places with order >= t sum to at least `enough`, some bits at a time."""
-    # A CPU pays for each comparison. Parts pay for each exchange of sums, and a GPU for each launch; its loops are unrolled, for XLA makes no
-    # CUDA graph of what has one: the host would wait for every step of decode up to here before it may launch the rest.
-    is_cpu = compiled_for().platform == "cpu"
+    """For each row the largest t such that the weights with order >= t sum to at least `enough`, a few bits at a
+    time."""
+    # A CPU pays for each comparison, shards for each reduction, a GPU for each launch. Loops are unrolled for GPUs: XLA
+    # makes no CUDA graph of a loop, and the host would have to wait for it before it launches the rest of the step.
+    is_cpu = target_device().platform == "cpu"
     num_bits = 1 if shard.is_whole and is_cpu else 4
     digits = jnp.arange(1, 1 << num_bits, dtype=jnp.uint32)
 
@@ -271,14 +282,14 @@ def _threshold(shard: VocabShard, order: UInt[Array, "B V"], weights: Float[Arra
         shift = (32 - num_bits * (i + 1)).astype(jnp.uint32)
         tried = found[:, None] | (digits << shift)
         mass = shard.all_sum(jnp.sum(jnp.where(order[:, None] >= tried[:, :, None], weights[:, None], 0.0), axis=2))
-        # Of falling sums, which they are in floats too when all are made in one order: as many digits are low enough as the largest that is.
+        # The sums decrease, in floats too if all are added in one order: the digit is how many sums are enough.
         return found | (jnp.sum(mass >= enough[:, None], axis=1, dtype=jnp.uint32) << shift)
 
     return jax.lax.fori_loop(0, 32 // num_bits, one_digit, jnp.zeros(order.shape[0], jnp.uint32), unroll=not is_cpu)
 
 
 def _uniform(seed: UInt[Array, "B 2"], num_generated: Int[Array, " B"]) -> Float[Array, " B"]:
-    """One number in [0, 1) a row: Threefry's of the seed, as the key, and the count (Random123, SC'11)."""
+    """A number in [0, 1) for each row: Threefry with the seed as key and the count as input (Random123, SC'11)."""
 
     def of_row(seed: UInt[Array, " 2"], count: Int[Array, ""]) -> UInt[Array, ""]:
         return jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), count))[0]
@@ -287,20 +298,20 @@ def _uniform(seed: UInt[Array, "B 2"], num_generated: Int[Array, " B"]) -> Float
 
 
 def pick(weights: Float[Array, "B V"], uniform: Float[Array, " B"], shard: VocabShard = WHOLE) -> Int[Array, " B"]:
-    """The place at which each row's cumulative weight passes uniform * total, one whose weight is not 0: first the part, then the run of
-    lanes, then the lane."""
+    """The index in each row where the cumulative weight exceeds uniform * total, with non-zero weight: first the shard,
+    then the block of lanes, then the lane."""
     batch, size = weights.shape
     lanes = jnp.pad(weights, ((0, 0), (0, -size % _LANES))).reshape(batch, -1, _LANES)
     runs = lanes.sum(axis=2)
     up_to = jnp.cumsum(runs, axis=1)
-    last = size - 1  # where no number is one any more, for a model that overflowed: a token all the same, and none of the padding
+    last = size - 1  # a model that overflowed has NaNs only: still returns a token, and none of the padding
     if shard.is_whole:
         return jnp.minimum(_pick_in_runs(lanes, runs, up_to, uniform * up_to[:, -1]), last)
     parts = shard.all_gather(up_to[:, -1]).T
     up_to_part = jnp.cumsum(parts, axis=1)
     target = uniform * up_to_part[:, -1]
     hit, before = _narrowed(parts, up_to_part, target)
-    # All look for it, and the one it is in is believed.
+    # Every shard searches; the one that was hit counts.
     places = shard.first(size) + jnp.minimum(_pick_in_runs(lanes, runs, up_to, target - before), last)
     return jnp.take_along_axis(shard.all_gather(places), hit[None], axis=0, mode="promise_in_bounds")[0]
 
@@ -316,16 +327,16 @@ def _pick_in_runs(
 def _narrowed(
     parts: Float[Array, "B X"], up_to: Float[Array, "B X"], target: Float[Array, " B"]
 ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
-    """The part in which the sum passes the target, and the sum before it."""
+    """The part in which the cumulative sum exceeds the target, and the sum before it."""
     place = _first_above(parts, up_to, target)
     is_before = jnp.arange(up_to.shape[1]) == place[:, None] - 1
     return place, jnp.where(is_before, up_to, 0.0).sum(axis=1)
 
 
 def _first_above(parts: Float[Array, "B X"], up_to: Float[Array, "B X"], target: Float[Array, " B"]) -> Int[Array, " B"]:
-    """The first place that adds something and brings the sum over the target; if rounding left none, where it is highest.
+    """The first index with non-zero weight where the sum exceeds the target; if rounding leaves none, the maximum's.
 
-    A sum in parallel is not quite monotone, so a place that adds nothing could seem to bring it over the target."""
+    A parallel cumulative sum is not quite monotone, so an index of zero weight could seem to exceed the target."""
     reached = jnp.where(parts > 0, up_to, 0.0)
     almost_most = _floats(jnp.maximum(_bits(reached.max(axis=1)), 1) - 1)  # the next lower float
     return first_place(reached > jnp.minimum(target, almost_most)[:, None], axis=1)

@@ -1,4 +1,4 @@
-"""Counts of a sequence's tokens on the device, for its penalties; and the program that counts one anew when it joins a batch."""
+"""Token counts of sequences on the device, for penalties; and the program that counts a joining sequence."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Int
 
 from jaxinfer.layers.vocabulary import VocabShard, shard_over_vocab, specs
-from jaxinfer.runtime.compilation import ProgramSource, abstract_like
+from jaxinfer.programs.compilation import ProgramSource, abstract_like
 from sharding.partition import named_sharding, replicated
 from sharding.rules import Rules
 
 
 class TokenCounts(NamedTuple):
-    """Per slot: which tokens the prompt holds, and how often each was generated. Kept only for slots that use penalties."""
+    """For each slot, which tokens are in the prompt and how often each was generated. Valid for slots with penalties
+    only."""
 
     prompt: Bool[Any, "S V"]
     output: Int[Any, "S V"]
@@ -27,7 +28,8 @@ class TokenCounts(NamedTuple):
 def reset(
     counts: TokenCounts, slot: Int[Array, ""], tokens: Int[Array, " C"], num_prompt: Int[Array, ""], num_tokens: Int[Array, ""]
 ) -> TokenCounts:
-    """Count a sequence anew: `tokens` is padded, its first `num_prompt` are the prompt, those up to `num_tokens` were generated."""
+    """Recount a slot. `tokens` is padded: the first `num_prompt` are the prompt, those up to `num_tokens` the
+    output."""
     arguments = (counts, slot, tokens, num_prompt, num_tokens)
     return shard_over_vocab(_reset, counts.prompt, 1, *arguments, out_specs=specs(counts))
 
@@ -49,14 +51,14 @@ def _reset(
 
 
 def abstract_counts(num_slots: int, vocab_size: int, mesh: Mesh, rules: Rules) -> TokenCounts:
-    """Shapes of the counts of that many slots; split as the scores are."""
+    """Shapes of the counts, split over devices as logits are."""
     shape = (num_slots, vocab_size)
     sharding = replicated(mesh) if mesh.size == 1 else named_sharding(mesh, rules, (None, "vocab"), shape, "token counts")
     return TokenCounts(jax.ShapeDtypeStruct(shape, bool, sharding=sharding), jax.ShapeDtypeStruct(shape, np.int32, sharding=sharding))
 
 
 def reset_program(name: str, counts: TokenCounts, max_model_len: int, mesh: Mesh) -> ProgramSource:
-    """Counts one slot's tokens anew, on either mesh."""
+    """The program that recounts one slot, on either mesh."""
     arguments = abstract_like(reset_arguments(0, (), 0, max_model_len), replicated(mesh))
     return ProgramSource(name, reset, (counts, *arguments), mesh, donated=(0,))
 

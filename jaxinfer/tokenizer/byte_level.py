@@ -1,4 +1,4 @@
-"""Byte-level BPE: bytes written as characters, and how each vocabulary's training text was cut into words."""
+"""Byte-level BPE: bytes as characters, and the pre-tokenization patterns of known vocabularies."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
 
 def _bytes_of_characters() -> dict[str, int]:
-    """Byte-level BPE writes every byte as a printable character: its own where it has one, else the next above 255 (GPT-2)."""
+    """Byte-level BPE writes each byte as a printable character: its own if it has one, else one above 255 (GPT-2)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
@@ -21,26 +21,27 @@ CHARACTERS = {byte: character for character, byte in BYTES.items()}
 
 @dataclass(frozen=True)
 class PreTokenization:
-    """`patterns` cut one after the other, each what the one before left; none stands for GPT-2's, built into the library.
+    """`patterns` split text one after the other, each the pieces of the one before; empty for GPT-2's, built into the
+    library.
 
-    `ignore_merges`: a word that is a token is that token, whether or not merges lead to it.
+    `ignore_merges`: a word that is a token becomes that token even if no merges lead to it.
     """
 
     patterns: tuple[str, ...] = ()
     splits_digits: bool = False
     ignore_merges: bool = False
-    adds_bos: bool = False  # unless the file says otherwise
-    normalizes: bool = False  # to Unicode's form NFC
+    adds_bos: bool = False  # by default
+    normalizes: bool = False  # to Unicode NFC
 
 
-# The patterns are data of those models, as their tokenizer.json or their code has them.
+# The patterns are data of these models, from their tokenizer.json or code.
 _CLASSIC = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 _CONTRACTED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 
 
 def _cased(upper: str, lower: str, ending: str, number: str, after_symbols: str) -> str:
-    """Words begin with a capital, so that camelCase is two (OpenAI's o200k and what followed it)."""
+    """Words begin at a capital, so camelCase is two (OpenAI's o200k and its successors)."""
     words = rf"[^\r\n\p{{L}}\p{{N}}]?[{upper}]*[{lower}]+{ending}|[^\r\n\p{{L}}\p{{N}}]?[{upper}]+[{lower}]*{ending}"
     return rf"{words}|{number}| ?[^\s\p{{L}}\p{{N}}]+{after_symbols}|\s*[\r\n]+|\s+(?!\S)|\s+"
 
@@ -71,7 +72,8 @@ WORDS: dict[str, PreTokenization] = {
 
 
 def byte_level(vocab: dict[str, int], merges: list[tuple[str, str]], words: PreTokenization) -> tokenizers.Tokenizer:
-    """The backend without its added tokens. Raises the library's plain Exception for merges that don't fit the vocabulary."""
+    """The backend without added tokens. Raises the library's plain Exception for merges that don't fit the
+    vocabulary."""
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=words.ignore_merges))
     cuts: list[pre_tokenizers.PreTokenizer] = [pre_tokenizers.Digits(individual_digits=True)] if words.splits_digits else []
     cuts += [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in words.patterns]

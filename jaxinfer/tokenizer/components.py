@@ -1,4 +1,4 @@
-"""What every form of a tokenizer on disk is read into."""
+"""Parts of a tokenizer that every format on disk is read into."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import NamedTuple
 import tokenizers
 from tokenizers import processors
 
-from jaxinfer.chat_template import ChatTemplate
+from jaxinfer.tokenizer.chat_template import ChatTemplate
 
 
 class TokenizerComponents(NamedTuple):
     backend: tokenizers.Tokenizer
     bos: int | None
-    eos: list[int]  # all that end a reply
+    eos: list[int]  # all tokens that end a reply
     template: ChatTemplate
 
 
 def with_ends(before: list[tuple[str, int]], after: list[tuple[str, int]]) -> processors.TemplateProcessing:
-    """Puts the special tokens around a prompt."""
+    """A processor that adds special tokens before and after a prompt."""
     single = " ".join([*(token for token, _ in before), "$A", *(token for token, _ in after)])
     return processors.TemplateProcessing(single=single, special_tokens=before + after)

@@ -1,4 +1,4 @@
-"""The tokenizer in a model's folder: tokenizer.json, or Kimi's tiktoken.model, and the settings next to it."""
+"""The tokenizer in a model's folder: tokenizer.json, or Kimi's tiktoken.model, and their settings."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from tokenizers import AddedToken
 
 from checkpoints.json_file import read_json
 from checkpoints.source import CheckpointError
-from jaxinfer.chat_template import ChatTemplate
 from jaxinfer.tokenizer.byte_level import WORDS
+from jaxinfer.tokenizer.chat_template import ChatTemplate
 from jaxinfer.tokenizer.components import TokenizerComponents
 from jaxinfer.tokenizer.ranks import read_ranks
 
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-_KIMI_NUM_SPECIAL = 256  # ids after the ranks; those without a name are reserved
+_KIMI_NUM_SPECIAL = 256  # ids after the ranks; unnamed ones are reserved
 _KIMI_CODE = ("tokenization_kimi", "tokenization_moonshot")
 _OTHER_FORMS = ("tokenizer.model", "tekken.json", "vocab.json", "tiktoken.model")
 
 
 def read_folder(path: Path) -> TokenizerComponents:
-    """Raises `CheckpointError` where the tokenizer is missing, corrupt or of a kind not supported."""
+    """Raises `CheckpointError` for a tokenizer that is missing, corrupt or unsupported."""
     config = _settings(path)
     backend = _backend(path, config)
     backend.no_truncation()
@@ -32,7 +32,7 @@ def read_folder(path: Path) -> TokenizerComponents:
     named = {name: _content(token) for name, token in _named(config).items()}
     bos = backend.token_to_id(named["bos_token"]) if "bos_token" in named else None
     ends: list[int] = []
-    # What ends a reply is said in up to three places; a chat model's end of turn is often only in the first.
+    # Up to three files name tokens that end a reply; a chat model's end of turn is often in the first only.
     for name in ("generation_config.json", "config.json"):
         settings = read_json(path / name) if (path / name).exists() else {}
         if (ids := settings.get("eos_token_id", settings.get("text_config", {}).get("eos_token_id"))) is not None:
@@ -44,7 +44,7 @@ def read_folder(path: Path) -> TokenizerComponents:
 
 
 def _settings(path: Path) -> dict[str, Any]:
-    """tokenizer_config.json, with the special tokens that older folders name in a file of their own."""
+    """tokenizer_config.json, with the special tokens that older folders have in a file of their own."""
     config: dict[str, Any] = read_json(path / "tokenizer_config.json") if (path / "tokenizer_config.json").exists() else {}
     if "added_tokens_decoder" not in config and (path / "special_tokens_map.json").exists():
         config |= read_json(path / "special_tokens_map.json")
@@ -68,14 +68,14 @@ def _backend(path: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
 
 
 def _named(config: Mapping[str, Any]) -> dict[str, Any]:
-    """bos_token, eos_token and the like, also those that only this model has (image_token, ...)."""
+    """bos_token, eos_token and so on, also those that only this model has (image_token, ...)."""
     extra = config.get("extra_special_tokens")
     named = {name: token for name, token in config.items() if name.endswith("_token") and isinstance(token, (str, dict)) and token}
     return named | (extra if isinstance(extra, dict) else {})
 
 
 def _added(config: Mapping[str, Any], backend: tokenizers.Tokenizer) -> Iterator[AddedToken]:
-    """What the settings add to the vocabulary, or describe otherwise than the tokenizer itself does, in their order."""
+    """Tokens that the settings add, or describe differently than the tokenizer, in order."""
     present = {token.content: _flags(token) for token in backend.get_added_tokens_decoder().values()}
     special = {_content(token) for token in _named(config).values()}
     for _, settings in sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])):
@@ -97,7 +97,8 @@ def _flags(token: AddedToken) -> tuple[bool, ...]:
 
 
 def _templates(path: Path, config: Mapping[str, Any]) -> str | dict[str, str] | None:
-    """chat_template.jinja and more of them in a folder where there are any; else tokenizer_config's, a string or a list of named ones."""
+    """chat_template.jinja and named templates in files, if there are any; else tokenizer_config's, a string or a list
+    of named ones."""
     files = {"default": path / "chat_template.jinja"} if (path / "chat_template.jinja").exists() else {}
     files |= {file.stem: file for file in sorted((path / "additional_chat_templates").glob("*.jinja"))}
     if files:
@@ -105,7 +106,7 @@ def _templates(path: Path, config: Mapping[str, Any]) -> str | dict[str, str] | 
     template = config.get("chat_template")
     if isinstance(template, list):
         return {named["name"]: named["template"] for named in template}
-    if template is None and (path / "chat_template.json").exists():  # some models that also read pictures
+    if template is None and (path / "chat_template.json").exists():  # some multimodal models
         return read_json(path / "chat_template.json").get("chat_template")
     return template
 

@@ -1,4 +1,4 @@
-"""The tokenizer in a GGUF file's metadata: a vocabulary with merges (byte-level BPE) or with scores (SentencePiece)."""
+"""The tokenizer in a GGUF file's metadata: a vocabulary with merges (byte-level BPE) or scores (SentencePiece)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import tokenizers
 from tokenizers import AddedToken
 
 from checkpoints.source import CheckpointError
-from jaxinfer.chat_template import ChatTemplate
 from jaxinfer.tokenizer.byte_level import WORDS, byte_level
+from jaxinfer.tokenizer.chat_template import ChatTemplate
 from jaxinfer.tokenizer.components import TokenizerComponents, with_ends
 from jaxinfer.tokenizer.sentencepiece import SPACE, merges_of, sentencepiece
 
@@ -23,7 +23,7 @@ _USE_FOLDER = "use the model's folder with tokenizer.json"
 
 
 def read_gguf(path: Path, metadata: Mapping[str, Any]) -> TokenizerComponents:
-    """Raises `CheckpointError` for a vocabulary that is missing, corrupt or of a kind not supported."""
+    """Raises `CheckpointError` for a vocabulary that is missing, corrupt or unsupported."""
     about = {key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items() if key.startswith("tokenizer.ggml.")}
     kind, pre, tokens = about.get("model"), about.get("pre"), about.get("tokens")
     if kind not in ("gpt2", "llama"):
@@ -38,7 +38,7 @@ def read_gguf(path: Path, metadata: Mapping[str, Any]) -> TokenizerComponents:
             backend, adds_bos = _of_merges(path, about, tokens), WORDS[about["pre"]].adds_bos
         else:
             is_gemma = str(metadata.get("general.architecture")).startswith("gemma")
-            if is_gemma:  # runs of spaces are written as they are in text
+            if is_gemma:  # its GGUF writes runs of spaces as plain spaces
                 tokens = [SPACE * len(token) if not token.strip(" ") else token for token in tokens]
             backend, adds_bos = _of_scores(path, about, tokens, kinds, is_gemma), True
     except CheckpointError:
@@ -75,7 +75,7 @@ def _of_scores(path: Path, about: Mapping[str, Any], tokens: list[str], kinds: S
     if len(scores) != len(tokens) or len(kinds) != len(tokens):
         message = f"has {len(tokens)} tokens, {len(scores)} scores and {len(kinds)} token types: there must be one of each a token"
         raise CheckpointError(f"{path}: tokenizer.ggml {message}; {_AGAIN}")
-    if is_gemma:  # the order of its tokens is that of its merges; its scores' is not
+    if is_gemma:  # tokens are in the order of merges; scores are not
         scores = [-float(i) for i in range(len(tokens))]
     unknown = about.get("unknown_token_id")
     merges = merges_of(tokens, scores, [kind in (_NORMAL, _USER_DEFINED) for kind in kinds])
@@ -88,7 +88,7 @@ def _numbers(values: Any) -> list[Any]:
 
 
 def _templates(metadata: Mapping[str, Any]) -> str | dict[str, str] | None:
-    """The one of no name is the default."""
+    """Chat templates by name; the unnamed one is the default."""
     key = "tokenizer.chat_template"
     named = {name.removeprefix(f"{key}."): text for name, text in metadata.items() if name.startswith(f"{key}.")}
     default = metadata.get(key)

@@ -1,4 +1,4 @@
-"""How many tokens a text has at least, told from its length: what can't fit is refused before any work is done on it."""
+"""A lower bound on a text's number of tokens from its length: prompts that can't fit are refused before any work."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from tokenizers import models
 
 from jaxinfer.tokenizer.byte_level import CHARACTERS
 
-# Unicode's form NFC makes text shorter, by 3.5 at most: U+1FBE U+0308 U+0301, 7 bytes, become U+0390, 2 bytes.
+# Unicode NFC shortens text by a factor of 3.5 at most: U+1FBE U+0308 U+0301, 7 bytes, become U+0390, 2 bytes.
 _NFC_SHRINKS = 4
 _WORD = re.compile(r"[0-9A-Za-z][^ \t\r\n]*")
 
 
 class LengthBound(Protocol):
     def min_tokens(self, text: str, limit: int) -> int:
-        """How many tokens the text has at least. Counted no further than is needed to tell whether that is over `limit`."""
+        """A lower bound on the text's number of tokens. Counts no further than needed to exceed `limit`."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ByteBound:
-    """For BPE: each token stands for a bounded number of the text's bytes, but for what becomes no token at all: `dropped` bytes, which
+    """For BPE: each token stands for a bounded number of bytes. Some bytes become no token: those in `dropped`, which
     the vocabulary lacks, and with `drops_spaces` white space beside added tokens (lstrip, rstrip)."""
 
     max_token_bytes: int
@@ -35,7 +35,7 @@ class ByteBound:
     drops_spaces: bool = False
 
     def min_tokens(self, text: str, limit: int) -> int:
-        if len(text) * 4 <= limit * self.max_token_bytes:  # a character has 4 bytes at most
+        if len(text) * 4 <= limit * self.max_token_bytes:  # a character has at most 4 bytes
             return 0
         if self.drops_spaces:
             text = "".join(text.split())
@@ -44,21 +44,22 @@ class ByteBound:
 
 
 class WordBound:
-    """For BERT's WordPiece, which makes one token of a word however long: a word with an ASCII letter or digit is one at least."""
+    """For BERT's WordPiece, where one token may be a word of any length: a word with an ASCII letter or digit is at
+    least one token."""
 
     def min_tokens(self, text: str, limit: int) -> int:
         return sum(1 for _ in islice(_WORD.finditer(text), limit + 1))
 
 
 class NoBound:
-    """Some tokenizers leave out text of any length."""
+    """For tokenizers that may drop text of any length."""
 
     def min_tokens(self, text: str, limit: int) -> int:
         return 0
 
 
 def length_bound(backend: tokenizers.Tokenizer) -> LengthBound:
-    """What is known of any text's tokens by this tokenizer."""
+    """The bound that holds for all texts with this tokenizer."""
     normalizers = [*_steps(backend.normalizer, "normalizers")]
     cuts = [*_steps(backend.pre_tokenizer, "pretokenizers")]
     added = backend.get_added_tokens_decoder().values()
@@ -76,10 +77,10 @@ def length_bound(backend: tokenizers.Tokenizer) -> LengthBound:
     is_shrunk = any(step["type"] == "NFC" for step in normalizers)
     dropped = bytes(byte for byte, character in CHARACTERS.items() if character not in vocab) if is_byte_level else b""
     if not is_byte_level and not (backend.model.byte_fallback and all(f"<0x{byte:02X}>" in vocab for byte in range(256))):
-        return NoBound()  # characters without a token are one unknown token together, or none
+        return NoBound()  # consecutive characters without a token become one unknown token, or none
     if is_shrunk and not _NEVER_IN_TEXT.issuperset(dropped):
-        return NoBound()  # which bytes are dropped shows only in the normalized text
-    # A character of a byte-level token is a byte.
+        return NoBound()  # the dropped bytes are known only after normalization
+    # A character of a byte-level token stands for one byte.
     most = max(len(token) if is_byte_level else len(token.encode()) for token in vocab)
     most = max([most, *(len(token.content.encode()) for token in added)])
     most *= _NFC_SHRINKS if is_shrunk else 1
@@ -87,7 +88,7 @@ def length_bound(backend: tokenizers.Tokenizer) -> LengthBound:
 
 
 _CUTS = ("ByteLevel", "Digits", "Metaspace")
-_NEVER_IN_TEXT = frozenset((0xC0, 0xC1, *range(0xF5, 0x100)))  # bytes that UTF-8 doesn't have
+_NEVER_IN_TEXT = frozenset((0xC0, 0xC1, *range(0xF5, 0x100)))  # bytes that don't occur in UTF-8
 
 
 def _keeps_text(step: dict[str, Any]) -> bool:
@@ -98,7 +99,7 @@ def _keeps_text(step: dict[str, Any]) -> bool:
 
 
 def _steps(component: Any, name: str) -> Iterator[dict[str, Any]]:
-    """A normalizer's or pre-tokenizer's settings, those of a sequence one after the other."""
+    """Settings of a normalizer or pre-tokenizer, with sequences flattened."""
     if component is None:
         return
     waiting = [json.loads(component.__getstate__())]

@@ -1,4 +1,5 @@
-"""tiktoken.model: a token a line, its bytes in base64 and its rank; BPE that joins the neighbours that make the token of the lowest rank."""
+"""tiktoken.model: one token a line, its bytes in base64 and its rank. BPE merges the pair whose token has the lowest
+rank."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from jaxinfer.tokenizer.byte_level import CHARACTERS, PreTokenization, byte_leve
 
 
 def read_ranks(file: Path, words: PreTokenization, names: Mapping[int, str], num_special: int) -> tokenizers.Tokenizer:
-    """The backend. The `num_special` ids after the ranks are special tokens, by `names` or reserved. Raises `CheckpointError`."""
+    """The backend. The `num_special` ids after the ranks are special tokens, named by `names` or reserved. Raises
+    `CheckpointError`."""
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(file.read_bytes().splitlines(), 1):
         try:

@@ -1,4 +1,4 @@
-"""SentencePiece's BPE with byte fallback, from a vocabulary and the order in which its tokens are to be made."""
+"""SentencePiece's BPE with byte fallback, from a vocabulary and the order of its merges."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-SPACE = "▁"  # how a space is written
+SPACE = "▁"  # stands for a space
 
 
 def merges_of(tokens: Sequence[str], scores: Sequence[float], can_merge: Sequence[bool]) -> list[tuple[str, str]]:
-    """SentencePiece joins whichever neighbours make the token of the highest score: every way to make a token in two, best first."""
+    """All pairs that merge into a token, best first: SentencePiece merges the pair whose token has the highest
+    score."""
     mergeable = {token for token, can in zip(tokens, can_merge, strict=True) if can}
     ways = [
         (score, at, len(token) - at, token)
@@ -25,7 +26,7 @@ def merges_of(tokens: Sequence[str], scores: Sequence[float], can_merge: Sequenc
 
 
 def sentencepiece(vocab: dict[str, int], merges: list[tuple[str, str]], unknown: str | None, adds_space: bool) -> tokenizers.Tokenizer:
-    """The backend without its added tokens. `adds_space`: text begins with a space that decoding takes away."""
+    """The backend without added tokens. `adds_space`: encoding prepends a space, decoding removes it."""
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme="first" if adds_space else "never", split=False)
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]

@@ -1,4 +1,4 @@
-"""Tokenizer: text to token ids and back, and chats to prompts, from a GGUF's metadata or a folder's files."""
+"""Tokenizer: text to token ids and back, and chats to prompts, from a GGUF file's metadata or a model's folder."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from tokenizers import decoders
 
 from checkpoints.gguf_source import GGUFSource
 from checkpoints.source import TensorSource
-from jaxinfer.chat_template import ChatTemplate
 from jaxinfer.request import RequestError, SamplingParams
 from jaxinfer.tokenizer.byte_level import BYTES
+from jaxinfer.tokenizer.chat_template import ChatTemplate
 from jaxinfer.tokenizer.folder import read_folder
 from jaxinfer.tokenizer.gguf import read_gguf
 from jaxinfer.tokenizer.length import length_bound
 from jaxinfer.tokenizer.sentencepiece import SPACE
-from jaxinfer.untrusted_text import ControlTokens, PromptText
+from jaxinfer.tokenizer.untrusted_text import ControlTokens, PromptText
 
 _LINE = "\n"
-_PARTS_AT_ONCE = 1024  # of a text that is cut, whose encodings take memory
+_PARTS_AT_ONCE = 1024  # parts of a cut text that are encoded together, to bound memory
 
 
 class TextTooLong(RequestError):
-    """A text of more tokens than fit. `measure` is its length, such as '9000 tokens' or 'at least 9000 tokens'."""
+    """A text with too many tokens. `measure` is its length, such as '9000 tokens' or 'at least 9000 tokens'."""
 
     def __init__(self, measure: str, max_tokens: int) -> None:
         super().__init__(f"the text has {measure}: at most {max_tokens} fit; shorten it", "prompt", "context_length_exceeded")
@@ -36,11 +36,11 @@ class TextTooLong(RequestError):
 
 
 class Tokenizer:
-    """`vocab_size` counts added tokens too. `eos_token_ids` are all that end a reply; `bos_token_id` is None where there is none.
+    """`vocab_size` includes added tokens. `eos_token_ids` are all that end a reply; `bos_token_id` is None without one.
 
-    `special_ids` are the tokens that `decode` leaves out unless asked. `is_byte_level`: every token is a run of bytes, and
-    decoding is joining them. `token_bytes(token_id)` are the bytes one token stands for: a special token's those of its name, an
-    unknown id's none. `token_text(token_id)` is their text if they are whole characters, else None.
+    `special_ids`: tokens that `decode` leaves out by default. `is_byte_level`: every token is a sequence of bytes, and
+    decoding joins them. `token_bytes(token_id)`: the bytes of a token; of a special token its name's, of an unknown id
+    none. `token_text(token_id)`: their text if they are whole characters, else None.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, bos: int | None, eos: Sequence[int], template: ChatTemplate) -> None:
@@ -52,25 +52,25 @@ class Tokenizer:
         self.eos_token_ids = tuple(dict.fromkeys(eos))
         self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
         self.is_byte_level = isinstance(backend.decoder, decoders.ByteLevel)
-        self.token_bytes = functools.cache(self._token_bytes)  # asked for every token of every sequence
+        self.token_bytes = functools.cache(self._token_bytes)  # called for every token of every sequence
         self.token_text = functools.cache(self._token_text)
 
     @classmethod
     def from_source(cls, source: TensorSource) -> Tokenizer:
-        """The tokenizer that comes with a checkpoint. Raises `CheckpointError` where it is missing, corrupt or of a kind not supported."""
+        """The tokenizer of a checkpoint. Raises `CheckpointError` if it is missing, corrupt or unsupported."""
         return cls(*read_gguf(source.path, source.metadata)) if isinstance(source, GGUFSource) else cls.from_folder(source.path)
 
     @classmethod
     def from_folder(cls, path: Path) -> Tokenizer:
-        """The tokenizer in a model's folder; its weights need not be there. Raises `CheckpointError` as `from_source`."""
+        """The tokenizer in a model's folder, which needs no weights. Raises as `from_source`."""
         return cls(*read_folder(path))
 
     def encode(self, text: str, add_special_tokens: bool = True, *, max_tokens: int | None = None) -> list[int]:
-        """Token ids; with the tokens that the model wants around a prompt (such as one for its beginning) unless told not to. Other
-        threads run meanwhile.
+        """Token ids, by default with the special tokens that the model expects around a prompt. Other threads run
+        meanwhile.
 
-        Raises `TextTooLong` for a text of more than `max_tokens`, where its length tells it before any work, and `RequestError` for
-        text that is not Unicode (half a surrogate pair, which JSON can spell).
+        Raises `TextTooLong` for a text of more than `max_tokens` (before any work, if its length shows it), and
+        `RequestError` for text that is not Unicode (half a surrogate pair, which JSON allows).
         """
         cuts = text.cuts if isinstance(text, PromptText) else ()
         if cuts and add_special_tokens:
@@ -80,7 +80,7 @@ class Tokenizer:
         try:
             if cuts:
                 return self._encode_apart(text, cuts, max_tokens)
-            # A batch of one: a text alone is encoded with the interpreter's lock held.
+            # A batch of one, because the library keeps Python's lock while it encodes a single text.
             [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except (UnicodeEncodeError, TypeError) as error:
             raise RequestError(
@@ -91,11 +91,12 @@ class Tokenizer:
         return encoding.ids
 
     def _encode_apart(self, text: str, cuts: Sequence[int], max_tokens: int | None) -> list[int]:
-        """The token ids of the text between the cuts."""
+        """Token ids of the pieces between cuts, each encoded by itself."""
         ids: list[int] = []
         bounds = [0, *cuts, len(text)]
         for first in range(0, len(bounds) - 1, _PARTS_AT_ONCE):
-            # Some tokenizers put a space before a text: not before the rest of one, which begins on a line of its own instead.
+            # Some tokenizers put a space before a text. Pieces after the first must not get it: a line break precedes
+            # them during encoding instead.
             parts = [(_LINE if start else "", text[start:end]) for start, end in pairwise(bounds[first : first + _PARTS_AT_ONCE + 1])]
             encodings = self._backend.encode_batch_fast([line + part for line, part in parts], add_special_tokens=False)
             for encoding, (line, part) in zip(encodings, parts, strict=True):
@@ -105,11 +106,11 @@ class Tokenizer:
         return ids
 
     def _without_line(self, ids: list[int], part: str) -> list[int]:
-        """The ids of a line's end and the part after it, without the former."""
+        """Ids of a part that was encoded after a line break, without those of the line break."""
         line_ids = self._line_ids
         if ids[: len(line_ids)] == line_ids:
             return ids[len(line_ids) :]
-        return self._backend.encode(part, add_special_tokens=False).ids  # they were joined
+        return self._backend.encode(part, add_special_tokens=False).ids  # the line break merged with the part
 
     @functools.cached_property
     def _line_ids(self) -> list[int]:
@@ -117,22 +118,22 @@ class Tokenizer:
 
     @functools.cached_property
     def num_around(self) -> tuple[int, int]:
-        """How many special tokens the model wants before a text and after it."""
+        """The number of special tokens that the model expects before a text and after it."""
         is_special = self._backend.encode("a").special_tokens_mask
         return is_special.index(0), is_special[::-1].index(0)
 
     def encode_prompt(self, text: str | PromptText, params: SamplingParams, max_model_len: int, *, add_special_tokens: bool) -> list[int]:
-        """A prompt's token ids, truncated as `params` ask. Raises as `encode` does, for what is longer than the context."""
+        """A prompt's token ids, truncated as `params` say. Raises as `encode` does for more than the context."""
         limit = max_model_len if params.truncate_prompt_tokens is None else None
         token_ids = self.encode(text, add_special_tokens, max_tokens=limit)
         return list(params.truncated(token_ids, max_model_len))
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The ids' text; bytes that are not UTF-8 become U+FFFD, ids outside the vocabulary nothing."""
+        """The text of ids. Invalid UTF-8 becomes U+FFFD; ids outside the vocabulary become nothing."""
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def save(self, path: Path) -> None:
-        """Write it as a tokenizer.json, which transformers reads."""
+        """Write a tokenizer.json, which transformers reads."""
         self._backend.save(str(path))
 
     def _token_bytes(self, token_id: int) -> bytes:
@@ -140,7 +141,7 @@ class Tokenizer:
         if token is None:
             return b""
         if self.is_byte_level:
-            # A token with any other character was added by name.
+            # A token with any other character is an added one, spelled literally.
             return bytes(map(BYTES.__getitem__, token)) if all(map(BYTES.__contains__, token)) else token.encode()
         if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
             return bytes([int(token[3:5], 16)])
@@ -154,15 +155,15 @@ class Tokenizer:
 
     @property
     def reads_tools(self) -> bool:
-        """Whether the model's chat template has any use for `render_chat`'s tools."""
+        """Whether the chat template may depend on `tools`."""
         return self._template.reads_tools
 
     def template_reads(self, variable: str) -> bool:
-        """Whether the model's chat template has any use for one of `render_chat`'s `chat_template_kwargs`."""
+        """Whether the chat template may depend on this variable of `chat_template_kwargs`."""
         return self._template.reads(variable)
 
     def template_mentions(self, name: str, tools: Sequence[Mapping[str, Any]] | None) -> bool:
-        """Whether the model's chat template for these tools has the name anywhere; also if there is none."""
+        """Whether the name occurs in the chat template for these tools; also if there is none."""
         return self._template.mentions(name, tools)
 
     def render_chat(
@@ -175,13 +176,14 @@ class Tokenizer:
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> PromptText:
-        """The prompt of a conversation, by the model's template; encode it with `add_special_tokens=False`: it has them already.
+        """The prompt of a conversation, by the model's template. Encode it with `add_special_tokens=False`: the
+        template writes them.
 
-        It ends where an answer begins, if `add_generation_prompt`; by default unless the last message is to be continued.
-        `tools`, `documents` and `continue_final_message` as `ChatTemplate.render` has them; `chat_template_kwargs` are further
-        variables that the template reads, such as enable_thinking. What is given never becomes a control token: `encode` reads
-        `<|im_end|>` in a message as any other text. Raises `RequestError` for a model without a template and for what the template
-        refuses.
+        `add_generation_prompt`: whether it ends where an answer begins; by default, unless the last message is to be
+        continued. `tools`, `documents` and `continue_final_message`: see `ChatTemplate.render`. `chat_template_kwargs`:
+        further variables of the template, such as enable_thinking. Message text never becomes a control token: `encode`
+        reads `<|im_end|>` in a message as any other text. Raises `RequestError` for a model without a template, and for
+        what the template refuses.
         """
         render = partial(
             self.render_text,
@@ -205,24 +207,25 @@ class Tokenizer:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **given: Any,
     ) -> str:
-        """What `render_chat` gives as text alone, in which nothing tells the template's control tokens from what was said."""
+        """`render_chat`'s text alone, where control tokens in messages can't be told from the template's."""
         begins_answer = not continue_final_message if add_generation_prompt is None else add_generation_prompt
         given |= {"continue_final_message": continue_final_message, "variables": chat_template_kwargs}
         return self._template.render(messages, begins_answer, **given)
 
     @functools.cached_property
     def _control_tokens(self) -> ControlTokens:
-        """Special tokens, and others that the template writes; the model's own words may hold the latter, if they don't begin turns."""
+        """Special tokens and others that the template writes. An assistant's message may contain the latter, unless
+        they begin turns."""
         added = self._backend.get_added_tokens_decoder().values()
         literals = self._template.literals
-        # Others are there for text, such as spaces and HTML's tags.
+        # The others are for text, such as spaces and HTML tags.
         visible = {t.content for t in added if not t.special and _is_marker(t.content) and t.content in literals}
         turns = self._turn()
         answers = {token for token in visible if turns is not None and (token not in turns or _is_tag(token, visible))}
         return ControlTokens({t.content for t in added if t.special} | visible, answers)
 
     def _turn(self) -> str | None:
-        """Of plain turns the prompt; None where the template refuses them."""
+        """The prompt of empty turns; None if the template refuses them."""
         turns = [{"role": role, "content": ""} for role in ("user", "assistant", "user")]
         try:
             return self._template.render(turns, True)
@@ -231,7 +234,7 @@ class Tokenizer:
 
 
 def _is_tag(token: str, tokens: set[str]) -> bool:
-    """Whether it is one of a pair such as <think> and </think>."""
+    """Whether the token is one of a pair such as <think> and </think>."""
     name = token.removeprefix("<").removeprefix("/")
     return {f"<{name}", f"</{name}"} <= tokens
 

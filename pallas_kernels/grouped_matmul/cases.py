@@ -9,8 +9,9 @@ FormatName = Literal["bfloat16", "int4", "fp8"]
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    """A layer's experts: `inputs` to `outputs` each; its other product has them exchanged. Each token goes to `experts_per_token`."""
+class ExpertsCase:
+    """A layer's experts, each a matrix of `inputs` by `outputs`. The layer's other product has them exchanged. Each
+    token goes to `experts_per_token` experts."""
 
     name: str
     num_experts: int
@@ -21,9 +22,9 @@ class Case:
 
 
 CASES = (
-    Case("llama-4-scout", 16, 1, 5120, 8192, "bfloat16"),
-    Case("qwen3-235b", 128, 8, 4096, 1536, "bfloat16"),
-    Case("deepseek-v3", 256, 8, 7168, 2048, "fp8"),
-    Case("kimi-k2.5", 384, 8, 7168, 2048, "int4"),
+    ExpertsCase("llama-4-scout", 16, 1, 5120, 8192, "bfloat16"),
+    ExpertsCase("qwen3-235b", 128, 8, 4096, 1536, "bfloat16"),
+    ExpertsCase("deepseek-v3", 256, 8, 7168, 2048, "fp8"),
+    ExpertsCase("kimi-k2.5", 384, 8, 7168, 2048, "int4"),
 )
-TINY = tuple(Case(f"tiny {name}", 5, 2, 256, 256, name) for name in ("bfloat16", "int4", "fp8"))
+TINY = tuple(ExpertsCase(f"tiny {name}", 5, 2, 256, 256, name) for name in ("bfloat16", "int4", "fp8"))

@@ -1,15 +1,16 @@
-"""How experts' matrices lie in memory: bfloat16 and float32 as they come, or packed in the order in which a GPU kernel reads them.
+"""How experts' matrices lie in memory: bfloat16 and float32 unchanged, or packed in the order in which a GPU kernel
+reads them.
 
-A packed matrix is cut into tiles of 128 outputs and 128 inputs, each one run of bytes. Tensor cores take their first factor from registers:
-thread q of the four that share a row holds the inputs 8t + 2q and 8t + 2q + 1 for every t. So a row of 64 bytes is what four threads load by
-16 bytes each, and the codes of a 32-bit word are those inputs for some t, both of a pair as far apart as the halves of a register: a shift
-and a mask leave a pair where it has to be, and nothing is exchanged between threads.
+A packed matrix is cut into tiles of 128 outputs and 128 inputs, each contiguous in memory. Tensor cores read their
+first factor from registers: thread q of the four that share a row holds the inputs 8t + 2q and 8t + 2q + 1 for every t.
+So a row of 64 bytes is what four threads load by 16 bytes each. The codes of a 32-bit word are those inputs for some t.
+The two codes of a pair are as far apart as the halves of a register: a shift and a mask leave a pair in place, and
+threads exchange nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Literal, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 from jax import lax
@@ -17,32 +18,35 @@ from jaxtyping import Array, BFloat16, Float, Float8e4m3fn, Int, Int32
 
 OUTPUTS, INPUTS = 128, 128  # of a tile
 WORDS = 16  # of a row: 64 bytes
-GROUP = 32  # inputs that share a scale of integers
-LINE = 32  # floats that a scale of a tile is repeated to: the copy engine writes to multiples of 128 bytes
-INT4_ZERO = 8  # added to integers, which makes them codes
-_PER_WORD = GROUP // 4  # codes of 4 bits
+GROUP = 32  # inputs that share an int4 scale
+LINE = 32  # a tile's scale is repeated to this many floats: the copy engine writes multiples of 128 bytes
+INT4_ZERO = 8  # added to integers to make them codes
+_PER_WORD = GROUP // 4  # codes of 4 bits in a 32-bit word
 
 
 class Int4(NamedTuple):
-    """Integers of 4 bits with a bfloat16 scale for 32 inputs of an output; a weight is their product rounded to bfloat16. 4.5 bits a weight."""
+    """Integers of 4 bits with a bfloat16 scale for 32 inputs of an output. A weight is integer times scale, rounded to
+    bfloat16. 4.5 bits a weight."""
 
-    words: Int32[Array, "E FT DT 128 16"]  # of FT x DT tiles: a row an output, of 128 inputs
-    scale: BFloat16[Array, "E FT DT 2 256"]  # of each tile: of each half of its outputs: an output's four, the next one's
+    words: Int32[Array, "E FT DT 128 16"]  # FT x DT tiles; a row is one output's 128 inputs
+    # of each half of a tile's outputs: one output's four scales, then the next one's
+    scale: BFloat16[Array, "E FT DT 2 256"]
 
 
 class Fp8(NamedTuple):
-    """float8_e4m3fn with a float32 scale for 128 x 128; a weight is their product. No code may stand for NaN."""
+    """float8_e4m3fn with a float32 scale for 128 x 128; a weight is their product. No code may represent NaN."""
 
     words: Int32[Array, "E FT DT 256 16"]  # of each tile: its first 64 inputs, a row an output, then the others
-    scale: Float[Array, "E FT DT 32"]  # of each tile, 32 times the same
+    scale: Float[Array, "E FT DT 32"]  # each tile's scale, repeated 32 times
 
 
 Weights: TypeAlias = Float[Array, "E D F"] | Int4 | Fp8  # bfloat16 or float32, or packed
 
 
 def int4_from_compressed_tensors(weight_packed: Int32[Array, "E F D/8"], weight_scale: BFloat16[Array, "E F D/32"]) -> Int4:
-    """Experts as compressed-tensors' `pack-quantized` has each of them (Kimi K2.x): rows of outputs; of a 32-bit word the lowest 4 bits are
-    the first of eight inputs, each with 8 added; symmetric, in groups of 32. Raises `ValueError` for shapes that no tile divides."""
+    """Packs experts in compressed-tensors' `pack-quantized` format (Kimi K2.x). Rows are outputs. The lowest 4 bits of
+    a 32-bit word are the first of eight inputs, each with 8 added; symmetric, in groups of 32. Raises `ValueError` for
+    shapes that no tile divides."""
     experts, outputs, words = weight_packed.shape
     inputs = words * _PER_WORD
     _check("weight_packed", outputs, inputs)
@@ -54,8 +58,8 @@ def int4_from_compressed_tensors(weight_packed: Int32[Array, "E F D/8"], weight_
 
 
 def fp8_from_blocks(weight: Float8e4m3fn[Array, "E F D"], weight_scale_inv: Float[Array, "E F/128 D/128"]) -> Fp8:
-    """Experts as DeepSeek-V3 has each of them: rows of outputs, and what each 128 x 128 is to be multiplied by (in spite of its name there,
-    `weight_scale_inv`). Raises `ValueError` for shapes that no tile divides."""
+    """Packs experts in DeepSeek-V3's format. Rows are outputs; `weight_scale_inv` multiplies each 128 x 128 block, in
+    spite of its name there. Raises `ValueError` for shapes that no tile divides."""
     experts, outputs, inputs = weight.shape
     _check("weight", outputs, inputs)
     if weight_scale_inv.shape != (experts, outputs // OUTPUTS, inputs // INPUTS):
@@ -64,13 +68,13 @@ def fp8_from_blocks(weight: Float8e4m3fn[Array, "E F D"], weight_scale_inv: Floa
 
 
 def int4_words(weight_packed: Int32[Array, "E F D/8"]) -> Int32[Array, "E FT DT 128 16"]:
-    """Those of `int4_from_compressed_tensors`."""
+    """The words of `int4_from_compressed_tensors`."""
     codes = (weight_packed[..., None] >> (4 * jnp.arange(_PER_WORD))) & 15
-    return _tiled(codes.reshape(*weight_packed.shape[:2], -1), 4)
+    return _pack_tiles(codes.reshape(*weight_packed.shape[:2], -1), 4)
 
 
 def int4_scale(weight_scale: BFloat16[Array, "E F D/32"]) -> BFloat16[Array, "E FT DT 2 256"]:
-    """That of `int4_from_compressed_tensors`."""
+    """The scales of `int4_from_compressed_tensors`."""
     experts, outputs, groups = weight_scale.shape
     of_tile = INPUTS // GROUP
     scale = weight_scale.reshape(experts, outputs // OUTPUTS, OUTPUTS, groups // of_tile, of_tile)
@@ -78,41 +82,17 @@ def int4_scale(weight_scale: BFloat16[Array, "E F D/32"]) -> BFloat16[Array, "E 
 
 
 def fp8_words(weight: Float8e4m3fn[Array, "E F D"]) -> Int32[Array, "E FT DT 256 16"]:
-    """Those of `fp8_from_blocks`."""
-    return _tiled(lax.bitcast_convert_type(weight, jnp.uint8).astype(jnp.int32), 8)
+    """The words of `fp8_from_blocks`."""
+    return _pack_tiles(lax.bitcast_convert_type(weight, jnp.uint8).astype(jnp.int32), 8)
 
 
 def fp8_scale(weight_scale_inv: Float[Array, "E FT DT"]) -> Float[Array, "E FT DT 32"]:
-    """That of `fp8_from_blocks`."""
+    """The scales of `fp8_from_blocks`."""
     return jnp.repeat(weight_scale_inv.astype(jnp.float32)[..., None], LINE, -1)
 
 
-class Part(NamedTuple):
-    """One of the arrays that a checkpoint has a tensor as, and what is made of it: of each tile a part of both."""
-
-    name: str  # last word of the array's
-    cut: tuple[int, int]  # of a tile: outputs and inputs in the checkpoint's array
-    dtype: jnp.dtype
-    tile: tuple[int, ...]  # in the array made of it
-    tile_dtype: jnp.dtype
-    pack: Callable[[Array], Array]  # for arrays [E, outputs, inputs]
-
-
-PARTS: Mapping[Literal["int4", "fp8"], tuple[Part, Part]] = {  # words, scale
-    "int4": (
-        Part("weight_packed", (OUTPUTS, INPUTS // _PER_WORD), jnp.dtype("int32"), (OUTPUTS, WORDS), jnp.dtype("int32"), int4_words),
-        Part("weight_scale", (OUTPUTS, INPUTS // GROUP), jnp.dtype("bfloat16"), (2, 256), jnp.dtype("bfloat16"), int4_scale),
-    ),
-    "fp8": (
-        Part("weight", (OUTPUTS, INPUTS), jnp.dtype("float8_e4m3fn"), (2 * OUTPUTS, WORDS), jnp.dtype("int32"), fp8_words),
-        Part("weight_scale_inv", (1, 1), jnp.dtype("float32"), (LINE,), jnp.dtype("float32"), fp8_scale),
-    ),
-}
-KINDS: Mapping[Literal["int4", "fp8"], type[Int4] | type[Fp8]] = {"int4": Int4, "fp8": Fp8}
-
-
-def shape_of(weights: Weights) -> tuple[int, int, int]:
-    """Experts, inputs and outputs."""
+def expert_shape(weights: Weights) -> tuple[int, int, int]:
+    """Numbers of experts, inputs and outputs."""
     if isinstance(weights, Int4 | Fp8):
         experts, output_tiles, input_tiles = weights.words.shape[:3]
         return experts, input_tiles * INPUTS, output_tiles * OUTPUTS
@@ -120,29 +100,29 @@ def shape_of(weights: Weights) -> tuple[int, int, int]:
     return experts, inputs, outputs
 
 
-def dequantised(weights: Weights) -> Float[Array, "E D F"]:
-    """The matrices: bfloat16 where that is enough to hold them, else float32."""
+def dequantise(weights: Weights) -> Float[Array, "E D F"]:
+    """The matrices, in bfloat16 where that holds them exactly, else in float32."""
     if isinstance(weights, Int4):
         tiles = int4_tile(weights.words, weights.scale)
     elif isinstance(weights, Fp8):
         tiles = fp8_tile(weights.words).astype(jnp.float32) * weights.scale[..., :1, None]
     else:
         return weights
-    experts, inputs, outputs = shape_of(weights)
+    experts, inputs, outputs = expert_shape(weights)
     return jnp.transpose(tiles, (0, 2, 4, 1, 3)).reshape(experts, inputs, outputs)
 
 
 def int4_tile(words: Int32[Array, "*T R 16"], scale: BFloat16[Array, "*T S C"]) -> BFloat16[Array, "*T R 128"]:
-    """Weights of rows of a tile, from their words and scales."""
-    integers = (_untiled(words, 4) - INT4_ZERO).astype(jnp.float32)
+    """Weights of some rows of a tile, from their words and scales."""
+    integers = (_unpack_tiles(words, 4) - INT4_ZERO).astype(jnp.float32)
     of_inputs = jnp.repeat(scale.reshape(*words.shape[:-1], INPUTS // GROUP), GROUP, -1).astype(jnp.float32)
-    # Said outright: XLA may leave out the rounding of what it goes on with in float32.
+    # Rounded explicitly: XLA may leave out the rounding where it continues in float32.
     return lax.reduce_precision(integers * of_inputs, exponent_bits=8, mantissa_bits=7).astype(jnp.bfloat16)
 
 
 def fp8_tile(words: Int32[Array, "*T 2R 16"]) -> BFloat16[Array, "*T R 128"]:
-    """Weights of rows of a tile, yet to be multiplied by its scale: from the words of their first 64 inputs, then of the others."""
-    numbers = lax.bitcast_convert_type(_untiled(words, 8).astype(jnp.uint8), jnp.float8_e4m3fn).astype(jnp.bfloat16)
+    """Weights of some rows of a tile, before its scale: from the words of their first 64 inputs, then of the others."""
+    numbers = lax.bitcast_convert_type(_unpack_tiles(words, 8).astype(jnp.uint8), jnp.float8_e4m3fn).astype(jnp.bfloat16)
     return jnp.concatenate(jnp.split(numbers, 2, axis=-2), -1)
 
 
@@ -151,8 +131,8 @@ def _check(name: str, outputs: int, inputs: int) -> None:
         raise ValueError(f"{name} has {outputs} outputs and {inputs} inputs: both must be multiples of {OUTPUTS} to be packed")
 
 
-def _tiled(codes: Int[Array, "E F D"], bits: int) -> Int32[Array, "E FT DT R 16"]:
-    """Codes of so many bits in words, tile by tile."""
+def _pack_tiles(codes: Int[Array, "E F D"], bits: int) -> Int32[Array, "E FT DT R 16"]:
+    """Packs codes of `bits` bits into words, tile by tile."""
     experts, outputs, inputs = codes.shape
     pairs = 16 // bits
     # Inputs of a tile: part, word of a thread, pair of a word, thread, half of a register.
@@ -163,7 +143,7 @@ def _tiled(codes: Int[Array, "E F D"], bits: int) -> Int32[Array, "E FT DT R 16"
     return words.reshape(experts, outputs // OUTPUTS, inputs // INPUTS, OUTPUTS * (4 // pairs), WORDS)
 
 
-def _untiled(words: Int32[Array, "*R 16"], bits: int) -> Int[Array, "*R I"]:
+def _unpack_tiles(words: Int32[Array, "*R 16"], bits: int) -> Int[Array, "*R I"]:
     """Codes of rows of words, in the order of their inputs."""
     pairs = 16 // bits
     codes = jnp.stack([(words >> (bits * i)) & (2**bits - 1) for i in range(2 * pairs)], -1)

@@ -1,9 +1,10 @@
 """grouped_matmul on NVIDIA GPUs from Hopper on, in Pallas for Mosaic GPU.
 
-As many blocks of threads as there are multiprocessors take turns at the tiles of the result: 128 outputs of the rows of one expert. One warpgroup
-has the copy engine bring the tiles of weights and rows, several ahead and across tiles of the result; two multiply, 64 outputs each. The
-product is transposed, weights times rows: an expert's few rows then are the narrow factor, and packed weights, which are the first one, may
-come from registers, so that what is read from memory is packed.
+There are as many thread blocks as multiprocessors. They work through the tiles of the result: 128 outputs of the rows
+of one expert. One producer warpgroup has the copy engine fetch tiles of weights and rows, several ahead and across
+tiles of the result; two consumer warpgroups multiply, 64 outputs each. The product is transposed, weights times rows.
+So an expert's few rows are the narrow factor, and packed weights, which are the first factor, may come from registers:
+only packed bytes are read from memory.
 """
 
 from __future__ import annotations
@@ -20,51 +21,58 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Int
 
-from pallas_kernels.grouped_matmul.formats import INPUTS, LINE, OUTPUTS, WORDS, Fp8, Int4, Weights, fp8_tile, int4_tile, shape_of
-from pallas_kernels.grouped_matmul.mosaic_unpack import HALF, Halves, fp8_in_registers, int4_in_registers
-from pallas_kernels.grouped_matmul.work import Piece, Work, num_pieces, piece, tile_for, work_for
-from pallas_kernels.mosaic.card import Card, card_of, compiled_for
-from pallas_kernels.mosaic.tuned import tuned
-from pallas_kernels.mosaic.warpgroup import ROWS, Turned, Warpgroup, compiler_params, interleaved
+from pallas_kernels.grouped_matmul.formats import INPUTS, LINE, OUTPUTS, WORDS, Fp8, Int4, Weights, expert_shape, fp8_tile, int4_tile
+from pallas_kernels.grouped_matmul.mosaic_unpack import HALF, Halves, unpack_fp8, unpack_int4
+from pallas_kernels.grouped_matmul.row_pieces import PieceBounds, RowPiece, num_pieces, piece, piece_bounds, tile_for
+from pallas_kernels.mosaic.card import Card, card_for, target_device
+from pallas_kernels.mosaic.tuned_tilings import tuned_tiling
+from pallas_kernels.mosaic.warpgroup import ROWS, TransposedRef, Warpgroup, compiler_params, interleaved
 
-_MULTIPLIERS = OUTPUTS // ROWS  # warpgroups
-_FEW = 16  # rows: that leave shared memory for two tiles of packed weights a step, which is then nearly twice the work for each wait and each copy
-_SMALLEST = 8  # rows of a tile: tiles begin at multiples of as many, since the copy engine finds rows by eights, and zeros past the eighth
+_CONSUMERS = OUTPUTS // ROWS  # consumer warpgroups
+# rows that leave shared memory for two tiles of packed weights a step: nearly twice the work for each wait and copy
+_FEW_ROWS = 16
+# Tiles begin at multiples of this many rows: the copy engine copies rows by eights,
+# and writes zeros past the end of the array.
+_ROW_ALIGNMENT = 8
 
 
 @dataclass(frozen=True)
-class Tiling:
-    """How a call is cut up."""
+class GroupedMatmulTiling:
+    """Tile sizes and pipeline depth of a call."""
 
-    rows: int  # of a tile: a power of 2, 8 to 256; packed weights: to 128
-    stages: int  # tiles of weights, and of rows, on their way or in use
-    blocks: int | None = None  # where not given, as many as the card has multiprocessors
-    splits: int = 1  # shares of the inputs, each summed by itself
-    together: int = 16  # tiles of outputs, at most, that all rows are multiplied by before the next ones: weights are read from memory once
+    rows: int  # rows of a tile: a power of 2, 8 to 256; with packed weights up to 128
+    stages: int  # tiles of weights, and of rows, that are in flight or in use
+    blocks: int | None = None  # None: as many as the GPU has multiprocessors
+    splits: int = 1  # splits of the inputs, each summed separately
+    # Most tiles of outputs that all rows are multiplied by before the next ones, so that
+    # weights are read from memory once.
+    output_tiles_together: int = 16
 
 
-def tiling_for(num_rows: int, weights: Weights) -> Tiling:
-    """What was the quickest on this card; where nothing like it was measured, a tiling that keeps an expert's rows together and fills a
-    block's shared memory."""
-    num_experts, inputs, outputs = shape_of(weights)
+def tiling_for(num_rows: int, weights: Weights) -> GroupedMatmulTiling:
+    """The fastest measured tiling on this GPU. Where nothing similar was measured, a tiling that keeps an expert's rows
+    together and fills a block's shared memory."""
+    num_experts, inputs, outputs = expert_shape(weights)
     name = "int4" if isinstance(weights, Int4) else "fp8" if isinstance(weights, Fp8) else "bfloat16"
     shape = {"format": name, "experts": num_experts, "inputs": inputs, "outputs": outputs, "rows": num_rows}
-    if best := tuned("grouped_matmul", shape):
-        return Tiling(**best)
-    card = card_of(compiled_for())
+    if best := tuned_tiling("grouped_matmul", shape):
+        return GroupedMatmulTiling(**best)
+    card = card_for(target_device())
     blocks = card.multiprocessors
-    rows = tile_for(num_rows, num_experts, _SMALLEST, 256 if name == "bfloat16" else 128)  # accumulators are registers
-    tiles = tiles_of(weights, rows)
-    most_tiles = min(num_rows, num_experts) * (outputs // OUTPUTS) if rows == _SMALLEST else blocks
-    splits = max(1, min(blocks // most_tiles, inputs // tiles.step // 8))  # where there are fewer tiles than multiprocessors
+    # accumulators are registers
+    rows = tile_for(num_rows, num_experts, _ROW_ALIGNMENT, 256 if name == "bfloat16" else 128)
+    tiles = weight_tiles_for(weights, rows)
+    most_tiles = min(num_rows, num_experts) * (outputs // OUTPUTS) if rows == _ROW_ALIGNMENT else blocks
+    # where there are fewer tiles than multiprocessors
+    splits = max(1, min(blocks // most_tiles, inputs // tiles.step // 8))
     while (stages := _stages(rows, tiles, splits, card)) < 2:
         rows //= 2
-        tiles = tiles_of(weights, rows)
-    return Tiling(rows, min(8, stages), splits=splits)
+        tiles = weight_tiles_for(weights, rows)
+    return GroupedMatmulTiling(rows, min(8, stages), splits=splits)
 
 
-def _stages(rows: int, tiles: Tiles, splits: int, card: Card) -> int:
-    """That a block's shared memory has room for."""
+def _stages(rows: int, tiles: WeightTiles, splits: int, card: Card) -> int:
+    """Stages that fit in a block's shared memory."""
     stage = rows * tiles.step * 2 + sum(math.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in tiles.shapes)
     return (card.shared_memory - rows * OUTPUTS * _out_dtype(splits).itemsize - 2048) // stage
 
@@ -78,102 +86,112 @@ def grouped_matmul(
     weights: Weights,
     group_sizes: Int[Array, " E"],
     *,
-    tiling: Tiling | None = None,
+    tiling: GroupedMatmulTiling | None = None,
     interpreted: bool = False,
 ) -> BFloat16[Array, "T F"]:
-    """See op.py. `interpreted`: by JAX's interpreter on a CPU."""
-    num_rows, (_, inputs, outputs) = len(x), shape_of(weights)
-    tiling, card = tiling or tiling_for(num_rows, weights), card_of(compiled_for())
-    x = jnp.pad(x, ((0, max(tiling.rows - num_rows, -num_rows % _SMALLEST)), (0, 0)))  # rows are copied by eights
+    """See op.py. `interpreted`: run by JAX's interpreter on a CPU."""
+    num_rows, (_, inputs, outputs) = len(x), expert_shape(weights)
+    tiling, card = tiling or tiling_for(num_rows, weights), card_for(target_device())
+    x = jnp.pad(x, ((0, max(tiling.rows - num_rows, -num_rows % _ROW_ALIGNMENT)), (0, 0)))  # rows are copied by eights
     blocks = tiling.blocks or card.multiprocessors
-    body = _Body(Warpgroup(interpreted, card.has_wgmma), tiling, blocks, tiles_of(weights, tiling.rows), len(x), inputs, outputs)
-    out = body.call(x, weights, work_for(group_sizes, len(x), tiling.rows, _SMALLEST))[:, :num_rows]
+    body = _GroupedMatmulKernel(
+        Warpgroup(interpreted, card.has_wgmma), tiling, blocks, weight_tiles_for(weights, tiling.rows), len(x), inputs, outputs
+    )
+    out = body.call(x, weights, piece_bounds(group_sizes, len(x), tiling.rows, _ROW_ALIGNMENT))[:, :num_rows]
     return out[0] if tiling.splits == 1 else out.sum(0).astype(x.dtype)
 
 
-class _Plain:
+class _Bfloat16Tiles:
     """Tiles of bfloat16 weights."""
 
     step = 64  # inputs of a tile
-    shapes = (((_MULTIPLIERS, 64, ROWS), jnp.bfloat16),)  # of a tile in shared memory
+    shapes = (((_CONSUMERS, 64, ROWS), jnp.bfloat16),)  # of a tile in shared memory
 
     def transforms(self) -> list[Any]:
         return [interleaved(ROWS, jnp.bfloat16)]
 
     def fetch(self, sources: Any, targets: Any, arrival: Any, expert: Array, output_tile: Array, i: Array) -> None:
         inputs = pl.ds(i * self.step, self.step)
-        for half in range(_MULTIPLIERS):
+        for half in range(_CONSUMERS):
             outputs = pl.ds(output_tile * OUTPUTS + half * ROWS, ROWS)
             plgpu.copy_gmem_to_smem(sources[0].at[expert, inputs, outputs], targets[0].at[half], arrival)
 
-    num_copies = _MULTIPLIERS
+    num_copies = _CONSUMERS
 
-    def sum(self, warpgroup: Warpgroup, half: Array, num_steps: Array, tiles: Any, rows: Any, arrived: Any, done: Any) -> Array:
-        """Weights times rows, over so many steps: `arrived(i)` waits for a step's tiles and gives their place, `done(i)` gives it back."""
+    def sum(
+        self, warpgroup: Warpgroup, half: Array, num_steps: Array, tiles: Any, rows: Any, wait_for_tiles: Any, release_tiles: Any
+    ) -> Array:
+        """Weights times rows, over `num_steps` steps. `wait_for_tiles(i)` waits for a step's tiles and returns their
+        stage; `release_tiles(i)` frees it."""
 
         def one(i: Array, multiply: Any) -> None:
-            stage = arrived(i)
-            multiply(Turned(tiles[0].at[stage, half]), rows.at[stage])
-            warpgroup.wait_for_products()  # the other warpgroup's product is under way
-            done(i)
+            stage = wait_for_tiles(i)
+            multiply(TransposedRef(tiles[0].at[stage, half]), rows.at[stage])
+            warpgroup.wait_for_products()  # the other warpgroup's product runs meanwhile
+            release_tiles(i)
 
         return warpgroup.sum_of_products((ROWS, rows.shape[1]), num_steps, one)
 
 
 @dataclass(frozen=True)
-class _Packed:
-    """Tiles of packed weights, and of their scales: so many at once."""
+class _PackedTiles:
+    """Tiles of packed weights and of their scales, several a step."""
 
-    together: int
+    tiles_per_step: int
     num_copies = 2
 
     @property
     def step(self) -> int:
-        return INPUTS * self.together
+        return INPUTS * self.tiles_per_step
 
     def transforms(self) -> list[Any]:
         return [(), ()]
 
     def fetch(self, sources: Any, targets: Any, arrival: Any, expert: Array, output_tile: Array, i: Array) -> None:
         for source, target in zip(sources, targets, strict=True):
-            plgpu.copy_gmem_to_smem(source.at[expert, output_tile, pl.ds(i * self.together, self.together)], target, arrival)
+            plgpu.copy_gmem_to_smem(source.at[expert, output_tile, pl.ds(i * self.tiles_per_step, self.tiles_per_step)], target, arrival)
 
 
-class _OfInt4(_Packed):
+class _Int4Tiles(_PackedTiles):
     @property
     def shapes(self) -> tuple[Any, ...]:
-        return ((self.together, OUTPUTS, WORDS), jnp.int32), ((self.together, _MULTIPLIERS, 256), jnp.bfloat16)
+        return ((self.tiles_per_step, OUTPUTS, WORDS), jnp.int32), ((self.tiles_per_step, _CONSUMERS, 256), jnp.bfloat16)
 
-    def sum(self, warpgroup: Warpgroup, half: Array, num_steps: Array, tiles: Any, rows: Any, arrived: Any, done: Any) -> Array:
-        """As `_Plain.sum`."""
+    def sum(
+        self, warpgroup: Warpgroup, half: Array, num_steps: Array, tiles: Any, rows: Any, wait_for_tiles: Any, release_tiles: Any
+    ) -> Array:
+        """As `_Bfloat16Tiles.sum`."""
 
         def one(i: Array, multiply: Any) -> None:
-            stage = arrived(i)
-            for tile in range(self.together):
+            stage = wait_for_tiles(i)
+            for tile in range(self.tiles_per_step):
                 words, scale = tiles[0].at[stage, tile, pl.ds(half * ROWS, ROWS)], tiles[1].at[stage, tile, half]
-                weights = _halves(int4_tile(words[...], scale[...])) if warpgroup.interpreted else int4_in_registers(words, scale)
+                weights = _halves(int4_tile(words[...], scale[...])) if warpgroup.interpreted else unpack_int4(words, scale)
                 _multiply_halves(multiply, weights, rows.at[stage], tile)
             warpgroup.wait_for_products()
-            done(i)
+            release_tiles(i)
 
         return warpgroup.sum_of_products((ROWS, rows.shape[1]), num_steps, one)
 
 
-class _OfFp8(_Packed):
+class _Fp8Tiles(_PackedTiles):
     @property
     def shapes(self) -> tuple[Any, ...]:
-        return ((self.together, 2 * OUTPUTS, WORDS), jnp.int32), ((self.together, LINE), jnp.float32)
+        return ((self.tiles_per_step, 2 * OUTPUTS, WORDS), jnp.int32), ((self.tiles_per_step, LINE), jnp.float32)
 
-    def sum(self, warpgroup: Warpgroup, half: Array, num_steps: Array, tiles: Any, rows: Any, arrived: Any, done: Any) -> Array:
-        """As `_Plain.sum`. A tile's products are scaled rather than its weights: they are fewer, and nothing is rounded."""
+    def sum(
+        self, warpgroup: Warpgroup, half: Array, num_steps: Array, tiles: Any, rows: Any, wait_for_tiles: Any, release_tiles: Any
+    ) -> Array:
+        """As `_Bfloat16Tiles.sum`. A tile's products are scaled instead of its weights: there are fewer of them, and
+        nothing is rounded."""
         shape = ROWS, rows.shape[1]
 
-        def of_tile(stage: Array, tile: int) -> Array:
+        def multiply_tile(stage: Array, tile: int) -> Array:
             first, second = (tiles[0].at[stage, tile, pl.ds(part * OUTPUTS + half * ROWS, ROWS)] for part in range(2))
             if warpgroup.interpreted:
                 weights = _halves(fp8_tile(jnp.concatenate([first[...], second[...]])))
             else:
-                weights = fp8_in_registers(first, second)
+                weights = unpack_fp8(first, second)
 
             def one(_: Array, multiply: Any) -> None:
                 _multiply_halves(multiply, weights, rows.at[stage], tile)
@@ -182,10 +200,10 @@ class _OfFp8(_Packed):
             return warpgroup.sum_of_products(shape, 1, one) * tiles[1][stage, tile, 0]
 
         def one(i: Array, total: Array) -> Array:
-            stage = arrived(i)
-            for tile in range(self.together):
-                total += of_tile(stage, tile)
-            done(i)
+            stage = wait_for_tiles(i)
+            for tile in range(self.tiles_per_step):
+                total += multiply_tile(stage, tile)
+            release_tiles(i)
             return total
 
         return lax.fori_loop(0, num_steps, one, warpgroup.full(shape, 0.0))
@@ -200,38 +218,44 @@ def _multiply_halves(multiply: Any, weights: Halves, rows: Any, tile: int) -> No
         multiply(of_half(), rows.at[:, pl.ds(tile * INPUTS + part * HALF, HALF)])
 
 
-Tiles: TypeAlias = _Plain | _OfInt4 | _OfFp8
+WeightTiles: TypeAlias = _Bfloat16Tiles | _Int4Tiles | _Fp8Tiles
 
 
-def tiles_of(weights: Weights, rows: int) -> Tiles:
-    """How such weights are multiplied by tiles of so many rows."""
-    together = 2 if rows <= _FEW and shape_of(weights)[1] % (2 * INPUTS) == 0 else 1
-    return _OfInt4(together) if isinstance(weights, Int4) else _OfFp8(together) if isinstance(weights, Fp8) else _Plain()
+def weight_tiles_for(weights: Weights, rows: int) -> WeightTiles:
+    """The tiles of such weights in products with tiles of `rows` rows."""
+    tiles_per_step = 2 if rows <= _FEW_ROWS and expert_shape(weights)[1] % (2 * INPUTS) == 0 else 1
+    return (
+        _Int4Tiles(tiles_per_step)
+        if isinstance(weights, Int4)
+        else _Fp8Tiles(tiles_per_step)
+        if isinstance(weights, Fp8)
+        else _Bfloat16Tiles()
+    )
 
 
 class _Tile(NamedTuple):
-    """Of the result."""
+    """A tile of the result."""
 
-    piece: Piece
-    outputs: Array  # which tile of them
+    piece: RowPiece
+    outputs: Array  # index of the tile of outputs
     split: Array
     first_step: Array
     num_steps: Array
 
 
 @dataclass(frozen=True)
-class _Body:
-    """The kernel, of everything that is known when it is compiled."""
+class _GroupedMatmulKernel:
+    """The kernel, with everything that is known at compile time."""
 
     warpgroup: Warpgroup
-    tiling: Tiling
+    tiling: GroupedMatmulTiling
     blocks: int
-    tiles: Tiles
+    tiles: WeightTiles
     num_rows: int
     inputs: int
     outputs: int
 
-    def call(self, x: Array, weights: Weights, work: Work) -> Array:
+    def call(self, x: Array, weights: Weights, work: PieceBounds) -> Array:
         tiling, tiles, bfloat16 = self.tiling, self.tiles, jnp.bfloat16
         shared = [
             plgpu.SMEM((tiling.stages, *shape), dtype, transforms=transforms)
@@ -240,9 +264,9 @@ class _Body:
         scratch = {
             "weight_tiles": shared,
             "row_tiles": plgpu.SMEM((tiling.stages, tiling.rows, tiles.step), bfloat16, transforms=interleaved(tiles.step, bfloat16)),
-            "out_tiles": plgpu.SMEM((_MULTIPLIERS, tiling.rows, ROWS), _out_dtype(tiling.splits)),
+            "out_tiles": plgpu.SMEM((_CONSUMERS, tiling.rows, ROWS), _out_dtype(tiling.splits)),
             "arrivals": plgpu.Barrier(num_barriers=tiling.stages, num_arrivals=1 + tiles.num_copies),
-            "consumed": plgpu.Barrier(num_barriers=tiling.stages, num_arrivals=_MULTIPLIERS),
+            "consumed": plgpu.Barrier(num_barriers=tiling.stages, num_arrivals=_CONSUMERS),
         }
         kernel = self.warpgroup.kernel(
             self._kernel,
@@ -250,43 +274,44 @@ class _Body:
             out_type=jax.ShapeDtypeStruct((tiling.splits, len(x), self.outputs), _out_dtype(tiling.splits)),
             grid=(self.blocks,),
             grid_names=("block",),
-            num_threads=_MULTIPLIERS + 1,
+            num_threads=_CONSUMERS + 1,
             thread_name="warpgroup",
             scratch_types=scratch,
             compiler_params=compiler_params(),
         )
         return kernel(x, weights if isinstance(weights, tuple) else (weights,), work)
 
-    def _kernel(self, x: Any, weights: Any, work: Work, out: Any, **scratch: Any) -> None:
+    def _kernel(self, x: Any, weights: Any, work: PieceBounds, out: Any, **scratch: Any) -> None:
         warpgroup = lax.axis_index("warpgroup")
-        pl.when(warpgroup < _MULTIPLIERS)(lambda: self._multiply(warpgroup, work, out, **scratch))
-        pl.when(warpgroup == _MULTIPLIERS)(lambda: self._fetch(x, weights, work, **scratch))
+        pl.when(warpgroup < _CONSUMERS)(lambda: self._multiply(warpgroup, work, out, **scratch))
+        pl.when(warpgroup == _CONSUMERS)(lambda: self._fetch(x, weights, work, **scratch))
 
-    def _for_each_tile(self, work: Work, one: Callable[[_Tile, Array], None]) -> Array:
-        """Calls one(tile, steps of all tiles before it) for each tile of the result that is this block's; gives the number of all steps."""
+    def _for_each_tile(self, work: PieceBounds, one: Callable[[_Tile, Array], None]) -> Array:
+        """Calls one(tile, number of steps of all tiles before it) for each tile of the result that this block owns.
+        Returns the number of all steps."""
         num_output_tiles, num_steps, splits = self.outputs // OUTPUTS, self.inputs // self.tiles.step, self.tiling.splits
-        together = max(n for n in range(1, self.tiling.together + 1) if num_output_tiles % n == 0)
+        width = max(n for n in range(1, self.tiling.output_tiles_together + 1) if num_output_tiles % n == 0)
         block, blocks = lax.axis_index("block"), self.blocks
-        num_owned, num_all = num_pieces(work, self.num_rows, self.tiling.rows, _SMALLEST)
+        num_owned, num_all = num_pieces(work, self.num_rows, self.tiling.rows, _ROW_ALIGNMENT)
         num_tiles = lax.div(num_all * (num_output_tiles * splits) - block + (blocks - 1), blocks)
 
-        def of_block(i: Array, steps: Array) -> Array:
+        def one_of_block(i: Array, steps: Array) -> Array:
             place = block + i * blocks
             split, place = lax.rem(place, splits), lax.div(place, splits)
-            group = lax.div(place, num_all * together)
-            within = place - group * (num_all * together)
-            piece_id, output_tile = lax.div(within, together), group * together + lax.rem(within, together)
+            group = lax.div(place, num_all * width)
+            within = place - group * (num_all * width)
+            piece_id, output_tile = lax.div(within, width), group * width + lax.rem(within, width)
             first, end = (lax.div(n * num_steps, splits) for n in (split, split + 1))
             steps_here = jnp.where(piece_id < num_owned, end - first, 0)
-            one(_Tile(piece(work, piece_id, self.num_rows, self.tiling.rows, _SMALLEST), output_tile, split, first, steps_here), steps)
+            one(_Tile(piece(work, piece_id, self.num_rows, self.tiling.rows, _ROW_ALIGNMENT), output_tile, split, first, steps_here), steps)
             return steps + steps_here
 
-        return lax.fori_loop(0, num_tiles, of_block, jnp.int32(0))
+        return lax.fori_loop(0, num_tiles, one_of_block, jnp.int32(0))
 
     def _fetch(
-        self, x: Any, weights: Any, work: Work, *, weight_tiles: Any, row_tiles: Any, arrivals: Any, consumed: Any, **_: Any
+        self, x: Any, weights: Any, work: PieceBounds, *, weight_tiles: Any, row_tiles: Any, arrivals: Any, consumed: Any, **_: Any
     ) -> None:
-        """Bring the tiles, as many ahead as there are stages."""
+        """Fetches the tiles, as many ahead as there are stages."""
         plgpu.set_max_registers(40, action="decrease")
         stages, step = self.tiling.stages, self.tiles.step
 
@@ -311,7 +336,7 @@ class _Body:
     def _multiply(
         self,
         half: Array,
-        work: Work,
+        work: PieceBounds,
         out: Any,
         *,
         weight_tiles: Any,
@@ -320,22 +345,22 @@ class _Body:
         arrivals: Any,
         consumed: Any,
     ) -> None:
-        """Multiply the tiles as they come, for one half of their outputs."""
+        """Multiplies the tiles as they arrive, for one half of their outputs."""
         plgpu.set_max_registers(232, action="increase")
         stages = self.tiling.stages
 
         def multiply(tile: _Tile, steps: Array) -> None:
-            def arrived(i: Array) -> Array:
+            def wait_for_tiles(i: Array) -> Array:
                 stage = lax.rem(steps + i, stages)
                 plgpu.barrier_wait(arrivals.at[stage])
                 return stage
 
-            def done(i: Array) -> None:
+            def release_tiles(i: Array) -> None:
                 plgpu.barrier_arrive(consumed.at[lax.rem(steps + i, stages)])
 
-            total = self.tiles.sum(self.warpgroup, half, tile.num_steps, weight_tiles, row_tiles, arrived, done)
+            total = self.tiles.sum(self.warpgroup, half, tile.num_steps, weight_tiles, row_tiles, wait_for_tiles, release_tiles)
             out_tile = out_tiles.at[half]
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the result before this one
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the result before this one has left
             self.warpgroup.store_transposed(out_tile, total.astype(out_tile.dtype))
             plgpu.commit_smem()
             outputs = pl.ds(tile.outputs * OUTPUTS + half * ROWS, ROWS)
@@ -344,8 +369,9 @@ class _Body:
         self._for_each_tile(work, multiply)
         plgpu.wait_smem_to_gmem(0)
 
-    def _store(self, tile: Any, out: Any, piece: Piece) -> None:
-        """Write the piece's rows. Copies are of sizes that are known before: powers of 2 add up to any."""
+    def _store(self, tile: Any, out: Any, piece: RowPiece) -> None:
+        """Writes the piece's rows. Copies have sizes that are known at compile time: powers of 2 add up to any
+        number."""
         place, size = piece.skip, self.tiling.rows
         while size:
             part = piece.size & size

@@ -1,7 +1,8 @@
-"""Packed weights from shared memory into registers, as the first factor of a product of tensor cores.
+"""Unpacks weights from shared memory into registers, as the first factor of a tensor-core product.
 
-What a warpgroup has of 64 rows in registers lies as `formats` packs for, so every thread unpacks what it loads itself: for 8 integers 3 shifts,
-4 masks, 4 subtractions and 4 products of pairs; for 4 numbers of 8 bits 3 shifts, 4 masks and 2 products of pairs.
+A warpgroup's registers for 64 rows have the layout that `formats` packs for, so every thread unpacks what it loads
+itself. 8 integers need 3 shifts, 4 masks, 4 subtractions and 4 products of pairs; 4 numbers of 8 bits need 3 shifts, 4
+masks and 2 products of pairs.
 """
 
 from __future__ import annotations
@@ -22,21 +23,22 @@ from pallas_kernels.grouped_matmul.formats import INPUTS
 from pallas_kernels.mosaic.warpgroup import ROWS, load_as
 
 HALF = INPUTS // 2
-# Functions that give the weights of the first half of a tile's inputs and of the other: one is multiplied while the other is unpacked.
+# Functions that return the weights of the first half of a tile's inputs and of the second. One half is multiplied while
+# the other is unpacked.
 Halves: TypeAlias = tuple[Callable[[], BFloat16[Array, "64 64"]], Callable[[], BFloat16[Array, "64 64"]]]
 
-# Thread q of the four of a row: words 4q to 4q + 3. Of the scales all four have the row's.
+# Thread q of the four of a row has words 4q to 4q + 3. All four have the row's scales.
 _WORDS = plgpu.Layout.WGMMA_8BIT
 _SCALES = plgpu.Layout.TILED(Tiling(((256,), (64,), (32,), (4,))), warp_dims=(-4,), lane_dims=(-2, Replicated(4)), vector_dim=-1)
 _FIRST_FACTOR = plgpu.ShapeDtypeStruct((ROWS, HALF), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
 
-# Bits of pairs of bfloat16. 128 has an exponent at which the lowest bit of what follows it counts 1.
+# Bits of pairs of bfloat16. At the exponent of 128 the lowest mantissa bit counts 1.
 _NIBBLES, _128, _BIASED_128 = 0x000F000F, 0x43004300, 136.0
 _MAGNITUDES, _SIGNS, _UNIT = 0x07F007F0, -0x7FFF8000, 2.0**120
 
 
-def int4_in_registers(words: Any, scale: Any) -> Halves:
-    """Weights of 64 rows of a tile, of their words [64, 16] and scales [256]."""
+def unpack_int4(words: Any, scale: Any) -> Halves:
+    """Weights of 64 rows of a tile, from their words [64, 16] and scales [256]."""
     loaded = load_as(_WORDS, words), load_as(_SCALES, scale)
 
     def half(places: range) -> BFloat16[Array, "64 64"]:
@@ -55,8 +57,9 @@ def int4_in_registers(words: Any, scale: Any) -> Halves:
     return lambda: half(range(2)), lambda: half(range(2, 4))
 
 
-def fp8_in_registers(first: Any, second: Any) -> Halves:
-    """Weights of 64 rows of a tile, yet to be multiplied by its scale, of the words [64, 16] of their first 64 inputs and of the others."""
+def unpack_fp8(first: Any, second: Any) -> Halves:
+    """Weights of 64 rows of a tile, before its scale, from the words [64, 16] of their first 64 inputs and of the
+    others."""
 
     @plgpu.inline_mgpu(arg_types=(_WORDS,), return_type=_FIRST_FACTOR)
     def unpack(_: Any, words: Any) -> Any:
@@ -73,8 +76,8 @@ def fp8_in_registers(first: Any, second: Any) -> Halves:
 
 
 def _first_factor(words: Any, places: range, pairs: Callable[[int, int, Any], list[Any]]) -> Any:
-    """[64, 64] as a product's first factor: of a thread's words at some places in turn, what `pairs` makes of each (upper or lower 8 of 16
-    rows, place, word)."""
+    """A product's first factor [64, 64], from a thread's words at `places`. `pairs` converts each word: (upper or lower
+    8 of 16 rows, place, word)."""
     layout = mgpu.WGMMA_LAYOUT
     registers = np.empty(layout.registers_shape((ROWS, HALF)), dtype=object)
     for side in range(2):
@@ -113,7 +116,7 @@ def _or(bits: Any, others: Any) -> Any:
 
 
 def _masked_or(bits: Any, mask: int, others: int) -> Any:
-    """bits & mask | others in one instruction, which the compiler makes two of."""
+    """bits & mask | others in one instruction, of which the compiler would make two."""
     return llvm.inline_asm(_word_type(), [bits, _number(mask), _number(others)], "lop3.b32 $0, $1, $2, $3, 0xEA;", "=r,r,n,r")
 
 

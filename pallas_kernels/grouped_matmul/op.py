@@ -1,4 +1,4 @@
-"""grouped_matmul: rows sorted by expert, each times its expert's matrix (the layers of a mixture of experts)."""
+"""grouped_matmul: rows sorted by expert, each times its expert's matrix (mixture-of-experts layers)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.grouped_matmul import mosaic_gpu, reference, xla
-from pallas_kernels.grouped_matmul.formats import INPUTS, OUTPUTS, Fp8, Int4, Weights, shape_of
+from pallas_kernels.grouped_matmul.formats import INPUTS, OUTPUTS, Fp8, Int4, Weights, expert_shape
 
 _TYPES = (jnp.bfloat16, jnp.float32)  # of rows
 _IMPLEMENTATIONS = {"mosaic_gpu": mosaic_gpu.grouped_matmul, "xla": xla.grouped_matmul, "reference": reference.grouped_matmul}
@@ -24,17 +24,19 @@ def grouped_matmul(
     """Rows times the matrices of their experts.
 
     Args:
-      x: T rows of D inputs, bfloat16 or float32, the first expert's first, then the second's, and so on.
-      weights: E matrices of D inputs and F outputs: bfloat16 or float32 [E, D, F], or packed (`formats.Int4`, `formats.Fp8`). Those of experts
-        without rows are not read.
-      group_sizes: how many rows each expert has, 0 or more; at most T in all. Rows past the last expert's come out as 0, whatever they hold.
-      backend: 'mosaic_gpu' (NVIDIA GPUs from Hopper on, and rows and matrices that `unsupported_reason` has nothing against), 'xla' or 'reference'.
+      x: T rows of D inputs, bfloat16 or float32, sorted by expert.
+      weights: E matrices of D inputs and F outputs: bfloat16 or float32 [E, D, F], or packed (`formats.Int4`,
+        `formats.Fp8`). Those of experts without rows are not read.
+      group_sizes: number of rows of each expert, 0 or more; at most T in all. Rows past the last expert's come out as
+        0, whatever they hold.
+      backend: 'mosaic_gpu' (NVIDIA GPUs from Hopper on; see `unsupported_reason`), 'xla' or 'reference'.
 
-    Returns [T, F] in x's type, summed in float32 and rounded once. Where x or the weights are bfloat16, both are before they are multiplied:
-    that is how a CPU runs such weights at twice float32's speed. What a row comes out as depends on no other row. Raises `ValueError` for
-    shapes or types that do not fit together, or that the backend can't run.
+    Returns [T, F] in x's type, summed in float32 and rounded once. Where x or the weights are bfloat16, both are
+    converted to bfloat16 before they are multiplied: a CPU runs such weights at twice float32's speed that way. A row's
+    result depends on no other row. Raises `ValueError` for inconsistent shapes or types, or for what the backend can't
+    run.
     """
-    num_experts, inputs, outputs = shape_of(weights)
+    num_experts, inputs, outputs = expert_shape(weights)
     if x.ndim != 2 or x.dtype not in _TYPES or x.shape[1] != inputs or not len(x):
         raise ValueError(
             f"grouped_matmul: x {x.dtype}{x.shape} must be one or more rows of {inputs} bfloat16 or float32, as the weights have inputs"
@@ -50,8 +52,8 @@ def grouped_matmul(
 
 
 def unsupported_reason(inputs: int, outputs: int, dtype: jnp.dtype) -> str | None:
-    """Why 'mosaic_gpu' can't multiply rows of this type by matrices of so many inputs and outputs, packed or of this type, on such a
-    GPU; None if it can."""
+    """Why 'mosaic_gpu' can't multiply rows of this type by matrices of so many inputs and outputs, packed or of this
+    type, on such a GPU; None if it can."""
     if dtype != jnp.bfloat16:
         return f"it multiplies bfloat16, not {dtype}"
     if inputs % INPUTS or outputs % OUTPUTS:

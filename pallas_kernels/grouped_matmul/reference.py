@@ -1,16 +1,16 @@
-"""grouped_matmul in the plainest jnp: what is correct. Every row times every expert; slow, for tests."""
+"""grouped_matmul in plain jnp, the specification: every row times every expert. Slow, for tests."""
 
 from __future__ import annotations
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.grouped_matmul.formats import Weights, dequantised
+from pallas_kernels.grouped_matmul.formats import Weights, dequantise
 
 
 def grouped_matmul(x: Float[Array, "T D"], weights: Weights, group_sizes: Int[Array, " E"]) -> Float[Array, "T F"]:
     """See op.py."""
-    matrices = dequantised(weights)
+    matrices = dequantise(weights)
     rows = x.astype(matrices.dtype).astype(jnp.float32)
     products = jnp.einsum("td,edf->etf", rows, matrices.astype(jnp.float32), precision="highest")
     owner = jnp.repeat(jnp.arange(len(group_sizes) + 1), jnp.append(group_sizes, len(x)), total_repeat_length=len(x))

@@ -1,8 +1,8 @@
-"""grouped_matmul for any device XLA compiles for: a loop over pieces of work, as many as there are when it runs.
+"""grouped_matmul for any device XLA compiles for: a loop over pieces of work, as many as there are at run time.
 
-Each piece is the rows of one expert, times its matrix; what is packed is unpacked for that one expert. XLA's own `ragged_dot` is no
-alternative yet: for GPUs and CPUs it is made into one product of all rows with all experts (4 GB of masked rows, and 128 times the arithmetic,
-for 4096 rows of 4096 and 128 experts on an H100).
+Each piece is the rows of one expert, times its matrix. Packed weights are unpacked for that one expert. XLA's own
+`ragged_dot` is no alternative yet: for GPUs and CPUs XLA makes one product of all rows with all experts (4 GB of masked
+rows and 128 times the arithmetic, for 4096 rows of 4096 and 128 experts on an H100).
 """
 
 from __future__ import annotations
@@ -14,28 +14,29 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.grouped_matmul.code_order import code_matrices, in_code_order
-from pallas_kernels.grouped_matmul.formats import Fp8, Int4, Weights, shape_of
-from pallas_kernels.grouped_matmul.work import num_pieces, piece, tile_for, work_for
+from pallas_kernels.grouped_matmul.code_order import code_matrices, to_code_order
+from pallas_kernels.grouped_matmul.formats import Fp8, Int4, Weights, expert_shape
+from pallas_kernels.grouped_matmul.row_pieces import num_pieces, piece, piece_bounds, tile_for
 
-_SMALLEST, _LARGEST = 8, 1024  # rows of a tile
-_LARGEST_ON_CPU = 64  # measured: more has no faster product, and more rows of other experts in it
+_MIN_TILE_ROWS, _MAX_TILE_ROWS = 8, 1024  # rows of a tile
+_MAX_TILE_ROWS_ON_CPU = 64  # measured: larger tiles are no faster, and hold more rows of other experts
 
 
 def grouped_matmul(x: Float[Array, "T D"], weights: Weights, group_sizes: Int[Array, " E"]) -> Float[Array, "T F"]:
     """See op.py."""
-    on_cpu, elsewhere = partial(_in_pieces, largest=_LARGEST_ON_CPU), partial(_in_pieces, largest=_LARGEST)
+    on_cpu, elsewhere = partial(_in_pieces, largest=_MAX_TILE_ROWS_ON_CPU), partial(_in_pieces, largest=_MAX_TILE_ROWS)
     return lax.platform_dependent(x, weights, group_sizes, cpu=on_cpu, default=elsewhere)
 
 
 def _in_pieces(x: Float[Array, "T D"], weights: Weights, group_sizes: Int[Array, " E"], largest: int) -> Float[Array, "T F"]:
-    num_rows, (num_experts, _, outputs) = len(x), shape_of(weights)
-    tile = min(tile_for(num_rows, num_experts, _SMALLEST, largest), num_rows)
-    work = work_for(group_sizes, num_rows, tile)
-    inputs = in_code_order(x, weights) if isinstance(weights, Int4 | Fp8) else x
+    num_rows, (num_experts, _, outputs) = len(x), expert_shape(weights)
+    tile = min(tile_for(num_rows, num_experts, _MIN_TILE_ROWS, largest), num_rows)
+    work = piece_bounds(group_sizes, num_rows, tile)
+    inputs = to_code_order(x, weights) if isinstance(weights, Int4 | Fp8) else x
 
     def one(i: Array, out: Array) -> Array:
-        # XLA on a CPU slices no bfloat16: it would make all experts float32 before the loop, if they did not come out of one of its steps.
+        # XLA on a CPU slices no bfloat16: it would convert all experts to float32 before the loop unless they are
+        # carried through a step.
         i, experts = lax.optimization_barrier((i, weights))
         expert, start, skip, size = piece(work, i, num_rows, tile)
         its_own = jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, expert, 1)[0], experts)
@@ -56,6 +57,6 @@ def _product(rows: Float[Array, "R ..."], expert: Float[Array, "D F"] | Int4 | F
 
 def _dot(rows: Float[Array, "R D"], matrix: Float[Array, "..."], equation: str) -> Float[Array, "R F"]:
     narrow = jnp.bfloat16 if jnp.bfloat16 in (rows.dtype, matrix.dtype) else jnp.float32
-    # XLA on CPU has no fast product of a single narrow row: two take a fraction of its time.
+    # XLA on CPU has no fast product of a single bfloat16 row: two rows need a fraction of its time.
     pair = jnp.concatenate([rows, rows]) if len(rows) == 1 and narrow == jnp.bfloat16 else rows
     return jnp.einsum(equation, pair.astype(narrow), matrix.astype(narrow), preferred_element_type=jnp.float32)[: len(rows)]

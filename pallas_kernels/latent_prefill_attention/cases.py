@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    """One prefill step's attention. A latent has `rank` columns to expand and `rope_size` that heads share; `rows` holds (tokens already
-    cached, tokens of this step) for each request."""
+class LatentPrefillCase:
+    """One prefill step's attention. A latent has `rank` columns to expand and `rope_size` columns that heads share.
+    `rows` holds (tokens already cached, tokens of this step) for each request."""
 
     name: str
     num_heads: int
@@ -23,8 +23,8 @@ class Case:
 
 
 CASES = (
-    Case("deepseek-v3-on-64-devices", 2, 512, 128, 64, 128, 16, 128, 32, ((0, 40), (17, 5), (200, 32))),
-    Case("one-token", 4, 32, 16, 8, 16, 8, 32, 32, ((0, 1),)),
-    Case("small-tile", 3, 24, 10, 6, 12, 4, 16, 8, ((3, 8), (130, 7))),
-    Case("a-long-chunk", 2, 32, 16, 8, 16, 16, 1024, 32, ((700, 1000),)),
+    LatentPrefillCase("deepseek-v3-on-64-devices", 2, 512, 128, 64, 128, 16, 128, 32, ((0, 40), (17, 5), (200, 32))),
+    LatentPrefillCase("one-token", 4, 32, 16, 8, 16, 8, 32, 32, ((0, 1),)),
+    LatentPrefillCase("small-tile", 3, 24, 10, 6, 12, 4, 16, 8, ((3, 8), (130, 7))),
+    LatentPrefillCase("a-long-chunk", 2, 32, 16, 8, 16, 16, 1024, 32, ((700, 1000),)),
 )

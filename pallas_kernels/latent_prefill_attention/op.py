@@ -1,4 +1,5 @@
-"""latent_prefill_attention: ragged_prefill_attention over pages of latents, which are expanded to keys and values on the way (MLA, arXiv:2405.04434)."""
+"""latent_prefill_attention: ragged_prefill_attention over pages of latents, expanded to keys and values on the way
+(MLA, arXiv:2405.04434)."""
 
 from __future__ import annotations
 
@@ -8,11 +9,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.dispatch import Backend
+from pallas_kernels.dispatch import KernelBackend
 from pallas_kernels.latent_prefill_attention import mosaic_gpu, reference, xla
-from pallas_kernels.mosaic.card import Card, card_of, compiled_for
+from pallas_kernels.mosaic.card import Card, card_for, target_device
 
-_IMPLEMENTATIONS: dict[Backend, Callable[..., Array]] = {
+_IMPLEMENTATIONS: dict[KernelBackend, Callable[..., Array]] = {
     "mosaic_gpu": mosaic_gpu.latent_prefill_attention,
     "xla": xla.latent_prefill_attention,
     "reference": reference.latent_prefill_attention,
@@ -33,32 +34,37 @@ def latent_prefill_attention(
     query_tile: int,
     pool_is_finite: bool = False,
     axis: str | None = None,
-    backend: Backend = "xla",
+    backend: KernelBackend = "xla",
 ) -> Float[Array, "T N V"]:
-    """Causal attention of T packed query tokens, of at most X requests, over pages of latents that hold these tokens already.
+    """Causal attention of T packed query tokens, of at most X requests, over pages of latents that hold these tokens
+    already.
 
-    A latent of C = R + rope columns stands for a key and a value of each head n: of its first R columns, times up[:, n], the first H - rope are
-    the key's, the other V the value's; its last rope columns, which all heads share, complete the key.
+    A latent of C = R + rope columns holds a key and a value of each head n. Its first R columns times up[:, n] give the
+    first H - rope columns of the key and the V columns of the value. Its last rope columns, which all heads share,
+    complete the key.
 
     Args:
-      q: queries of N heads of size H, their last rope columns turned by their position as the latents' are.
-      latent_pages: the page pool of L layers, P pages of G tokens; what lies outside a request's context may be anything, NaN too.
+      q: queries of N heads of size H; their last rope columns are rotated by their position as the latents' are.
+      latent_pages: the page pool of L layers, P pages of G tokens. Contents outside a request's context may be
+        anything, also NaN.
       layer: which of the L layers.
       page_table: the pages of each request in order; entries past its context are ignored but must lie in [0, P).
       query_start: where a request's tokens begin in q: a multiple of query_tile.
-      query_len: how many there are; 0 for an unused row.
-      kv_len: the request's context, these tokens included: its last query sees all of it.
-      up: what expands latents, of E = H - rope + V columns a head.
+      query_len: number of the request's tokens in q; 0 for an unused row.
+      kv_len: the request's context, these tokens included: its last query attends to all of it.
+      up: the up-projection of latents, of E = H - rope + V columns a head.
       scale: multiplies the scores.
       query_tile: tokens a tile; T is a multiple of it. A tile holds tokens of one request.
-      pool_is_finite: a promise that the pool holds no NaN or infinity anywhere, which may spare masking what lies outside a context.
-      axis: of the mesh, within a `shard_map`, whose devices each have G of every page's tokens, in turn; None where pages are whole. All else but
-        heads is the same on all of them, and each gets what its own heads attend to in all of the context.
-      backend: 'mosaic_gpu' (NVIDIA GPUs from Hopper on) for what `unsupported_reason` has nothing against; 'xla' or 'reference'.
+      pool_is_finite: promises that the pool holds no NaN or infinity anywhere, which may spare masking outside a
+        context.
+      axis: the mesh axis, within a `shard_map`, whose devices each have G of every page's tokens, in order; None where
+        pages are whole. Everything but heads is the same on all of them. Each device returns its own heads' attention
+        to the whole context.
+      backend: 'mosaic_gpu' (NVIDIA GPUs from Hopper on; see `unsupported_reason`), 'xla' or 'reference'.
 
-    Returns the attention output in q's type; rows of q that belong to no request come out as 0. Scores and sums are float32, keys and values
-    of q's type where the pages have it too, float32 otherwise; mosaic_gpu's of the pages' type. Raises `ValueError` for shapes that do not fit
-    together, or that the backend can't run.
+    Returns the attention output in q's type; rows of q that belong to no request come out as 0. Scores and sums are
+    float32. Keys and values have q's type where the pages have it too, float32 otherwise; for mosaic_gpu the pages'
+    type. Raises `ValueError` for inconsistent shapes, or for what the backend can't run.
     """
     if q.ndim != 3 or latent_pages.ndim != 6 or latent_pages.shape[1] != 1 or latent_pages.shape[3] != 1:
         raise ValueError(
@@ -85,7 +91,7 @@ def latent_prefill_attention(
 
 
 def unsupported_reason(
-    backend: Backend,
+    backend: KernelBackend,
     dtype: jnp.dtype,
     key_sizes: tuple[int, int],
     value_size: int,
@@ -93,9 +99,9 @@ def unsupported_reason(
     query_tile: int,
     card: Card | None = None,
 ) -> str | None:
-    """Why a backend can't attend over such latents, in pages of so many tokens on all devices, while it expands them; None if it can, on a device of
-    its kind. `key_sizes`: columns of a key that are a head's own, and that heads share. `card`: the one that 'mosaic_gpu' is meant for, if it
-    isn't being compiled for."""
+    """Why a backend can't attend over such latents, in pages of `page_size` tokens on all devices; None if it can, on a
+    device of its kind. `key_sizes`: columns of a key that are a head's own, and that heads share. `card`: the target of
+    'mosaic_gpu', where it is not the device that is compiled for."""
     if backend == "mosaic_gpu":
-        return mosaic_gpu.unsupported_reason(dtype, key_sizes, value_size, page_size, query_tile, card or card_of(compiled_for()))
+        return mosaic_gpu.unsupported_reason(dtype, key_sizes, value_size, page_size, query_tile, card or card_for(target_device()))
     return None if backend in _IMPLEMENTATIONS else "it has no kernel that expands latents: prefill over them takes 'xla'"

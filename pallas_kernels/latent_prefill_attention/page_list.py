@@ -1,4 +1,4 @@
-"""The pages of all requests of a step, one request after another, as one list that runs of context are cut from."""
+"""The pages of all requests of a step as one list, request after request, which is cut into runs of context."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class PageList:
     page_table: Int[Array, "X W"]
     begin: Int[Array, " X"]  # where each row's pages begin in the list
     end: Int[Array, " X"]
-    axis: str | None  # of the mesh, whose devices each have G of every page's tokens; None where pages are whole
+    axis: str | None  # mesh axis whose devices each have G of every page's tokens; None where pages are whole
 
     @classmethod
-    def of_rows(cls, latent_pages: Array, layer: Array, page_table: Array, kv_len: Int[Array, " X"], axis: str | None) -> PageList:
-        """Of contexts of so many tokens."""
+    def for_rows(cls, latent_pages: Array, layer: Array, page_table: Array, kv_len: Int[Array, " X"], axis: str | None) -> PageList:
+        """The list for contexts of `kv_len` tokens."""
         page_size = latent_pages.shape[4] * _num_parts(axis)
         num_pages = (kv_len + page_size - 1) // page_size
         end = jnp.cumsum(num_pages)
@@ -33,15 +33,16 @@ class PageList:
 
     @property
     def page_size(self) -> int:
-        """Tokens of a page, on all devices."""
+        """Tokens of a page on all devices."""
         return self.latent_pages.shape[4] * self.num_parts
 
     def num_runs(self, run_pages: int) -> Int[Array, ""]:
-        """Of so many pages, that have them all."""
+        """Runs of `run_pages` pages that cover the list."""
         return (self.end[-1] + run_pages - 1) // run_pages
 
-    def of(self, place: Int[Array, " P"]) -> tuple[Int[Array, " P"], Int[Array, " P"]]:
-        """The row of each of the list's pages, and which of its pages it is: past the list's end one past all that queries see."""
+    def locate(self, place: Int[Array, " P"]) -> tuple[Int[Array, " P"], Int[Array, " P"]]:
+        """The row of each of the list's pages, and its index in that row. Past the list's end the index is past the
+        row's last page, so that no query sees it."""
         row = jnp.minimum(jnp.sum(place[:, None] >= self.end, axis=1), len(self.page_table) - 1)
         return row, place - self.begin[row]
 
@@ -49,12 +50,12 @@ class PageList:
         """This device's part of each of the list's pages."""
         num_layers, _, num_pages, _, part_size, width = self.latent_pages.shape
         # "clip": page numbers are the allocator's, always in range, and the default mode would mask every element.
-        ids = self.page_table.at[self.of(place)].get(mode="clip")
+        ids = self.page_table.at[self.locate(place)].get(mode="clip")
         pool = self.latent_pages.reshape(num_layers * num_pages, part_size * width)
         return jnp.take(pool, self.layer * num_pages + ids, axis=0, mode="clip")
 
     def read_whole(self, place: Int[Array, " P"]) -> Float[Array, "S C"]:
-        """All devices' parts, token by token."""
+        """All devices' parts, in the order of their tokens."""
         width, own = self.latent_pages.shape[-1], self.read(place)
         if self.axis is None:
             return own.reshape(-1, width)

@@ -1,4 +1,5 @@
-"""What latent_prefill_attention must compute, in the plainest jnp: every latent expanded, every query against every key, masked. For tests."""
+"""latent_prefill_attention in plain jnp, the specification: every latent expanded, every query against every key,
+masked. For tests."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ def latent_prefill_attention(
     position = (kv_len - query_len)[row] + place[jnp.arange(num_tokens), row]
     position = jnp.where(is_of_row.any(axis=1), position, -1)
 
-    latents = latent_pages[layer, 0, :, 0][page_table].reshape(len(page_table), -1, width).astype(jnp.float32)  # [X, S, C]
+    # [X, S, C]
+    latents = latent_pages[layer, 0, :, 0][page_table].reshape(len(page_table), -1, width).astype(jnp.float32)
     expanded = jnp.einsum("xsr,rne->xsne", latents[..., :rank], up.astype(jnp.float32), precision="highest")
     shared = jnp.broadcast_to(latents[:, :, None, rank:], (*latents.shape[:2], num_heads, width - rank))
     keys, values = jnp.concatenate([expanded[..., :own_size], shared], axis=-1)[row], expanded[..., own_size:][row]

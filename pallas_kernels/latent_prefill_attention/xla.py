@@ -1,17 +1,20 @@
-"""latent_prefill_attention for any device XLA compiles for: a loop over runs of context, each expanded once, online softmax.
+"""latent_prefill_attention for any device XLA compiles for: a loop over runs of context, each expanded once, online
+softmax.
 
-Expanding a token of context to DeepSeek-V3's sizes takes as much arithmetic as 410 queries that look at it, so no token is expanded twice:
-a run is expanded for all heads, then the step's queries that see some of it go by in chunks. (Expanded anew for every 128 of 512 queries, on a
-CPU, a step takes 1.7 times as long.) The pages of all requests follow one another in one list that runs are cut from, so many short prompts
-share a run as the queries of a long one do; a mask keeps requests apart. Both loops are as long as what is there when the program runs.
+Expanding a token of context to DeepSeek-V3's sizes is as much arithmetic as the attention of 410 queries to it, so no
+token is expanded twice. A run is expanded for all heads; then the queries that see some of it are processed in chunks.
+(Expanding anew for every 128 of 512 queries makes a step 1.7 times as long on a CPU.) The pages of all requests follow
+one another in one list that is cut into runs. So many short prompts share a run just as the queries of a long one do,
+and a mask separates requests. The lengths of both loops are known at run time.
 
-Where devices have a part of each page, they gather several runs at a time, for starting to talk takes them as long as attending to a few hundred
-tokens. What a device would get instead by expanding its own part for the heads of all, queries there and outputs back, is more bytes up to contexts
-of some 70 times the step's tokens (DeepSeek-V3's sizes).
+Where devices have a part of each page, they gather several runs at a time: starting a collective takes as long as
+attending to a few hundred tokens. The alternative, each device expanding its own part for all heads, sends queries and
+outputs. That is more bytes up to contexts of some 70 times the step's tokens (DeepSeek-V3's sizes).
 
-What is held, with DeepSeek-V3's 128 heads on one device, T = 4,096 and bfloat16: queries by chunk (201 MB) and float32 sums (272 MB); for a run
-of 512 tokens its keys and values (42 MB, while they are made as much again), for a chunk of 512 queries scores (134 MB) and weights (67 MB); of
-none of it more for longer contexts. Compiled for an H200 it is 886 MB in all, 111 MB with the 16 heads of one in eight devices.
+Memory with DeepSeek-V3's 128 heads on one device, T = 4,096 and bfloat16: queries by chunk (201 MB) and float32 sums
+(272 MB); for a run of 512 tokens keys and values (42 MB, twice that while they are computed); for a chunk of 512
+queries scores (134 MB) and weights (67 MB). It does not grow with the context. Compiled for an H200 it is 886 MB in
+all, 111 MB with the 16 heads of one in eight devices.
 """
 
 from __future__ import annotations
@@ -22,16 +25,17 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.latent_prefill_attention.page_list import PageList
 
-# Tokens: of context that are expanded at once, and of queries that then go by at once. Products should be large, for a GPU starts several kernels for
-# each; but one run is the least that is expanded, and a chunk of several requests' queries is masked for each.
-_SHORTEST_RUN, _LONGEST_RUN = 128, 512
-_SHORTEST_CHUNK, _LONGEST_CHUNK = 128, 512
+# Tokens of context that are expanded at once, and of queries that are then processed at once. Products should be large:
+# a GPU starts several kernels for each. But at least one run is expanded, and a chunk with several requests' queries is
+# masked for each.
+_MIN_RUN_TOKENS, _MAX_RUN_TOKENS = 128, 512
+_MIN_CHUNK_TOKENS, _MAX_CHUNK_TOKENS = 128, 512
 _RUNS_GATHERED = 8
 _MASKED = -1e30
 
-Sums = tuple[
+SoftmaxState = tuple[
     Float[Array, "*C N Q"], Float[Array, "*C N Q"], Float[Array, "*C N Q V"]
-]  # of queries: largest score, sum of weights, of values
+]  # of queries: largest score, sum of weights, sum of weighted values
 
 
 def latent_prefill_attention(
@@ -50,18 +54,19 @@ def latent_prefill_attention(
     axis: str | None = None,
 ) -> Float[Array, "T N V"]:
     """See op.py."""
-    del query_tile, pool_is_finite  # a chunk may hold parts of several requests; what is not a number is masked where it costs nothing
-    pages = PageList.of_rows(latent_pages, layer, page_table, jnp.where(query_len > 0, kv_len, 0), axis)
+    # a chunk may hold parts of several requests; masking what is not finite costs nothing here
+    del query_tile, pool_is_finite
+    pages = PageList.for_rows(latent_pages, layer, page_table, jnp.where(query_len > 0, kv_len, 0), axis)
     part_size, width = latent_pages.shape[4:]
     num_parts, page_size = pages.num_parts, pages.page_size
     num_tokens, num_heads, head_size = q.shape
     num_rows = len(page_table)
     dtype = q.dtype if q.dtype == latent_pages.dtype else jnp.dtype("float32")
-    run_pages = max(min(max(num_tokens, _SHORTEST_RUN), _LONGEST_RUN) // page_size, 1)
-    num_chunks = -(-num_tokens // min(max(num_tokens // num_rows, _SHORTEST_CHUNK), _LONGEST_CHUNK))
+    run_pages = max(min(max(num_tokens, _MIN_RUN_TOKENS), _MAX_RUN_TOKENS) // page_size, 1)
+    num_chunks = -(-num_tokens // min(max(num_tokens // num_rows, _MIN_CHUNK_TOKENS), _MAX_CHUNK_TOKENS))
     chunk = -(-num_tokens // num_chunks)
 
-    # By chunk, with the heads first, as batched products want them.
+    # By chunk, with the heads first, as batched products need them.
     padding = num_chunks * chunk - num_tokens
     queries = jnp.pad(q, ((0, padding), (0, 0), (0, 0))).astype(dtype).reshape(num_chunks, chunk, num_heads, head_size).swapaxes(1, 2)
     place = jnp.arange(num_chunks * chunk)[:, None] - query_start
@@ -72,21 +77,21 @@ def latent_prefill_attention(
 
     num_runs = pages.num_runs(run_pages)
 
-    def one_run(i: Int[Array, ""], parts: Float[Array, "*D C g*W"], sums: Sums) -> Sums:
+    def one_run(i: Int[Array, ""], parts: Float[Array, "*D C g*W"], sums: SoftmaxState) -> SoftmaxState:
         place = i * run_pages + jnp.arange(run_pages)
-        row, page = pages.of(place)
-        keys, values = _expanded(parts.reshape(run_pages * page_size, width), up, head_size, dtype)
-        # Tokens are part by part.
+        row, page = pages.locate(place)
+        keys, values = _expand(parts.reshape(run_pages * page_size, width), up, head_size, dtype)
+        # Tokens are in the order of the devices' parts.
         part = jnp.arange(num_parts)[:, None, None] * part_size
         context_row = jnp.tile(jnp.repeat(row, part_size), num_parts)
         context = (page[:, None] * page_size + part + jnp.arange(part_size)).reshape(-1)
 
-        def one_chunk(j: Int[Array, ""], sums: Sums) -> Sums:
+        def one_chunk(j: Int[Array, ""], sums: SoftmaxState) -> SoftmaxState:
             seen = (context_row == query_row[j][:, None]) & (context <= position[j][:, None])
             top, total, out = _attend(queries[j], keys, values, seen, scale, (sums[0][j], sums[1][j], sums[2][j]))
             return sums[0].at[j].set(top), sums[1].at[j].set(total), sums[2].at[j].set(out)
 
-        # The queries that see any of these pages: of their requests, those that don't come before the page.
+        # The queries that see any of these pages: those of their requests that don't come before the page.
         first = jnp.where(place < pages.end[-1], query_start[row] + jnp.maximum(page * page_size - cached[row], 0), num_tokens).min()
         end = (query_start + query_len)[row].max()
         return jax.lax.fori_loop(first // chunk, (end + chunk - 1) // chunk, one_chunk, sums)
@@ -101,11 +106,11 @@ def latent_prefill_attention(
     else:
         most = min(_RUNS_GATHERED, -(-page_table.size // run_pages))
 
-        def one_gathering(i: Int[Array, ""], sums: Sums) -> Sums:
-            # All devices count the same runs, so that none waits for one that is done.
+        def one_gathering(i: Int[Array, ""], sums: SoftmaxState) -> SoftmaxState:
+            # All devices count the same runs, so that none waits for one that has finished.
             parts = jax.lax.all_gather(pages.read(i * most * run_pages + jnp.arange(most * run_pages)), axis)
 
-            def one(j: Int[Array, ""], sums: Sums) -> Sums:
+            def one(j: Int[Array, ""], sums: SoftmaxState) -> SoftmaxState:
                 return one_run(j, jax.lax.dynamic_slice_in_dim(parts, (j - i * most) * run_pages, run_pages, axis=1), sums)
 
             return jax.lax.fori_loop(i * most, jnp.minimum((i + 1) * most, num_runs), one, sums)
@@ -115,14 +120,14 @@ def latent_prefill_attention(
     return out.swapaxes(1, 2).reshape(num_chunks * chunk, num_heads, -1)[:num_tokens].astype(q.dtype)
 
 
-def _expanded(
+def _expand(
     latents: Float[Array, "S C"], up: Float[Array, "R N E"], head_size: int, dtype: jnp.dtype
 ) -> tuple[Float[Array, "N S H"], Float[Array, "N S V"]]:
-    """Keys and values of every head."""
+    """Expands latents to keys and values of every head."""
     own_size = head_size - (latents.shape[1] - len(up))
     both = jnp.einsum("sr,rne->nse", latents[:, : len(up)].astype(up.dtype), up, preferred_element_type=jnp.float32).astype(dtype)
-    # Whoever doesn't see a value has a weight of 0 for it, and 0 times NaN would be NaN: of places that nobody's context reaches, or of another
-    # request whose numbers overflow.
+    # A query that doesn't see a value has a weight of 0 for it, and 0 times NaN would be NaN. Values may be NaN outside
+    # of contexts, or in another request whose numbers overflow.
     values = jnp.where(jnp.isfinite(both[..., own_size:]), both[..., own_size:], 0)
     shared = jnp.broadcast_to(latents[:, len(up) :].astype(dtype), (up.shape[1], len(latents), latents.shape[1] - len(up)))
     return jnp.concatenate([both[..., :own_size], shared], axis=-1), values
@@ -134,15 +139,15 @@ def _attend(
     values: Float[Array, "N S V"],
     seen: Bool[Array, "Q S"],
     scale: float,
-    sums: Sums,
-) -> Sums:
-    """What queries have found, and what they find here."""
+    sums: SoftmaxState,
+) -> SoftmaxState:
+    """The queries' softmax state after these keys and values."""
     top, total, out = sums
     scores = jnp.einsum("nqh,nsh->nqs", queries, keys, preferred_element_type=jnp.float32) * scale
     scores = jnp.where(seen, scores, _MASKED)
     new_top = jnp.maximum(top, scores.max(-1))
-    # 0 where masked, once a query has seen a token; whatever comes before that is shrunk to 0 when it does.
+    # Masked weights are 0 once a query has seen a token. Whatever was summed before that is rescaled to 0 then.
     weights = jnp.exp(scores - new_top[..., None])
-    shrink = jnp.exp(top - new_top)
+    rescale = jnp.exp(top - new_top)
     attended = jnp.einsum("nqs,nsv->nqv", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
-    return new_top, total * shrink + weights.sum(-1), out * shrink[..., None] + attended
+    return new_top, total * rescale + weights.sum(-1), out * rescale[..., None] + attended

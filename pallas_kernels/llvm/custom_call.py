@@ -1,25 +1,26 @@
-"""The LLVM IR that every kernel here needs around it: XLA's call, cut into chunks that threads take one after another.
+"""The LLVM IR around every CPU kernel: XLA's custom call, cut into chunks that threads process one after another.
 
-The calling thread takes chunks too, and helpers are tasks for XLA's own pool of threads: one that comes late, or never, only leaves more to
-the others, so calls that wait can't wait for each other. `handler` builds the whole module around two functions of the kernel's own:
+The calling thread processes chunks too. Helpers are tasks for XLA's own thread pool: one that starts late, or never,
+only leaves more chunks to the others, so calls that wait can't wait for each other. `handler` builds the whole module
+around two functions of the kernel:
 
-    define internal i64 @plan(ptr %job, i64 %threads)    ; how many chunks; may leave numbers for them in the job
-    define internal void @chunk(ptr %job, i64 %c)        ; do one
+    define internal i64 @plan(ptr %job, i64 %threads)    ; number of chunks; may store numbers for them in the job
+    define internal void @chunk(ptr %job, i64 %c)        ; process one chunk
 """
 
 from __future__ import annotations
 
-from pallas_kernels.llvm.machine import Target
+from pallas_kernels.llvm.host import HostTarget
 
-MOST_BUFFERS = 8  # arguments and results of a call, together
-MOST_NUMBERS = 16
+MAX_BUFFERS = 8  # arguments and results of a call, together
+MAX_NUMBERS = 16
 
-# A job's parts, by which `field` addresses them.
+# Fields of a job, by which IR addresses them.
 _FIELDS = ("next", "done", "holders", "chunks", "data", "dims", "numbers")
 
 
 def load_data(name: str, buffer: int) -> str:
-    """IR that sets %name to the address of a buffer's values: of the arguments in order, then of the results."""
+    """IR that sets %name to the address of a buffer's values. Buffers are the arguments in order, then the results."""
     return (
         f" %{name}_at = getelementptr %job, ptr %job, i64 0, i32 {_FIELDS.index('data')}, i64 {buffer}\n %{name} = load ptr, ptr %{name}_at"
     )
@@ -35,27 +36,27 @@ def load_dim(name: str, buffer: int, dim: int) -> str:
 
 
 def load_number(name: str, number: int) -> str:
-    """IR that sets %name, i64, to a number that the plan has left."""
+    """IR that sets %name, i64, to a number that the plan has stored."""
     return f" %{name}_at = getelementptr %job, ptr %job, i64 0, i32 {_FIELDS.index('numbers')}, i64 {number}\n %{name} = load i64, ptr %{name}_at"
 
 
 def store_number(value: str, number: int) -> str:
-    """IR by which the plan leaves %value, i64."""
+    """IR by which the plan stores %value, i64."""
     where = f"%{value}_goes_to"
     return f" {where} = getelementptr %job, ptr %job, i64 0, i32 {_FIELDS.index('numbers')}, i64 {number}\n store i64 %{value}, ptr {where}"
 
 
-def handler(target: Target, num_arguments: int, num_results: int, kernel: str) -> str:
-    """A module with `XLA_FFI_Error* handler(XLA_FFI_CallFrame*)`. Offsets are those of xla/ffi/api/c_api.h, whose structures only ever
-    grow at their ends."""
-    assert num_arguments + num_results <= MOST_BUFFERS
+def handler(target: HostTarget, num_arguments: int, num_results: int, kernel: str) -> str:
+    """A module with `XLA_FFI_Error* handler(XLA_FFI_CallFrame*)`. Offsets are those of xla/ffi/api/c_api.h, whose
+    structures only grow at their ends."""
+    assert num_arguments + num_results <= MAX_BUFFERS
     return "\n".join([_declarations(target), kernel, _SCHEDULING, _entry(num_arguments, num_results)])
 
 
-def _declarations(target: Target) -> str:
+def _declarations(target: HostTarget) -> str:
     pause = "call void @llvm.x86.sse2.pause()" if target.is_x86 else ""
     return f"""
-%job = type {{ i64, i64, i64, i64, [{MOST_BUFFERS} x ptr], [{MOST_BUFFERS} x ptr], [{MOST_NUMBERS} x i64] }}
+%job = type {{ i64, i64, i64, i64, [{MAX_BUFFERS} x ptr], [{MAX_BUFFERS} x ptr], [{MAX_NUMBERS} x i64] }}
 declare ptr @malloc(i64)
 declare void @free(ptr)
 declare i64 @llvm.umin.i64(i64, i64)
@@ -67,7 +68,7 @@ define internal void @pause() alwaysinline {{
 }}"""
 
 
-# A job lives until its last holder lets go of it: a helper may come after the call has returned, and then touches nothing else.
+# A job is freed by its last holder: a helper may start after the call has returned, and then touches nothing else.
 _SCHEDULING = f"""
 define internal void @work(ptr %job) {{
 entry:

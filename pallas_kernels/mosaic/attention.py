@@ -1,4 +1,4 @@
-"""What attention kernels for GPUs have in common: how scores are counted, and how tiles go through stages of shared memory."""
+"""What attention kernels for GPUs share: masked scores, and the stages of shared memory that tiles pass through."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int
 
-LOG2_E = math.log2(math.e)  # exponents are of 2
-# A score that counts for nothing, and what the largest of a row is before it has any that counts. The first is far below the second, whatever more
-# than SMALLEST_FACTOR scores are multiplied by: less each other they are nothing too. (-inf less itself would be NaN, and so, where the
-# product and the difference are rounded at once, would be what is made of the one less the same.)
-NOTHING, LOWEST = -3e38, -1e30
+LOG2_E = math.log2(math.e)  # exponents are of base 2
+# The score of a masked position, and a row's maximum before its first score. The first stays far below the second
+# whatever scores are multiplied by, if that is more than SMALLEST_FACTOR: their difference is still a weight of 0.
+# (-inf minus itself would be NaN, also where the product and the difference are rounded at once.)
+MASKED_SCORE, INITIAL_MAX = -3e38, -1e30
 SMALLEST_FACTOR = 1e-8
 
 
 def wait_if(condition: Array, barrier: Any) -> None:
-    """Wait for a barrier's next phase where the condition holds."""
+    """Waits for a barrier's next phase where the condition holds."""
     pl.when(condition)(lambda: plgpu.barrier_wait(barrier))
 
 
 def drain(consumed: Sequence[Any], num_tiles: Int[Array, ""], stages: int) -> None:
-    """Wait until the last tiles are consumed, of each side: no barrier may be left in the middle of a phase."""
+    """Waits until the last tiles of each side are consumed: no barrier may end in the middle of a phase."""
 
     @pl.loop(jnp.maximum(num_tiles - stages, 0), num_tiles)
     def _wait(i: Array) -> None:

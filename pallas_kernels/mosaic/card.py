@@ -1,4 +1,4 @@
-"""What kernels for Mosaic GPU need to know of the card that they are compiled for."""
+"""What kernels for Mosaic GPU need to know of the GPU that they are compiled for."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import jax
 from jax._src.lib import cuda_versions  # None where JAX has no CUDA
 
-_OLDEST = 9.0  # compute capability: older cards have no copy engine that tiles of shared memory come by
-# A card that is not here, but compiled for, is only known by its name. Four generations are called RTX: what a name doesn't tell apart is the oldest
-# of them, for which there is no kernel.
+_OLDEST = 9.0  # compute capability: older GPUs have no copy engine for tiles of shared memory
+# A target GPU that is not installed is known by its name alone. Four generations are called RTX: an ambiguous name
+# means the oldest of them, which has no kernel.
 _BY_NAME = {
     r"\b(H100|H200|H800|H20|GH200)\b": "9.0",
     r"\bG?B(100|200)\b": "10.0",
@@ -23,39 +23,39 @@ _BY_NAME = {
 }
 _MISCOMPILED = range(
     12080, 12091
-)  # versions of CUDA, 12.8.0 to 12.9.0, whose ptxas gets causal masks wrong, by the notes of JAX's own kernel
+)  # versions of CUDA, 12.8.0 to 12.9.0, whose ptxas miscompiles causal masks, according to JAX's own kernel
 _SMALL = 101_376  # bytes of shared memory of a block on 12.x; on 9.0 to 11.0 it is
 _LARGE = 232_448  # (CUDA C++ Programming Guide, technical specifications per compute capability)
 
 
 @dataclass(frozen=True)
 class Card:
-    """Of compute capability 9.0 or newer."""
+    """A GPU of compute capability 9.0 or newer."""
 
-    has_wgmma: bool  # products that a warpgroup starts and that run by themselves: on 9.0 alone
-    shared_memory: int  # bytes that a block can have
-    multiprocessors: int  # as many blocks run at a time, for a block has most of a multiprocessor's registers
+    has_wgmma: bool  # asynchronous products of a warpgroup: on 9.0 alone
+    shared_memory: int  # bytes of a block
+    multiprocessors: int  # as many blocks run at a time: a block uses most of a multiprocessor's registers
 
 
 HOPPER = Card(True, _LARGE, 132)  # H100 and H200
 
 
-def compiled_for() -> Any:
-    """The device that is being compiled for; without a mesh the process' own."""
+def target_device() -> Any:
+    """The device that is compiled for; without a mesh the process' own."""
     return jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
 
 
-def card_of(device: Any) -> Card:
-    """Of a device, abstract or not; what kernels are interpreted on is taken for a Hopper GPU."""
-    capability = capability_of(device)
+def card_for(device: Any) -> Card:
+    """The properties of a device, abstract or not. Interpreted kernels run as on a Hopper GPU."""
+    capability = compute_capability(device)
     if capability is None:
         return HOPPER
     number = getattr(device, "core_count", None) or getattr(device, "num_cores", None) or HOPPER.multiprocessors
     return Card(capability == "9.0", _SMALL if float(capability) >= 12 else _LARGE, number)
 
 
-def capability_of(device: Any) -> str | None:
-    """Its compute capability, such as '9.0'; None for what has none, or does not say."""
+def compute_capability(device: Any) -> str | None:
+    """A device's compute capability, such as '9.0'; None where it has none or reports none."""
     if found := getattr(device, "compute_capability", None):
         return str(found)
     kind = device.device_kind
@@ -66,8 +66,8 @@ def capability_of(device: Any) -> str | None:
 
 
 def miscompiled_reason(version: int | None = None) -> str | None:
-    """Why attention with a causal mask inside of tiles is not compiled by this CUDA, such as 12080 for 12.8.0 (JAX's own if not given); None if
-    it can be."""
+    """Why this version of CUDA, such as 12080 for 12.8.0, can't compile attention with a causal mask inside of tiles;
+    None if it can. The default is the version that JAX uses."""
     if version is None:
         version = 0 if cuda_versions is None else cuda_versions.cuda_runtime_get_version()
     if version not in _MISCOMPILED:
@@ -77,5 +77,5 @@ def miscompiled_reason(version: int | None = None) -> str | None:
 
 def unsupported_reason(device: Any) -> str | None:
     """Why no kernel for Mosaic GPU runs on this GPU; None if they do."""
-    found = capability_of(device)
+    found = compute_capability(device)
     return None if found and float(found) >= _OLDEST else f"its kernels are for compute capability {_OLDEST} and newer, not {found}"

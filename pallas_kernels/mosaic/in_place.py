@@ -1,4 +1,4 @@
-"""Kernels for Mosaic GPU that change an operand where it lies, and a single row of it at a time."""
+"""Kernels for Mosaic GPU that update an operand in place, one row at a time."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ def kernel_in_place(
     thread_name: str,
     **mesh: Any,
 ) -> Callable[..., Any]:
-    """`Warpgroup.kernel`, whose operands may be `jax.Ref`s too: what the body writes to them is there afterwards, and XLA gives such an operand
-    and the result that takes its place one memory. `plgpu.kernel` itself takes no `Ref`: it goes through `jax.custom_batching.custom_vmap`,
-    which has no rule for them (JAX 0.10 and 0.11); this is what it does less that."""
+    """`Warpgroup.kernel` whose operands may be `jax.Ref`s too. Writes of the body to them persist, and XLA gives such
+    an operand and the result that replaces it one buffer. `plgpu.kernel` itself accepts no `Ref`: it uses
+    `jax.custom_batching.custom_vmap`, which has no rule for them (JAX 0.10 and 0.11). This function does the same
+    without it."""
 
     def with_scratch(*refs: Any) -> None:
         pl.run_scoped(partial(body, *refs), collective_axes=thread_name, **scratch_types)
@@ -43,11 +44,11 @@ def kernel_in_place(
 
 
 def load_row(warpgroup: Warpgroup, ref: Any) -> Array:
-    """[X] of global memory as `spread` takes it."""
+    """[X] of global memory in the layout that `broadcast_row` needs."""
     return ref[...] if warpgroup.interpreted else load_as(plgpu.Layout.WGMMA.reduce(0), ref, optimized=False)
 
 
-def spread(warpgroup: Warpgroup, row: Float[Array, " X"], num_rows: int) -> Float[Array, "R X"]:
-    """The row so many times, as accumulators lie."""
+def broadcast_row(warpgroup: Warpgroup, row: Float[Array, " X"], num_rows: int) -> Float[Array, "R X"]:
+    """The row repeated `num_rows` times, in the layout of accumulators."""
     wide = jnp.broadcast_to(row, (num_rows, len(row)))
     return wide if warpgroup.interpreted else plgpu.layout_cast(wide, plgpu.Layout.WGMMA)

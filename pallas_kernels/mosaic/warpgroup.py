@@ -1,9 +1,10 @@
-"""What Pallas kernels for Mosaic GPU ask of a warpgroup: products by Hopper's instructions (wgmma), which run by themselves, or by any card's
-(`warp_products`), and what stands for both where a CPU interprets them.
+"""What Pallas kernels for Mosaic GPU use of a warpgroup: asynchronous products by Hopper's instructions (wgmma), or any
+GPU's (`warp_products`), and replacements for both where a CPU interprets the kernel.
 
-JAX's interpreter runs a kernel's grid, its threads, copies, barriers and shared memory, and checks them; it knows no register
-layouts and no products with one factor in registers (JAX 0.10). Those are what differs here; tests that run what is compiled for
-a GPU (tests/aot/test_running.py) say of them what can be said without one. What JAX 0.10 and 0.11 call by other names is here too.
+JAX's interpreter runs a kernel's grid, threads, copies, barriers and shared memory, and checks them. It knows no
+register layouts and no products with one factor in registers (JAX 0.10): only those differ here. Tests that run the
+compiled PTX (tests/aot/test_running.py) cover them without a GPU. Names that differ between JAX 0.10 and 0.11 are here
+too.
 """
 
 from __future__ import annotations
@@ -20,22 +21,23 @@ from jax.experimental.mosaic.gpu.fragmented_array import Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.mosaic.warp_machine import product_in_kernel
+from pallas_kernels.mosaic.kernel_warp import product_in_kernel
 from pallas_kernels.mosaic.warp_products import TILE_ROWS
 
-ROWS = 64  # that one product of a warpgroup has, at least
+ROWS = 64  # least rows of a warpgroup's product
 _IS_0_10 = jax.__version_info__ < (0, 11)
 
 
 def compiler_params(*, approx_math: bool = False, has_auto_barriers: bool = True) -> plgpu.CompilerParams:
-    """How Mosaic compiles a kernel. Every kernel here is written for lane semantics, which JAX 0.10 takes unless told otherwise and JAX 0.11
-    doesn't: so it is always stated. Without automatic barriers a kernel itself orders what its threads write and read."""
+    """How Mosaic compiles a kernel. Every kernel here is written for lane semantics. That is the default of JAX 0.10,
+    not of 0.11, so it is always stated. Without automatic barriers a kernel itself orders what its threads write and
+    read."""
     semantics = plgpu.LoweringSemantics.Lane
     return plgpu.CompilerParams(approx_math=approx_math, unsafe_no_auto_barriers=not has_auto_barriers, lowering_semantics=semantics)
 
 
 @dataclass(frozen=True)
-class Turned:
+class TransposedRef:
     """[X, Y] of shared memory [Y, X], as the first factor of a product."""
 
     ref: Any
@@ -43,42 +45,43 @@ class Turned:
 
 @dataclass(frozen=True)
 class Warpgroup:
-    """Values of shape [ROWS, X] lie as accumulators of a product do, and vectors [ROWS] as what is left of them when X is reduced."""
+    """Values of shape [ROWS, X] have the layout of accumulators, and vectors [ROWS] that of accumulators reduced over
+    X."""
 
     interpreted: bool = False
-    has_wgmma: bool = True  # where it is not interpreted
+    has_wgmma: bool = True  # where the kernel is not interpreted
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether products run by themselves."""
+        """Whether products run asynchronously."""
         return self.has_wgmma and not self.interpreted
 
     def kernel(self, body: Callable[..., None], name: str, **options: Any) -> Callable[..., Any]:
-        """`plgpu.kernel`, on the GPU or interpreted, by the name that a profile shows it under."""
+        """`plgpu.kernel`, on the GPU or interpreted. A profile shows the kernel under `name`."""
         return plgpu.kernel(body, kernel_name=name, interpret=self.interpreter, **options)
 
     @property
     def interpreter(self) -> Any:
-        """What kernels are given as `interpret`."""
+        """The `interpret` argument of kernels."""
         return InterpretGPUParams() if self.interpreted else False
 
     def union(self, *refs: Any) -> Any:
-        """Shared memory that is used for one of these at a time."""
+        """Shared memory that holds one of these at a time."""
         return refs if self.interpreted else plgpu.RefUnion(*refs)
 
     def full(self, shape: tuple[int, ...], value: float) -> Float[Array, "*shape"]:
         """float32[ROWS] or [ROWS, X] of one value."""
         layout = plgpu.Layout.WGMMA if len(shape) == 2 else plgpu.Layout.WGMMA.reduce(1)
-        return self._laid(jnp.full(shape, value, jnp.float32), layout)
+        return self._with_layout(jnp.full(shape, value, jnp.float32), layout)
 
     def iota(self, shape: tuple[int, int], axis: int) -> Int[Array, "64 X"]:
-        """Each element's place along an axis."""
+        """Each element's index along an axis."""
         if self.interpreted:
             return jax.lax.broadcasted_iota(jnp.int32, shape, axis)
         return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
 
-    def places(self) -> Int[Array, " 64"]:
-        """Each row's place."""
+    def row_indices(self) -> Int[Array, " 64"]:
+        """Each row's index."""
         if self.interpreted:
             return jnp.arange(ROWS)
         return plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=plgpu.Layout.WGMMA.reduce(1))
@@ -89,8 +92,8 @@ class Warpgroup:
         return ref[...] if self.interpreted else load_as(layout, ref, optimized=False)
 
     def load_to_widen(self, ref: Any) -> Array:
-        """[ROWS, X] of bytes of shared memory, X a multiple of 32, to be stored there as 16 bits: each thread has eights that lie together, and as many
-        threads as there may be have a row, so that neither meets in a bank."""
+        """[ROWS, X] of bytes of shared memory, X a multiple of 32, to be stored there as 16 bits. Each thread has
+        groups of 8 bytes, and as many threads as possible share a row, so that no two meet in a bank."""
         if self.interpreted:
             return ref[...]
         lanes = next(lanes for lanes in (16, 8, 4) if ref.shape[1] % (8 * lanes) == 0)
@@ -98,12 +101,13 @@ class Warpgroup:
         return load_as(plgpu.Layout.TILED(tiling, warp_dims=(-7,), lane_dims=(-3, -2), vector_dim=-1), ref)
 
     def times_transposed(self, *factors: tuple[Any, Any], meanwhile: Callable[[], None] = lambda: None) -> Float[Array, "64 X"]:
-        """The sum of a @ b.T in float32, of a[ROWS, H] and b[X, H] in shared memory; `meanwhile` runs while the products do."""
+        """The sum of a @ b.T in float32, for a[ROWS, H] and b[X, H] in shared memory; `meanwhile` runs while the
+        products do."""
         num_columns = factors[0][1].shape[0]
         if not self.is_asynchronous:
             total = self.full((ROWS, num_columns), 0.0)
             for a, b in factors:
-                total = self._add_at_once(total, a, b, b_is_transposed=True)
+                total = self._add_synchronously(total, a, b, b_is_transposed=True)
             meanwhile()
             return total
 
@@ -118,9 +122,10 @@ class Warpgroup:
     def add_product(
         self, total: Float[Array, "64 H"], a: Any, b: Any, meanwhile: Callable[[], None] = lambda: None
     ) -> Float[Array, "64 H"]:
-        """total + a @ b, of a[ROWS, X] in registers or shared memory and b[X, H] there; `meanwhile` runs while the product does."""
+        """total + a @ b, for a[ROWS, X] in registers or shared memory and b[X, H] there; `meanwhile` runs while the
+        product does."""
         if not self.is_asynchronous:
-            total = self._add_at_once(total, a, b, b_is_transposed=False)
+            total = self._add_synchronously(total, a, b, b_is_transposed=False)
             meanwhile()
             return total
 
@@ -133,20 +138,21 @@ class Warpgroup:
     def sum_of_products(
         self, shape: tuple[int, int], num_steps: Int[Array, ""] | int, step: Callable[[Array, Callable[[Any, Any], None]], None]
     ) -> Float[Array, "64 X"]:
-        """Sum of a @ b.T over the products that step(i, multiply) makes by multiply(a, b): a[ROWS, K] in registers or shared memory, b[X, K] in
-        shared memory. Where products run by themselves `multiply` only starts one: `wait_for_products` waits for it."""
+        """Sum of a @ b.T over the products that step(i, multiply) computes by multiply(a, b): a[ROWS, K] in registers
+        or shared memory, b[X, K] in shared memory. Where products are asynchronous `multiply` only starts one:
+        `wait_for_products` waits for it."""
         if not self.is_asynchronous:
 
             def one(i: Array, total: Array) -> Array:
                 totals = [total]
-                step(i, lambda a, b: totals.append(self._add_at_once(totals[-1], a, b, b_is_transposed=True)))
+                step(i, lambda a, b: totals.append(self._add_synchronously(totals[-1], a, b, b_is_transposed=True)))
                 return totals[-1]
 
             return jax.lax.fori_loop(0, num_steps, one, self.full(shape, 0.0))
 
         def all_steps(accumulator: Any) -> Array:
             def one(i: Array, _: None) -> None:
-                step(i, lambda a, b: plgpu.wgmma(accumulator, transposed(a.ref) if isinstance(a, Turned) else a, transposed(b)))
+                step(i, lambda a, b: plgpu.wgmma(accumulator, transposed(a.ref) if isinstance(a, TransposedRef) else a, transposed(b)))
 
             jax.lax.fori_loop(0, num_steps, one, None)
             return accumulator[...]
@@ -154,7 +160,7 @@ class Warpgroup:
         return pl.run_scoped(all_steps, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
 
     def wait_for_products(self) -> None:
-        """Until all that were started are done."""
+        """Waits until all products that were started are done."""
         if self.is_asynchronous:
             plgpu.wgmma_wait(0)
 
@@ -165,24 +171,24 @@ class Warpgroup:
         else:
             transposed(ref)[...] = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED)
 
-    def _add_at_once(self, total: Float[Array, "64 X"], a: Any, b: Any, *, b_is_transposed: bool) -> Float[Array, "64 X"]:
-        """total + a @ b, or a @ b.T, where no product runs by itself."""
+    def _add_synchronously(self, total: Float[Array, "64 X"], a: Any, b: Any, *, b_is_transposed: bool) -> Float[Array, "64 X"]:
+        """total + a @ b, or a @ b.T, where products are not asynchronous."""
         if self.interpreted:
-            factor = a.ref[...].T if isinstance(a, Turned) else a[...]
+            factor = a.ref[...].T if isinstance(a, TransposedRef) else a[...]
             other = b[...].T if b_is_transposed else b[...]
             return total + jnp.dot(factor, other, preferred_element_type=jnp.float32, precision="highest")
-        in_memory = [ref for ref in (a.ref if isinstance(a, Turned) else a, b) if not isinstance(ref, jax.Array)]
+        in_memory = [ref for ref in (a.ref if isinstance(a, TransposedRef) else a, b) if not isinstance(ref, jax.Array)]
         transforms = [interleaved(ref.shape[1], ref.dtype) for ref in in_memory]
-        how = {"a_is_transposed": isinstance(a, Turned), "b_is_transposed": b_is_transposed}
-        return product_in_kernel(total, in_memory[0] if isinstance(a, Turned) else a, b, transforms, **how)
+        how = {"a_is_transposed": isinstance(a, TransposedRef), "b_is_transposed": b_is_transposed}
+        return product_in_kernel(total, in_memory[0] if isinstance(a, TransposedRef) else a, b, transforms, **how)
 
-    def _laid(self, value: Array, layout: Any) -> Array:
+    def _with_layout(self, value: Array, layout: Any) -> Array:
         return value if self.interpreted else plgpu.layout_cast(value, layout)
 
 
 def load_as(layout: Any, ref: Any, optimized: bool = True) -> Array:
     """All of shared memory, in registers."""
-    index = ((),) if _IS_0_10 else ()  # to 0.11 an index of its own is deprecated
+    index = ((),) if _IS_0_10 else ()  # 0.11 deprecates an explicit index
     return plgpu.load(ref, *index, layout=layout, optimized=optimized)
 
 
@@ -192,8 +198,8 @@ def transposed(ref: Any) -> Any:
 
 
 def interleaved(columns: int, dtype: jnp.dtype) -> tuple[Any, ...]:
-    """How rows of so many columns lie in shared memory that products read: in tiles, interleaved so that no two rows of a tile meet in a
-    bank. Raises `ValueError` for columns that no tile divides."""
+    """The layout of rows of `columns` columns in shared memory that products read: tiles, interleaved so that no two
+    rows of a tile meet in a bank. Raises `ValueError` for columns that no tile divides."""
     for swizzle in (128, 64, 32):
         width = swizzle // jnp.dtype(dtype).itemsize
         if columns % width == 0:

@@ -1,8 +1,8 @@
 """How a packed matrix lies in memory: in the order in which a CPU kernel reads it.
 
-Its outputs are cut into panels of 16; a panel holds, for each group of inputs in turn, that group of each of its 16 outputs. A group is 4
-bytes, one 512-bit register in all: one float32, two bfloat16, or four 8-bit integers, the latter unsigned (128 added), as x86's product of
-integers wants them.
+Its outputs are cut into panels of 16. A panel holds, for each group of inputs in order, that group of each of its 16
+outputs. A group is 4 bytes: one float32, two bfloat16, or four 8-bit integers, the latter unsigned (128 added), as
+x86's integer product needs them. So 16 groups fill a 512-bit register.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from jaxtyping import Array, Shaped
 
 LANES = 16
 GROUP: Mapping[str, int] = {"float32": 1, "bfloat16": 2, "int8": 4}  # inputs in 4 bytes
-ZERO = 128  # of packed integers
+ZERO = 128  # zero point of packed integers
 
 
 def packs(dtype: jnp.dtype, num_outputs: int, num_inputs: int) -> bool:
@@ -23,13 +23,13 @@ def packs(dtype: jnp.dtype, num_outputs: int, num_inputs: int) -> bool:
 
 
 def packed_dtype(dtype: jnp.dtype) -> jnp.dtype:
-    """What a matrix of this type is packed as."""
+    """The type that a matrix of this type is packed as."""
     return jnp.dtype(jnp.uint8) if dtype == jnp.int8 else dtype
 
 
 def pack(matrix: Shaped[Array, "*O I"], dtype: jnp.dtype, output_axes: int = 1) -> Shaped[Array, "*P K 16 G"]:
-    """A matrix [outputs..., inputs...], of which so many axes are outputs, packed as this type: [outputs... / 16, inputs... / group, 16,
-    group]. Only the innermost axis of each is cut. Raises `ValueError` where it can't be."""
+    """A matrix [outputs..., inputs...] with `output_axes` axes of outputs, packed as this type: [outputs... / 16,
+    inputs... / group, 16, group]. Only the innermost axis of each is cut. Raises `ValueError` where it can't be."""
     outputs, inputs = matrix.shape[:output_axes], matrix.shape[output_axes:]
     if not packs(dtype, outputs[-1], inputs[-1]):
         raise ValueError(
@@ -37,12 +37,13 @@ def pack(matrix: Shaped[Array, "*O I"], dtype: jnp.dtype, output_axes: int = 1) 
         )
     group = GROUP[dtype.name]
     cut = matrix.reshape(*outputs[:-1], outputs[-1] // LANES, LANES, *inputs[:-1], inputs[-1] // group, group)
-    moved = jnp.moveaxis(cut, output_axes, -2)  # before it is narrowed: XLA on a CPU moves 2 bytes a time far slower than 4
+    # before it is narrowed: XLA on a CPU moves 2-byte elements far slower than 4-byte ones
+    moved = jnp.moveaxis(cut, output_axes, -2)
     return (moved.astype(jnp.int16) + ZERO).astype(jnp.uint8) if dtype == jnp.int8 else moved.astype(dtype)
 
 
 def unpack(packed: Shaped[Array, "*P K 16 G"], output_axes: int = 1) -> Shaped[Array, "*O I"]:
-    """`pack` undone."""
+    """The inverse of `pack`."""
     cut = jnp.moveaxis(packed, -2, output_axes)
     outputs, inputs = cut.shape[: output_axes + 1], cut.shape[output_axes + 1 :]
     matrix = cut.reshape(*outputs[:-2], outputs[-2] * LANES, *inputs[:-2], inputs[-2] * inputs[-1])

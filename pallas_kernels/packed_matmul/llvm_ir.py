@@ -1,8 +1,8 @@
 """The kernel's code: LLVM IR for a product of rows with a packed matrix.
 
-A tile is up to 8 rows by 3 panels of 16 outputs, whose sums stay in registers while the inputs go by, 4 bytes of them at a time: one
-float32, two bfloat16 or four int8. A chunk is some panels by some rows. Sums of integers start at what the 128 that is added to each of the
-matrix's will have come to, less than zero.
+A tile is up to 8 rows by 3 panels of 16 outputs. Its sums stay in registers during a loop over the inputs, 4 bytes of
+them at a time: one float32, two bfloat16 or four int8. A chunk is some panels by some rows. The integers of the matrix
+have 128 added. So sums of integers start at minus what that adds to them.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from __future__ import annotations
 from typing import Literal
 
 from pallas_kernels.llvm.custom_call import handler, load_data, load_dim, load_number, store_number
-from pallas_kernels.llvm.machine import Target
+from pallas_kernels.llvm.host import HostTarget
 from pallas_kernels.packed_matmul.layout import ZERO
 
 Kind = Literal["float32", "bfloat16", "int8"]
 
-_ROWS_AT_ONCE = 128  # of a chunk: their inputs stay in the second-level cache while panels go by
+_ROWS_AT_ONCE = 128  # of a chunk: their inputs stay in the second-level cache during the loop over panels
 _CHUNK_BYTES = 1 << 18  # of matrix
 
 
-def module(kind: Kind, target: Target) -> str:
+def module(kind: Kind, target: HostTarget) -> str:
     """The IR of one kind's custom call, of (x, matrices, place) -> (y)."""
-    # Rows of a tile -> panels of it at most: as many sums as there are registers for.
+    # Rows of a tile -> panels of it at most: as many sums as registers hold.
     tiles = {8: 3, 4: 4, 2: 4, 1: 4} if target.avx512 else {4: 1, 2: 1, 1: 1}
     functions = [_tile(kind, target, rows, panels) for rows, most in tiles.items() for panels in range(1, most + 1)]
     start = _start(target) if kind == "int8" else _NO_START
@@ -29,7 +29,7 @@ def module(kind: Kind, target: Target) -> str:
     return handler(target, 3, 1, kernel)
 
 
-def _declarations(kind: Kind, target: Target) -> str:
+def _declarations(kind: Kind, target: HostTarget) -> str:
     lanes = _vnni_lanes(target)
     if kind == "int8":
         return (
@@ -41,12 +41,13 @@ def _declarations(kind: Kind, target: Target) -> str:
     return "declare <16 x float> @llvm.fmuladd.v16f32(<16 x float>, <16 x float>, <16 x float>)"
 
 
-def _vnni_lanes(target: Target) -> str:
+def _vnni_lanes(target: HostTarget) -> str:
     return "<64 x i8>" if target.llvm_version >= 22 else "<16 x i32>"
 
 
-def _tile(kind: Kind, target: Target, rows: int, panels: int) -> str:
-    """y[rows, panels * 16] = start[rows] + x[rows, :] times the panels. `steps`: inputs in groups of 4 bytes; `outputs`: of y's rows."""
+def _tile(kind: Kind, target: HostTarget, rows: int, panels: int) -> str:
+    """y[rows, panels * 16] = start[rows] + x[rows, :] times the panels. `steps`: inputs in groups of 4 bytes;
+    `outputs`: of y's rows."""
     sums = "<16 x i32>" if kind == "int8" else "<16 x float>"
     cells = [(i, j) for i in range(rows) for j in range(panels)]
     lines = [
@@ -91,7 +92,7 @@ def _tile(kind: Kind, target: Target, rows: int, panels: int) -> str:
     return "\n".join([*lines, " ret void", "}"])
 
 
-def _multiply_add(kind: Kind, target: Target, i: int, j: int) -> list[str]:
+def _multiply_add(kind: Kind, target: HostTarget, i: int, j: int) -> list[str]:
     """%new = %sum + a row's group of inputs times those of a panel's 16 outputs."""
     cell, a, b = f"{i}_{j}", f"%a{i}", f"%b{j}"
     if kind == "float32":
@@ -100,7 +101,7 @@ def _multiply_add(kind: Kind, target: Target, i: int, j: int) -> list[str]:
             f" %bf{cell} = bitcast <16 x i32> {b} to <16 x float>",
             f" %new{cell} = call <16 x float> @llvm.fmuladd.v16f32(<16 x float> %af{cell}, <16 x float> %bf{cell}, <16 x float> %sum{cell})",
         ]
-    if kind == "int8":  # of the matrix unsigned, of x signed
+    if kind == "int8":  # the matrix is unsigned, x signed
         lanes = _vnni_lanes(target)
         return [
             f" %ai{cell} = bitcast <16 x i32> {a} to {lanes}",
@@ -134,7 +135,7 @@ define internal void @start(ptr %x, i64 %rows, i64 %steps, ptr %start) alwaysinl
 }"""
 
 
-def _start(target: Target) -> str:
+def _start(target: HostTarget) -> str:
     """start[rows] = -128 times the sum of each row of x: 16 groups at a time, then one by one."""
     lanes = _vnni_lanes(target)
     zeros = f"<16 x i32> splat (i32 {int.from_bytes(bytes([ZERO] * 4), 'little', signed=True)})"
@@ -189,7 +190,8 @@ end:
 
 
 def _block(tiles: dict[int, int]) -> str:
-    """y[rows, panels * 16] = x times the panels, tile by tile: all rows while some panels are in the first-level cache."""
+    """y[rows, panels * 16] = x times the panels, tile by tile: all rows while some panels are in the first-level
+    cache."""
     widest = max(tiles.values())
     sizes = sorted(tiles)  # 1, 2, 4, 8
     pointers = ", ".join(
@@ -250,7 +252,8 @@ end:
 
 
 def _plan(tiles: dict[int, int]) -> str:
-    """A chunk of panels: no more than its bytes, and at least two for each thread; whole tiles."""
+    """A chunk has whole tiles of panels: at most `_CHUNK_BYTES`, and few enough that each thread has at least two
+    chunks."""
     tallest = max(tiles)
     return f"""
 define internal i64 @plan(ptr %job, i64 %threads) {{

@@ -1,5 +1,5 @@
-"""packed_matmul: rows times a matrix that lies in memory as a CPU kernel reads it. XLA's own products on a CPU read it as it comes and
-reach a third to three quarters of the memory's or the cores' speed; this one is made for the processor it runs on."""
+"""packed_matmul: rows times a matrix that is packed in the order in which a CPU kernel reads it. XLA's own products on
+a CPU read unpacked matrices and reach a third to three quarters of the speed of memory or cores."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Shaped
 
-from pallas_kernels.llvm.machine import this_machine
+from pallas_kernels.llvm.host import host_target
 from pallas_kernels.packed_matmul import llvm_cpu, reference
 from pallas_kernels.packed_matmul.layout import GROUP, LANES, packed_dtype
 
@@ -26,13 +26,13 @@ def packed_matmul(
 
     Args:
       x: T rows of I inputs: float32, bfloat16 or int8.
-      matrices: S of them, each as `layout.pack` makes it of an [O, I] one of x's type; uint8 for int8. All of them are handed over and
-        none is copied: XLA would copy the one it is told to slice.
+      matrices: S of them, each packed by `layout.pack` from an [O, I] matrix of x's type; uint8 for int8. All are
+        passed, and none is copied: XLA would copy a slice.
       place: which of the S, int32.
       backend: 'llvm_cpu' (CPU devices only) or 'reference'.
 
-    Returns [T, O] sums: float32, or int32 for integers. float32 is summed in another order than XLA's. Raises `ValueError` for shapes or
-    types that do not fit together.
+    Returns [T, O] sums: float32, or int32 for integers. float32 is summed in another order than XLA's. Raises
+    `ValueError` for inconsistent shapes or types.
     """
     group = GROUP.get(x.dtype.name)
     if group is None or x.ndim != 2 or matrices.dtype != packed_dtype(x.dtype):
@@ -52,6 +52,6 @@ def unsupported_reason(dtype: jnp.dtype) -> str | None:
     """Why 'llvm_cpu' can't multiply this type on this machine's processor; None if it can."""
     if dtype.name not in GROUP:
         return f"it has no kernel for {dtype.name}"
-    if dtype == jnp.int8 and not this_machine().avx512_vnni:
+    if dtype == jnp.int8 and not host_target().avx512_vnni:
         return "this processor has no AVX-512 VNNI, which its product of integers is made of"
     return None

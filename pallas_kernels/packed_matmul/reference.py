@@ -1,4 +1,4 @@
-"""packed_matmul in plain jnp: what is correct."""
+"""packed_matmul in plain jnp, the specification."""
 
 from __future__ import annotations
 

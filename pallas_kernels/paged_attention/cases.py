@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class DecodeCase:
     """One decode step's attention: `context` holds the tokens cached for each request, the new one included."""
 
     name: str
@@ -18,8 +18,8 @@ class Case:
 
 
 CASES = (
-    Case("smollm2-135m", 9, 3, 64, 16, (1, 15, 16, 17, 40, 129)),
-    Case("llama-3.1-8b", 32, 8, 128, 16, (33, 128, 130)),
-    Case("multi-head", 4, 4, 64, 8, (5, 64)),
-    Case("one-kv-head", 8, 1, 96, 32, (31, 32, 33)),
+    DecodeCase("smollm2-135m", 9, 3, 64, 16, (1, 15, 16, 17, 40, 129)),
+    DecodeCase("llama-3.1-8b", 32, 8, 128, 16, (33, 128, 130)),
+    DecodeCase("multi-head", 4, 4, 64, 8, (5, 64)),
+    DecodeCase("one-kv-head", 8, 1, 96, 32, (31, 32, 33)),
 )

@@ -1,4 +1,5 @@
-"""paged_attention on a CPU: the kernel's code made for this machine's processor by LLVM, and called by XLA's programs through `jax.ffi`."""
+"""paged_attention on a CPU: LLVM compiles the kernel for the host's processor, and XLA's programs call it through
+`jax.ffi`."""
 
 from __future__ import annotations
 
@@ -6,11 +7,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.llvm.machine import register, this_machine
+from pallas_kernels.llvm.host import host_target, register
 from pallas_kernels.paged_attention import llvm_ir
-from pallas_kernels.paged_attention.llvm_tiles import Shape
+from pallas_kernels.paged_attention.llvm_tiles import DecodeShape
 
-NAME = "jaxinfer_paged_attention"  # of the custom calls, before their shape
+NAME = "jaxinfer_paged_attention"  # prefix of the custom calls' names; their shape follows
 
 
 def paged_attention(
@@ -27,8 +28,8 @@ def paged_attention(
     del pool_is_finite  # nothing outside a context is read
     batch, num_heads, head_size = q.shape
     num_kv_heads, page_size = kv_pages.shape[3:5]
-    shape = Shape(num_kv_heads, num_heads // num_kv_heads, head_size, page_size)
-    name = register(f"{NAME}_{num_kv_heads}_{shape.group}_{head_size}_{page_size}", lambda: llvm_ir.module(shape, this_machine()))
+    shape = DecodeShape(num_kv_heads, num_heads // num_kv_heads, head_size, page_size)
+    name = register(f"{NAME}_{num_kv_heads}_{shape.group}_{head_size}_{page_size}", lambda: llvm_ir.module(shape, host_target()))
     scratch = llvm_ir.scratch_size(shape, page_table.shape[1] * page_size)
     results = (
         jax.ShapeDtypeStruct(q.shape, jnp.float32),

@@ -1,41 +1,43 @@
-"""The kernel's code: LLVM IR for one query token a row over its pages, read where they lie.
+"""The kernel's code: LLVM IR for one query token a row over its pages, read in place.
 
-A row's context is cut into parts, and a part into runs. A chunk is one part for some KV heads. Of each run first all scores are found, then
-their weights, then the weighted values are added to the records of the query heads: keys, and values, are read in the order in which they
-lie in memory, tile by tile of 16 tokens and in it head by head. Whoever does the last part of a row and head merges its records, in order.
-How a row is cut depends on its own length alone, so its result is the same in any batch and on any number of threads.
+A row's context is cut into parts, and a part into runs. A chunk is one part for some KV heads. For each run first all
+scores are computed, then their weights, then the weighted values are added to the records of the query heads. Keys and
+values are read in the order in which they lie in memory, in tiles of 16 tokens, head by head. The thread that finishes
+the last part of a row and head merges its records, in order. A row's parts depend on its own length alone, so its
+result is the same in any batch and on any number of threads.
 """
 
 from __future__ import annotations
 
 from pallas_kernels.llvm.custom_call import handler, load_data, load_dim, load_number, store_number
 from pallas_kernels.llvm.exponential import exponential
-from pallas_kernels.llvm.machine import Target
+from pallas_kernels.llvm.host import HostTarget
 from pallas_kernels.paged_attention.llvm_records import lowest, records
-from pallas_kernels.paged_attention.llvm_tiles import LANES, PART_TOKENS, TOKENS_AHEAD, Shape, add, loop, score, score_name
+from pallas_kernels.paged_attention.llvm_tiles import LANES, PART_TOKENS, TOKENS_AHEAD, DecodeShape, add, loop, score, score_name
 
-_MOST_PARTS = 32  # of a row: longer contexts have longer parts
-_CHUNKS_PER_THREAD = 4  # wanted at least: a thread that is late then costs little
+_MAX_PARTS = 32  # of a row: longer contexts have longer parts
+_CHUNKS_PER_THREAD = 4  # at least: a thread that starts late then costs little
 
 
-def scratch_size(shape: Shape, num_tokens: int) -> int:
-    """float32 numbers for each row of up to so many tokens: the records of its parts, and a count for each KV head of those that are done."""
-    parts = max(1, min(_MOST_PARTS, -(-num_tokens // PART_TOKENS)))
+def scratch_size(shape: DecodeShape, num_tokens: int) -> int:
+    """float32 numbers for each row of up to `num_tokens` tokens: the records of its parts, and for each KV head a count
+    of finished parts."""
+    parts = max(1, min(_MAX_PARTS, -(-num_tokens // PART_TOKENS)))
     return parts * _part_size(shape) + _counts_size(shape)
 
 
-def _counts_size(shape: Shape) -> int:
+def _counts_size(shape: DecodeShape) -> int:
     return -(-shape.num_kv_heads // LANES) * LANES
 
 
-def _part_size(shape: Shape) -> int:
+def _part_size(shape: DecodeShape) -> int:
     """Numbers of a part's records."""
     return shape.num_kv_heads * shape.group * shape.record_size
 
 
-def module(shape: Shape, target: Target) -> str:
+def module(shape: DecodeShape, target: HostTarget) -> str:
     """The IR of the custom call of (q, already scaled, kv_pages, layer, page_table, kv_len) -> (out, scratch)."""
-    # Query heads at once: as many as there are registers for their sums of values.
+    # Query heads at once: as many as registers hold the sums of values for.
     at_once = max(1, min(shape.group, 4, (16 if target.avx512 else 8) // shape.vectors))
     heads = [(first, min(at_once, shape.group - first)) for first in range(0, shape.group, at_once)]
     scores = {score_name(count, fetches=first == 0): score(shape, count, fetches=first == 0) for first, count in heads}
@@ -59,8 +61,9 @@ declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
 """
 
 
-def _part(shape: Shape, heads: list[tuple[int, int]]) -> str:
-    """A part for some KV heads, whose keys, values, queries and records begin here; `heads`: the query heads of each, by (first, count)."""
+def _part(shape: DecodeShape, heads: list[tuple[int, int]]) -> str:
+    """IR of one part for some KV heads, whose keys, values, queries and records begin here. `heads`: the query heads of
+    each, by (first, count)."""
     run, group, token_bytes = shape.run_tokens, shape.group, 4 * shape.head_size
     head_bytes = shape.page_size * token_bytes
     num_heads = shape.num_kv_heads * group
@@ -138,7 +141,7 @@ define internal void @part(ptr %q, ptr %keys, i64 %half, ptr %table, i64 %heads,
 
 
 def _at(name: str, base: str, i: str, size: int | str) -> str:
-    """IR that sets %name to the address of part i of %base, in parts of so many float32."""
+    """IR that sets %name to the address of element i of %base, in elements of `size` float32."""
     return f" %{name}_i = mul i64 %{i}, {size}\n %{name} = getelementptr float, ptr %{base}, i64 %{name}_i\n"
 
 
@@ -147,8 +150,9 @@ def _ceil(name: str, value: str, by: str | int) -> str:
     return f" %{name}_sum = add i64 {value}, {by}\n %{name}_less = sub i64 %{name}_sum, 1\n %{name} = udiv i64 %{name}_less, {by}\n"
 
 
-def _plan(shape: Shape) -> str:
-    """Chunks: for each row as many parts as the longest has, and of each as many ranges of KV heads as keep all threads busy."""
+def _plan(shape: DecodeShape) -> str:
+    """Number of chunks: for each row as many parts as the longest has, and for each part enough ranges of KV heads to
+    keep all threads busy."""
     heads = shape.num_kv_heads
     measure = """ %length = call i64 @length(ptr %job, i64 %b)
  %own = call i64 @parts(i64 %length)
@@ -168,7 +172,7 @@ define internal i64 @length(ptr %job, i64 %row) {{
 }}
 
 define internal i64 @part_tokens(i64 %length) {{
-{_ceil("times", "%length", _MOST_PARTS * PART_TOKENS)} %some = call i64 @llvm.umax.i64(i64 %times, i64 1)
+{_ceil("times", "%length", _MAX_PARTS * PART_TOKENS)} %some = call i64 @llvm.umax.i64(i64 %times, i64 1)
  %tokens = mul i64 %some, {PART_TOKENS}
  ret i64 %tokens
 }}
@@ -202,7 +206,7 @@ end:
 }}"""
 
 
-def _chunk(shape: Shape) -> str:
+def _chunk(shape: DecodeShape) -> str:
     heads, group, head_bytes = shape.num_kv_heads, shape.group, 4 * shape.page_size * shape.head_size
     merge = f"""{_at("records_p", "records_h", "p", _part_size(shape))}\
 {loop("j", group, 1, _at("into", "records_h", "j", shape.record_size) + _at("more", "records_p", "j", shape.record_size) + " call void @merge(ptr %into, ptr %more)")}"""

@@ -1,14 +1,15 @@
-"""LLVM IR for records: what some of a context's tokens come to for one query head (an online softmax, arXiv:1805.02867)."""
+"""LLVM IR for records: the softmax state of one query head over some of a context's tokens (online softmax,
+arXiv:1805.02867)."""
 
 from __future__ import annotations
 
 from pallas_kernels.llvm.exponential import splat
-from pallas_kernels.paged_attention.llvm_tiles import LANES, Shape, broadcast, loop
+from pallas_kernels.paged_attention.llvm_tiles import LANES, DecodeShape, broadcast, loop
 
 _LOWEST = -1e30  # before the first score
 
 
-def records(shape: Shape) -> str:
+def records(shape: DecodeShape) -> str:
     """The functions on records of one query head each, and on their run of scores or weights."""
     return "\n".join([_empty(shape), _weigh(shape), _merge(shape), _finish(shape)])
 
@@ -18,7 +19,7 @@ def lowest() -> str:
     return splat(_LOWEST)
 
 
-def _max_and_sum(shape: Shape, record: str, name: str) -> str:
+def _max_and_sum(shape: DecodeShape, record: str, name: str) -> str:
     """IR for the addresses of a record's two numbers."""
     return (
         f" %{name}max_at = getelementptr float, ptr {record}, i64 {shape.head_size}\n"
@@ -26,7 +27,7 @@ def _max_and_sum(shape: Shape, record: str, name: str) -> str:
     )
 
 
-def _empty(shape: Shape) -> str:
+def _empty(shape: DecodeShape) -> str:
     clear = """ %at = getelementptr float, ptr %record, i64 %i
  store <16 x float> zeroinitializer, ptr %at, align 4"""
     return f"""
@@ -39,8 +40,8 @@ define internal void @empty(ptr %record) {{
 }}"""
 
 
-def _weigh(shape: Shape) -> str:
-    """A run's scores into weights below the maximum so far; what the record holds is brought down to that."""
+def _weigh(shape: DecodeShape) -> str:
+    """Turns a run's scores into weights below the maximum so far, and rescales the record to that maximum."""
     weigh = """ %at = getelementptr float, ptr %scores, i64 %t
  %score = load <16 x float>, ptr %at, align 64
  %below = fsub <16 x float> %score, %maxes
@@ -78,8 +79,8 @@ define internal void @weigh(ptr %scores, i64 %tokens, ptr %tops, ptr %record) {{
 }}"""
 
 
-def _merge(shape: Shape) -> str:
-    """Two records into the first."""
+def _merge(shape: DecodeShape) -> str:
+    """Merges two records into the first."""
     add = """ %a_at = getelementptr float, ptr %a, i64 %i
  %b_at = getelementptr float, ptr %b, i64 %i
  %a_out = load <16 x float>, ptr %a_at, align 4
@@ -116,8 +117,8 @@ define internal void @merge(ptr %a, ptr %b) {{
 }}"""
 
 
-def _finish(shape: Shape) -> str:
-    """What attention gives for a record's query head."""
+def _finish(shape: DecodeShape) -> str:
+    """The attention output of a record's query head."""
     divide = """ %at = getelementptr float, ptr %record, i64 %i
  %value = load <16 x float>, ptr %at, align 4
  %divided = fdiv <16 x float> %value, %sums

@@ -1,17 +1,18 @@
-"""LLVM IR for 16 tokens and a few query heads that share a KV head, with what is summed in registers: scores, and weighted values."""
+"""LLVM IR for 16 tokens and a few query heads that share a KV head, with sums in registers: scores, and weighted
+values."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 LANES = 16  # of a vector, and tokens of a tile
-PART_TOKENS = 128  # of a part of a context, or a multiple of it
-TOKENS_AHEAD = 32  # of the ones whose scores are found, keys are asked for: whole tiles
+PART_TOKENS = 128  # a context's part has this many tokens, or a multiple
+TOKENS_AHEAD = 32  # how far keys are prefetched ahead of the scores: whole tiles
 _RUN_BYTES = 1 << 17  # of keys, and as much of values: they stay in the second-level cache
 
 
 @dataclass(frozen=True)
-class Shape:
+class DecodeShape:
     """What is known when a program is traced."""
 
     num_kv_heads: int
@@ -21,12 +22,13 @@ class Shape:
 
     @property
     def vectors(self) -> int:
-        """Of a head."""
+        """Vectors of a head."""
         return self.head_size // LANES
 
     @property
     def record_size(self) -> int:
-        """Numbers of one query head's record: its sum of values, and a vector whose first two are the scores' maximum and the weights' sum."""
+        """Numbers of one query head's record: its sum of values, and a vector whose first two elements are the maximum
+        score and the sum of weights."""
         return self.head_size + LANES
 
     @property
@@ -39,7 +41,8 @@ class Shape:
 
 
 def loop(i: str, limit: str | int, step: int, body: str, *, start: str = "0", carried: tuple[tuple[str, str, str, str], ...] = ()) -> str:
-    """IR that does `body` for %i from `start` below `limit`, once at least. `carried`: (type, name, its first value, its next one)."""
+    """IR that runs `body` for %i from `start` below `limit`, at least once. `carried`: (type, name, first value, next
+    value)."""
     phis = "".join(f"\n %{name} = phi {kind} [{first}, %{i}_from], [{last}, %{i}_end]" for kind, name, first, last in carried)
     return f""" br label %{i}_from
 {i}_from:
@@ -67,9 +70,10 @@ def score_name(count: int, *, fetches: bool) -> str:
     return f"score_{count}{'_fetching' if fetches else ''}"
 
 
-def score(shape: Shape, count: int, *, fetches: bool) -> str:
-    """Scores of a tile for some query heads, and their maxima so far lane by lane. `offsets` are those of the tokens' keys and, from
-    `values`, values, in bytes; only the first `valid` tokens are in the context. Heads' scores are a run apart, their maxima a vector."""
+def score(shape: DecodeShape, count: int, *, fetches: bool) -> str:
+    """Scores of a tile for some query heads, and their maxima so far lane by lane. `offsets`, in bytes, are those of
+    the tokens' keys and, from `values` on, values. Only the first `valid` tokens are in the context. Heads' scores are
+    a run apart, their maxima a vector."""
     lines = [
         f"define internal void @{score_name(count, fetches=fetches)}"
         "(ptr %q, ptr %keys, ptr %values, ptr %offsets, i64 %valid, ptr %scores, ptr %tops) {",
@@ -86,20 +90,23 @@ def score(shape: Shape, count: int, *, fetches: bool) -> str:
     lines += _dots(shape, count, fetches=fetches)
     for j in range(count):
         lines += [
-            f" %score{j} = select <16 x i1> %is_valid, <16 x float> %dots{j}, <16 x float> splat (float 0xFFF0000000000000)",  # -infinity
+            # -infinity
+            f" %score{j} = select <16 x i1> %is_valid, <16 x float> %dots{j}, <16 x float> splat (float 0xFFF0000000000000)",
             f" %score_at{j} = getelementptr float, ptr %scores, i64 {j * shape.run_tokens}",
             f" store <16 x float> %score{j}, ptr %score_at{j}, align 64",
             f" %top_at{j} = getelementptr float, ptr %tops, i64 {j * LANES}",
             f" %top{j} = load <16 x float>, ptr %top_at{j}, align 64",
-            f" %is_higher{j} = fcmp ogt <16 x float> %score{j}, %top{j}",  # false for NaN, which comes back in the weights
+            # false for NaN, which reappears in the weights
+            f" %is_higher{j} = fcmp ogt <16 x float> %score{j}, %top{j}",
             f" %new_top{j} = select <16 x i1> %is_higher{j}, <16 x float> %score{j}, <16 x float> %top{j}",
             f" store <16 x float> %new_top{j}, ptr %top_at{j}, align 64",
         ]
     return "\n".join([*lines, " ret void", "}"])
 
 
-# How two vectors of partial sums become one with half as many for each token: what these lanes of both are is added to what the lanes so much
-# further on are. After four times a lane is a token, in order. The first two stay within 128 bits, which is cheaper.
+# How two vectors of partial sums become one with half as many for each token. These lanes of both are added to the
+# lanes that much further on. After four folds a lane is a token, in order. The first two stay within 128 bits, which is
+# cheaper.
 _LOWER_HALVES = (
     ([q + i + s for q in (0, 4, 8, 12) for i in (0, 1) for s in (0, 16)], 2),
     ([q + i + s for q in (0, 4, 8, 12) for s in (0, 16) for i in (0, 1)], 2),
@@ -108,8 +115,9 @@ _LOWER_HALVES = (
 )
 
 
-def _dots(shape: Shape, count: int, *, fetches: bool) -> list[str]:
-    """%dots0, ...: the tokens' keys times each query. Partial sums are folded as soon as two can be, so that few wait in registers."""
+def _dots(shape: DecodeShape, count: int, *, fetches: bool) -> list[str]:
+    """%dots0, ...: the tokens' keys times each query. Partial sums are folded as soon as two can be, so that few stay
+    in registers."""
     lines: list[str] = []
     waiting: list[list[tuple[int, str]]] = [[] for _ in range(count)]  # by head: how often it was folded, its name
     for i in range(LANES):
@@ -148,8 +156,8 @@ def _dots(shape: Shape, count: int, *, fetches: bool) -> list[str]:
     return lines
 
 
-def _fetch(shape: Shape, base: str, offset: str) -> list[str]:
-    """Ask for a token's key or value before it is needed: what memory takes is more than processors look ahead by themselves."""
+def _fetch(shape: DecodeShape, base: str, offset: str) -> list[str]:
+    """Prefetches a token's key or value: memory latency exceeds what processors look ahead by themselves."""
     lines = [f" %{base}_{offset} = getelementptr i8, ptr %{base}, i64 %{offset}"]
     for v in range(shape.vectors):
         lines += [
@@ -159,8 +167,9 @@ def _fetch(shape: Shape, base: str, offset: str) -> list[str]:
     return lines
 
 
-def add(shape: Shape, count: int) -> str:
-    """Values of up to a tile's tokens, weighted, into the records of some query heads, whose weights are a run apart."""
+def add(shape: DecodeShape, count: int) -> str:
+    """Adds the weighted values of up to a tile's tokens to the records of some query heads, whose weights are a run
+    apart."""
     cells = [(j, v) for j in range(count) for v in range(shape.vectors)]
     lines = [f"define internal void @add_{count}(ptr %values, ptr %offsets, i64 %tokens, ptr %weights, ptr %records) {{"]
     for j, v in cells:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class PrefillCase:
     """One prefill step's attention. `rows` holds (tokens already cached, tokens of this step) for each request."""
 
     name: str
@@ -20,8 +20,8 @@ class Case:
 
 
 CASES = (
-    Case("smollm2-135m", 9, 3, 64, 16, 128, 32, ((0, 40), (17, 5), (100, 32))),
-    Case("llama-3.1-8b", 32, 8, 128, 16, 64, 32, ((0, 33),)),
-    Case("one-token", 4, 2, 64, 8, 32, 32, ((0, 1),)),
-    Case("small-tile", 4, 1, 64, 4, 16, 8, ((3, 8), (130, 7))),
+    PrefillCase("smollm2-135m", 9, 3, 64, 16, 128, 32, ((0, 40), (17, 5), (100, 32))),
+    PrefillCase("llama-3.1-8b", 32, 8, 128, 16, 64, 32, ((0, 33),)),
+    PrefillCase("one-token", 4, 2, 64, 8, 32, 32, ((0, 1),)),
+    PrefillCase("small-tile", 4, 1, 64, 4, 16, 8, ((3, 8), (130, 7))),
 )

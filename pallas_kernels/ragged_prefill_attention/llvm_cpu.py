@@ -1,5 +1,5 @@
-"""ragged_prefill_attention on a CPU: the kernel's code made for this machine's processor by LLVM, and called by XLA's programs through
-`jax.ffi`. The pool goes in whole, and is only read."""
+"""ragged_prefill_attention on a CPU: LLVM compiles the kernel for the host's processor, and XLA's programs call it
+through `jax.ffi`. The pool is passed whole, and is only read."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.llvm.machine import register, this_machine
+from pallas_kernels.llvm.host import host_target, register
 from pallas_kernels.ragged_prefill_attention import llvm_ir
-from pallas_kernels.ragged_prefill_attention.llvm_ir import Shape, tile_size
+from pallas_kernels.ragged_prefill_attention.llvm_ir import PrefillShape, tile_size
 
-NAME = "jaxinfer_ragged_prefill_attention"  # of the custom calls, before their shape
+NAME = "jaxinfer_ragged_prefill_attention"  # prefix of the custom calls' names; their shape follows
 
 
 def ragged_prefill_attention(
@@ -28,11 +28,11 @@ def ragged_prefill_attention(
     pool_is_finite: bool,
 ) -> Float[Array, "T N H"]:
     """See op.py."""
-    del pool_is_finite  # what lies outside a context is never read
+    del pool_is_finite  # nothing outside a context is read
     num_kv_heads, page_size, head_size = kv_pages.shape[3:]
     group = q.shape[1] // num_kv_heads
-    shape = Shape(head_size, group, page_size, query_tile, tile_size(query_tile, group, head_size), scale)
-    name = register(f"{NAME}_{head_size}_{group}_{page_size}_{query_tile}_{scale:.9g}", lambda: llvm_ir.module(shape, this_machine()))
+    shape = PrefillShape(head_size, group, page_size, query_tile, tile_size(query_tile, group, head_size), scale)
+    name = register(f"{NAME}_{head_size}_{group}_{page_size}_{query_tile}_{scale:.9g}", lambda: llvm_ir.module(shape, host_target()))
     numbers = (jnp.asarray(a, jnp.int32) for a in (layer, page_table, query_start, query_len, kv_len))
     call = jax.ffi.ffi_call(name, jax.ShapeDtypeStruct(q.shape, jnp.float32))
     out: Float[Array, "T N H"] = call(q.astype(jnp.float32), kv_pages, *numbers)

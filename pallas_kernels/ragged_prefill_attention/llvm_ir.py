@@ -1,8 +1,9 @@
 """The kernel's code: LLVM IR for one chunk of the attention, a KV head and a tile of tokens of one row.
 
-The tile's queries, of all heads that read this KV head, are rows: token by token, in a copy that is already scaled. The context goes by in
-runs of up to 64 tokens, whose keys are copied transposed, so that 16 tokens are 16 lanes, and whose values are copied as they are. A few rows
-at a time, as many as registers hold sums for, then go through scores, softmax and sum over values while these are in the first-level cache.
+The tile's queries, of all heads that read this KV head, are rows: token by token, in a copy that is already scaled. The
+context is read in runs of up to 64 tokens. Keys are copied transposed, so that 16 tokens are 16 lanes; values are
+copied unchanged. A few rows at a time, as many as registers hold sums for, then go through scores, softmax and sum over
+values while these are in the first-level cache.
 """
 
 from __future__ import annotations
@@ -11,23 +12,23 @@ from dataclasses import dataclass
 
 from pallas_kernels.llvm.custom_call import handler, load_data, load_dim, load_number, store_number
 from pallas_kernels.llvm.exponential import splat
-from pallas_kernels.llvm.machine import Target
-from pallas_kernels.ragged_prefill_attention.llvm_sizes import LANES, VECTOR, Sizes
+from pallas_kernels.llvm.host import HostTarget
+from pallas_kernels.ragged_prefill_attention.llvm_blocking import LANES, VECTOR, PrefillBlocking
 from pallas_kernels.ragged_prefill_attention.llvm_softmax import MASKED
 from pallas_kernels.ragged_prefill_attention.llvm_steps import steps
 
 _LOG2_E = 1.44269504088896341  # scores are logarithms to base 2
 _ROWS_AT_ONCE = 4
-_MOST_ROWS = 192
+_MAX_ROWS = 192
 _TILE_BYTES = 1 << 16  # of a tile's queries, and of its sums
 _CHUNKS_A_THREAD = 3
 _RUN_BYTES = 1 << 14  # of a run's keys, and of its values
 
 
 @dataclass(frozen=True)
-class Shape:
-    """What a kernel is made for: `group` query heads read a KV head, `tile` tokens are a chunk's at most; rows begin at multiples of
-    `query_tile`."""
+class PrefillShape:
+    """What a kernel is compiled for: `group` query heads read a KV head, a chunk has at most `tile` tokens, and rows
+    begin at multiples of `query_tile`."""
 
     head_size: int
     group: int
@@ -38,22 +39,23 @@ class Shape:
 
 
 def tile_size(query_tile: int, group: int, head_size: int) -> int:
-    """Tokens of a chunk at most: as many as fit, of query tiles whole ones or an equal part of one."""
-    most = max(min(_MOST_ROWS, _TILE_BYTES // (4 * head_size)) // group, 1)
+    """Most tokens of a chunk: as many as fit, whole query tiles or an equal part of one."""
+    most = max(min(_MAX_ROWS, _TILE_BYTES // (4 * head_size)) // group, 1)
     if most >= query_tile:
         return most - most % query_tile
     return max(size for size in range(1, most + 1) if query_tile % size == 0)
 
 
-def module(shape: Shape, target: Target) -> str:
+def module(shape: PrefillShape, target: HostTarget) -> str:
     """The IR of a shape's custom call, of (q, kv_pages, layer, page_table, query_start, query_len, kv_len) -> (out)."""
-    run = min(max(_RUN_BYTES // (4 * shape.head_size) // LANES, 2), 4) * LANES  # with less, too few sums at a time
-    sizes = Sizes(_ROWS_AT_ONCE, 4 if target.avx512 else 1, run, shape.head_size, shape.group, shape.page_size)
-    return handler(target, 7, 1, "\n".join([steps(sizes), _plan(shape), _chunk(shape), _part(shape, sizes)]))
+    run = min(max(_RUN_BYTES // (4 * shape.head_size) // LANES, 2), 4) * LANES  # with fewer, too few sums at a time
+    blocking = PrefillBlocking(_ROWS_AT_ONCE, 4 if target.avx512 else 1, run, shape.head_size, shape.group, shape.page_size)
+    return handler(target, 7, 1, "\n".join([steps(blocking), _plan(shape), _chunk(shape), _part(shape, blocking)]))
 
 
-def _plan(shape: Shape) -> str:
-    """Chunks as large as they may be, which fetch the context fewer times, unless that leaves too few for the threads."""
+def _plan(shape: PrefillShape) -> str:
+    """Chunks are as large as possible, because they fetch the context fewer times, unless that leaves too few for the
+    threads."""
     least = min(shape.tile, shape.query_tile)
     return f"""
 define internal i64 @plan(ptr %job, i64 %threads) {{
@@ -75,8 +77,9 @@ define internal i64 @plan(ptr %job, i64 %threads) {{
 }}"""
 
 
-def _chunk(shape: Shape) -> str:
-    """The last tiles, which have the longest contexts, come first. A tile has a part for each row that it holds tokens of."""
+def _chunk(shape: PrefillShape) -> str:
+    """The last tiles, which have the longest contexts, come first. A tile has a part for each row that it holds tokens
+    of."""
     return f"""
 define internal void @chunk(ptr %job, i64 %c) {{
 entry:
@@ -101,22 +104,23 @@ done:
 }}"""
 
 
-def _part(shape: Shape, sizes: Sizes) -> str:
-    """Tokens from `tile_start` on, no further than `tile_end`, that are of the same row or of none. Returns where the next ones begin."""
+def _part(shape: PrefillShape, blocking: PrefillBlocking) -> str:
+    """Tokens from `tile_start` on, no further than `tile_end`, that belong to the same row or to none. Returns where
+    the next ones begin."""
     head_size, group, tile = shape.head_size, shape.group, shape.tile
     wide = head_size * group  # a token's queries for one KV head
-    num_rows = -(-tile * group // sizes.at_once) * sizes.at_once
-    step = min(tile, shape.query_tile)  # what a row leaves of it is no other's
+    num_rows = -(-tile * group // blocking.at_once) * blocking.at_once
+    step = min(tile, shape.query_tile)  # the rest of a row's last tile belongs to no other row
     return f"""
 define internal i64 @part(ptr %job, i64 %kv_head, i64 %tile_start, i64 %tile_end) {{
 entry:
   %q_rows = alloca [{num_rows * head_size} x float], align 64
   %sums_of_values = alloca [{num_rows * head_size} x float], align 64
   %sums = alloca [{num_rows * LANES} x float], align 64
-  %tops = alloca [{num_rows // sizes.at_once * LANES} x float], align 64
+  %tops = alloca [{num_rows // blocking.at_once * LANES} x float], align 64
   %k = alloca [{LANES * head_size} x float], align 64
-  %kt = alloca [{sizes.run * head_size} x float], align 64
-  %v = alloca [{sizes.run * head_size} x float], align 64
+  %kt = alloca [{blocking.run * head_size} x float], align 64
+  %v = alloca [{blocking.run * head_size} x float], align 64
 {load_data("q", 0)}
 {load_data("pool", 1)}
 {load_data("layer_data", 2)}
@@ -181,10 +185,10 @@ found:
   %keys_off = add i64 %layer_off, %kv_off
   %keys = getelementptr float, ptr %pool, i64 %keys_off
   %values = getelementptr float, ptr %keys, i64 %part
-  %rows_more = add i64 %num, {sizes.at_once - 1}
-  %turns = udiv i64 %rows_more, {sizes.at_once}
-  %rows_bytes = mul i64 %turns, {4 * sizes.at_once * head_size}
-  %sums_bytes = mul i64 %turns, {4 * sizes.at_once * LANES}
+  %rows_more = add i64 %num, {blocking.at_once - 1}
+  %turns = udiv i64 %rows_more, {blocking.at_once}
+  %rows_bytes = mul i64 %turns, {4 * blocking.at_once * head_size}
+  %sums_bytes = mul i64 %turns, {4 * blocking.at_once * LANES}
   call void @llvm.memset.p0.i64(ptr %q_rows, i8 0, i64 %rows_bytes, i1 false)
   call void @llvm.memset.p0.i64(ptr %sums_of_values, i8 0, i64 %rows_bytes, i1 false)
   call void @llvm.memset.p0.i64(ptr %sums, i8 0, i64 %sums_bytes, i1 false)
@@ -222,7 +226,7 @@ take_end:
 run:
   %start = phi i64 [0, %take_end], [%start_next, %run_end]
   %size_left = sub i64 %end_of_context, %start
-  %size = call i64 @llvm.smin.i64(i64 %size_left, i64 {sizes.run})
+  %size = call i64 @llvm.smin.i64(i64 %size_left, i64 {blocking.run})
   %ahead = sub i64 %first, %start
   br label %fetch
 fetch:
@@ -245,17 +249,17 @@ rows:
   %r_out = getelementptr float, ptr %sums_of_values, i64 %r_off
   %r_sums_off = mul i64 %r, {LANES}
   %r_sums = getelementptr float, ptr %sums, i64 %r_sums_off
-  %r_turn = udiv i64 %r, {sizes.at_once}
+  %r_turn = udiv i64 %r, {blocking.at_once}
   %r_tops_off = mul i64 %r_turn, {LANES}
   %r_tops = getelementptr float, ptr %tops, i64 %r_tops_off
-  %r_next = add i64 %r, {sizes.at_once}
+  %r_next = add i64 %r, {blocking.at_once}
   %r_end = sub i64 %r_next, 1
   %r_last = call i64 @llvm.smin.i64(i64 %r_end, i64 %last)
   call void @attend(ptr %r_q, i64 %r, i64 %r_last, i64 %ahead, i64 %size, ptr %kt, ptr %v, ptr %r_out, ptr %r_tops, ptr %r_sums)
   %r_more = icmp ult i64 %r_next, %num
   br i1 %r_more, label %rows, label %run_end
 run_end:
-  %start_next = add i64 %start, {sizes.run}
+  %start_next = add i64 %start, {blocking.run}
   %start_more = icmp slt i64 %start_next, %end_of_context
   br i1 %start_more, label %run, label %give
 

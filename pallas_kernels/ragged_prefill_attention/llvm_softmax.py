@@ -1,19 +1,20 @@
-"""The softmax of a few rows over one run of context tokens, in LLVM IR, and what goes on from run to run."""
+"""LLVM IR for the softmax of a few rows over one run of context tokens, and for the state that it keeps from run to
+run."""
 
 from __future__ import annotations
 
 from pallas_kernels.llvm.exponential import splat
-from pallas_kernels.ragged_prefill_attention.llvm_sizes import LANES, VECTOR, Sizes
+from pallas_kernels.ragged_prefill_attention.llvm_blocking import LANES, VECTOR, PrefillBlocking
 
 MASKED = -1e30
-_MOST_GROWTH = 8.0  # of a weight, as a logarithm to base 2
+_MAX_GROWTH = 8.0  # of a weight, as a logarithm to base 2
 _ROUNDER = 1.5 * 2**23
 _POWERS = (1.0, 0.6931469440460205, 0.24022120237350464, 0.05550713464617729, 0.009675540961325169, 0.0013276470126584172)
 
 
-def softmax(sizes: Sizes) -> str:
-    """IR of `mask` and `soften`."""
-    return "\n".join([_MAXIMUM, _power(), _mask(sizes), _soften(sizes)])
+def softmax(blocking: PrefillBlocking) -> str:
+    """IR of `mask` and `update_softmax`."""
+    return "\n".join([_MAXIMUM, _power(), _mask(blocking), _update_softmax(blocking)])
 
 
 _MAXIMUM = f"""
@@ -25,23 +26,23 @@ define internal {VECTOR} @max16({VECTOR} %a, {VECTOR} %b) alwaysinline {{
 }}"""
 
 
-def _mask(sizes: Sizes) -> str:
-    """What a row may not see, tokens after its own, is put out of the softmax's reach. `ahead`: how far the tile's first token is past the
-    run's; `row`: of the tile, the first of these."""
+def _mask(blocking: PrefillBlocking) -> str:
+    """Masks tokens after a row's own. `ahead`: how far the tile's first token is past the run's; `row`: the first of
+    these rows in the tile."""
     lines = []
-    for i in range(sizes.at_once):
+    for i in range(blocking.at_once):
         lines += [
             f"  %row{i} = add i64 %row, {i}",
-            f"  %token{i} = udiv i64 %row{i}, {sizes.group}",
+            f"  %token{i} = udiv i64 %row{i}, {blocking.group}",
             f"  %own{i} = add i64 %ahead, %token{i}",
             f"  %own32_{i} = trunc i64 %own{i} to i32",
             f"  %own_first{i} = insertelement <{LANES} x i32> poison, i32 %own32_{i}, i64 0",
             f"  %owns{i} = shufflevector <{LANES} x i32> %own_first{i}, <{LANES} x i32> poison, <{LANES} x i32> zeroinitializer",
         ]
-        for j in range(sizes.run // LANES):
+        for j in range(blocking.run // LANES):
             tokens = ", ".join(f"i32 {j * LANES + lane}" for lane in range(LANES))
             lines += [
-                f"  %at{i}_{j} = getelementptr float, ptr %scores, i64 {i * sizes.run + j * LANES}",
+                f"  %at{i}_{j} = getelementptr float, ptr %scores, i64 {i * blocking.run + j * LANES}",
                 f"  %score{i}_{j} = load {VECTOR}, ptr %at{i}_{j}, align 4",
                 f"  %sees{i}_{j} = icmp sge <{LANES} x i32> %owns{i}, <{tokens}>",
                 f"  %masked{i}_{j} = select <{LANES} x i1> %sees{i}_{j}, {VECTOR} %score{i}_{j}, {VECTOR} {splat(MASKED)}",
@@ -50,19 +51,19 @@ def _mask(sizes: Sizes) -> str:
     return "\n".join(["define internal void @mask(ptr %scores, i64 %row, i64 %ahead) {", *lines, "  ret void", "}"])
 
 
-def _soften(sizes: Sizes) -> str:
-    """Scores, which are logarithms to base 2, become weights. `tops`: what is taken from them first, a lane a row: each row's maximum, but
-    raised only when one of the rows has a score beyond it by more than weights may grow; `sums`: of weights, 16 lanes a row; `shrinks`: by
-    what is to be multiplied what was summed under the old tops."""
-    parts, rows = range(sizes.run // LANES), range(sizes.at_once)
+def _update_softmax(blocking: PrefillBlocking) -> str:
+    """Turns scores, which are logarithms to base 2, into weights. `tops`: what is subtracted from them first, a lane a
+    row. It is each row's maximum, but it is raised only when some row has a score beyond it by more than weights may
+    grow. `sums`: of weights, 16 lanes a row. `rescales`: factors for what was summed under the old tops."""
+    parts, rows = range(blocking.run // LANES), range(blocking.at_once)
     lines = [
         f"  %top = load {VECTOR}, ptr %tops, align 4",
-        f"  %roof = fadd {VECTOR} %top, {splat(_MOST_GROWTH)}",
+        f"  %roof = fadd {VECTOR} %top, {splat(_MAX_GROWTH)}",
     ]
     for i in rows:
         for j in parts:
             lines += [
-                f"  %at{i}_{j} = getelementptr float, ptr %scores, i64 {i * sizes.run + j * LANES}",
+                f"  %at{i}_{j} = getelementptr float, ptr %scores, i64 {i * blocking.run + j * LANES}",
                 f"  %score{i}_{j} = load {VECTOR}, ptr %at{i}_{j}, align 4",
             ]
         most = f"%score{i}_0"
@@ -103,16 +104,16 @@ def _soften(sizes: Sizes) -> str:
         "  br label %weights",
         "weights:",
         f"  %new_top = phi {VECTOR} [%top, %entry], [%raised, %raise]",
-        f"  %shrink = phi {VECTOR} [{splat(1.0)}, %entry], [%power, %raise]",
-        f"  store {VECTOR} %shrink, ptr %shrinks, align 4",
+        f"  %rescale = phi {VECTOR} [{splat(1.0)}, %entry], [%power, %raise]",
+        f"  store {VECTOR} %rescale, ptr %rescales, align 4",
     ]
     for i in rows:
         lines += [
             f"  %top{i} = shufflevector {VECTOR} %new_top, {VECTOR} poison, <{LANES} x i32> <{_lane(i)}>",
-            f"  %shrink{i} = shufflevector {VECTOR} %shrink, {VECTOR} poison, <{LANES} x i32> <{_lane(i)}>",
+            f"  %rescale{i} = shufflevector {VECTOR} %rescale, {VECTOR} poison, <{LANES} x i32> <{_lane(i)}>",
             f"  %sum_at{i} = getelementptr float, ptr %sums, i64 {i * LANES}",
             f"  %sum{i} = load {VECTOR}, ptr %sum_at{i}, align 4",
-            f"  %total{i}_0 = fmul {VECTOR} %sum{i}, %shrink{i}",
+            f"  %total{i}_0 = fmul {VECTOR} %sum{i}, %rescale{i}",
         ]
         for j in parts:
             lines += [
@@ -123,7 +124,7 @@ def _soften(sizes: Sizes) -> str:
             ]
         lines.append(f"  store {VECTOR} %total{i}_{len(parts)}, ptr %sum_at{i}, align 4")
     return "\n".join(
-        ["define internal void @soften(ptr %scores, ptr %tops, ptr %sums, ptr %shrinks) {", "entry:", *lines, "  ret void", "}"]
+        ["define internal void @update_softmax(ptr %scores, ptr %tops, ptr %sums, ptr %rescales) {", "entry:", *lines, "  ret void", "}"]
     )
 
 
@@ -132,8 +133,8 @@ def _lane(lane: int) -> str:
 
 
 def _power() -> str:
-    """2 to numbers up to 100, relative error below 3e-7; 0 below -125; NaN of NaN. Numbers are rounded by being added to one so large that
-    its last bit is worth 1; those bits are then the exponent."""
+    """2 to numbers up to 100, relative error below 3e-7; 0 below -125; NaN of NaN. A number is rounded by adding one so
+    large that its last bit counts 1; those bits are then the exponent."""
     lines = [
         f"  %shifted = fadd {VECTOR} %x, {splat(_ROUNDER)}",
         f"  %whole = fsub {VECTOR} %shifted, {splat(_ROUNDER)}",

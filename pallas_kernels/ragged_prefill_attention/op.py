@@ -1,4 +1,5 @@
-"""ragged_prefill_attention: packed runs of new tokens of several requests, each over its cached prefix and, causally, itself."""
+"""ragged_prefill_attention: packed runs of new tokens of several requests, each over its cached prefix and, causally,
+itself."""
 
 from __future__ import annotations
 
@@ -7,13 +8,13 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.dispatch import Backend
-from pallas_kernels.mosaic.card import Card, card_of, compiled_for
+from pallas_kernels.dispatch import KernelBackend
+from pallas_kernels.mosaic.card import Card, card_for, target_device
 from pallas_kernels.ragged_prefill_attention import llvm_cpu, mosaic_gpu, reference, xla
-from pallas_kernels.ragged_prefill_attention.llvm_sizes import LANES
+from pallas_kernels.ragged_prefill_attention.llvm_blocking import LANES
 from pallas_kernels.span import FULL_ATTENTION, Span
 
-_IMPLEMENTATIONS: dict[Backend, Callable[..., Array]] = {
+_IMPLEMENTATIONS: dict[KernelBackend, Callable[..., Array]] = {
     "mosaic_gpu": mosaic_gpu.ragged_prefill_attention,
     "llvm_cpu": llvm_cpu.ragged_prefill_attention,
     "xla": xla.ragged_prefill_attention,
@@ -35,27 +36,31 @@ def ragged_prefill_attention(
     pool_is_finite: bool = False,
     span: Span = FULL_ATTENTION,
     soft_cap: float | None = None,
-    backend: Backend = "xla",
+    backend: KernelBackend = "xla",
 ) -> Float[Array, "T N H"]:
     """Causal attention of T packed query tokens, of at most R requests, over KV pages that hold these tokens already.
 
     Args:
       q: queries of N heads of size H; query head n reads KV head n // (N / K).
-      kv_pages: the page pool of L layers, P pages of G tokens, keys first, then values; what lies outside a request's context may be anything, NaN too.
+      kv_pages: the page pool of L layers, P pages of G tokens, keys first, then values. Contents outside a request's
+        context may be anything, also NaN.
       layer: which of the L layers.
       page_table: the pages of each request in order; entries past its context are ignored but must lie in [0, P).
       query_start: where a request's tokens begin in q: a multiple of query_tile.
-      query_len: how many there are; 0 for an unused row.
-      kv_len: the request's context, these tokens included: its last query sees all of it.
+      query_len: number of the request's tokens in q; 0 for an unused row.
+      kv_len: the request's context, these tokens included: its last query attends to all of it.
       scale: multiplies the scores, usually H ** -0.5.
       query_tile: tokens a tile; T is a multiple of it. A tile holds tokens of one request.
-      pool_is_finite: a promise that the pool holds no NaN or infinity anywhere, which may spare masking what lies outside a context.
-      span: which of its context a token attends to; pages wholly before the spans of a tile's tokens may be anything, too, and most are not read.
-      soft_cap: scores are bounded by it: soft_cap * tanh(scores / soft_cap) (Gemma 2, arXiv:2408.00118).
-      backend: 'mosaic_gpu' (NVIDIA GPUs from Hopper on), 'llvm_cpu' (CPU devices), either for what `unsupported_reason` has nothing against; 'xla' or 'reference'.
+      pool_is_finite: promises that the pool holds no NaN or infinity anywhere, which may spare masking outside a
+        context.
+      span: which of its context a token attends to. Pages wholly before the spans of a tile's tokens may hold anything
+        too, and most are not read.
+      soft_cap: bounds scores: soft_cap * tanh(scores / soft_cap) (Gemma 2, arXiv:2408.00118).
+      backend: 'mosaic_gpu' (NVIDIA GPUs from Hopper on), 'llvm_cpu' (CPU devices), 'xla' or 'reference'; see
+        `unsupported_reason` for the first two.
 
-    Returns the attention output in q's type; rows of q that belong to no request come out as 0. Scores and sums are float32.
-    Raises `ValueError` for shapes that do not fit together, or that the backend can't run.
+    Returns the attention output in q's type; rows of q that belong to no request come out as 0. Scores and sums are
+    float32. Raises `ValueError` for inconsistent shapes, or for what the backend can't run.
     """
     if q.ndim != 3 or kv_pages.ndim != 6 or kv_pages.shape[1] != 2 or q.shape[2] != kv_pages.shape[5] or q.shape[1] % kv_pages.shape[3]:
         raise ValueError(
@@ -77,7 +82,7 @@ def ragged_prefill_attention(
 
 
 def unsupported_reason(
-    backend: Backend,
+    backend: KernelBackend,
     dtype: jnp.dtype,
     head_size: int,
     page_size: int,
@@ -86,10 +91,10 @@ def unsupported_reason(
     soft_cap: float | None = None,
     card: Card | None = None,
 ) -> str | None:
-    """Why a backend can't attend so over pages of this type; None if it can, on a device of its kind. `card`: the one that 'mosaic_gpu' is meant
-    for, if it isn't being compiled for."""
+    """Why a backend can't attend over pages of this type; None if it can, on a device of its kind. `card`: the target
+    of 'mosaic_gpu', where it is not the device that is compiled for."""
     if backend == "mosaic_gpu":
-        return mosaic_gpu.unsupported_reason(dtype, head_size, page_size, query_tile, card or card_of(compiled_for()))
+        return mosaic_gpu.unsupported_reason(dtype, head_size, page_size, query_tile, card or card_for(target_device()))
     if backend != "llvm_cpu":
         return None
     if dtype != jnp.float32:

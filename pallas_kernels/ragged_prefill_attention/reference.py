@@ -1,4 +1,5 @@
-"""What ragged_prefill_attention must compute, in the plainest jnp: every query against every cached token, masked. For tests."""
+"""ragged_prefill_attention in plain jnp, the specification: every query against every cached token, masked. For
+tests."""
 
 from __future__ import annotations
 
@@ -6,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.seen import first_seen
 from pallas_kernels.span import FULL_ATTENTION, Span
+from pallas_kernels.visibility import first_visible
 
 
 def ragged_prefill_attention(
@@ -35,17 +36,17 @@ def ragged_prefill_attention(
     position = (kv_len - query_len)[row] + place[jnp.arange(num_tokens), row]
     position = jnp.where(is_of_row.any(axis=1), position, -1)
 
-    def gathered(pages: Float[Array, "P K G H"]) -> Float[Array, "T K S H"]:
+    def gather(pages: Float[Array, "P K G H"]) -> Float[Array, "T K S H"]:
         by_row = jnp.moveaxis(pages[page_table], 2, 1).reshape(page_table.shape[0], num_kv_heads, -1, head_size)
         return by_row[row].astype(jnp.float32)
 
     grouped = q.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_size).astype(jnp.float32)
     context, query = jnp.arange(page_table.shape[1] * page_size), position[:, None]
-    valid = (context <= query) & (context >= first_seen(span, query))
-    scores = jnp.einsum("tknh,tksh->tkns", grouped, gathered(kv_pages[layer, 0]), precision="highest") * scale
+    valid = (context <= query) & (context >= first_visible(span, query))
+    scores = jnp.einsum("tknh,tksh->tkns", grouped, gather(kv_pages[layer, 0]), precision="highest") * scale
     if soft_cap is not None:
         scores = jnp.tanh(scores / soft_cap) * soft_cap
     weights = jax.nn.softmax(jnp.where(valid[:, None, None], scores, -jnp.inf), axis=-1)
-    values = jnp.where(valid[:, None, :, None], gathered(kv_pages[layer, 1]), 0.0)
+    values = jnp.where(valid[:, None, :, None], gather(kv_pages[layer, 1]), 0.0)
     out = jnp.einsum("tkns,tksh->tknh", weights, values, precision="highest").reshape(q.shape)
     return jnp.where((position >= 0)[:, None, None], out, 0.0).astype(q.dtype)

@@ -1,8 +1,9 @@
-"""ragged_prefill_attention for any device XLA compiles for: all query tiles at once, a loop over runs of pages, online softmax.
+"""ragged_prefill_attention for any device XLA compiles for: all query tiles at once, a loop over runs of pages, online
+softmax.
 
-The loop ends at the longest context among the rows, known only when it runs, and begins where the first of their spans does. Each tile
-gathers the pages of its row; a step that is all one row's, as those of long prompts are, is one tile: pages are gathered once, and
-products are of large matrices.
+The loop ends at the longest context among the rows, known only at run time, and begins where the first of their spans
+does. Each tile gathers the pages of its row. A step that belongs to one row, as steps of long prompts do, is one tile:
+pages are gathered once, and products have large matrices.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.seen import first_seen
 from pallas_kernels.span import FULL_ATTENTION, Span
+from pallas_kernels.visibility import first_visible
 
 RUN_TOKENS = 128  # context tokens gathered at once
 _MASKED = -1e30
@@ -65,7 +66,7 @@ def _attend(
     run_pages = min(max(RUN_TOKENS // page_size, 1), page_table.shape[1])
     run_tokens = run_pages * page_size
 
-    # A tile belongs to one row: rows start at multiples of query_tile, and the only tile is the longest row's.
+    # A tile belongs to one row: rows start at multiples of query_tile, and a single tile belongs to the longest row.
     tile_start = jnp.arange(num_tiles) * query_tile
     is_of_row = (tile_start[:, None] >= query_start) & (tile_start[:, None] < query_start + query_len)
     row = jnp.argmax(is_of_row if num_tiles > 1 else query_len[None], axis=1)
@@ -79,8 +80,8 @@ def _attend(
     grouped = (q.astype(jnp.float32) * scale).reshape(num_tiles, query_tile, num_kv_heads, group, head_size)
     grouped = grouped.transpose(0, 2, 3, 1, 4).reshape(num_tiles, num_kv_heads, group * query_tile, head_size)
     limit = jnp.tile(position, (1, group))  # [tiles, group * tile]
-    # The first token that any query of a tile attends to; a tile of no query has no say in where the loop begins.
-    tile_first = jnp.where(in_use, first_seen(span, position), page_table.shape[1] * page_size).min(axis=1)
+    # The first token that any query of a tile attends to; a tile without queries doesn't move the loop's begin.
+    tile_first = jnp.where(in_use, first_visible(span, position), page_table.shape[1] * page_size).min(axis=1)
     pool = kv_pages.reshape(num_layers * 2 * num_pages * num_kv_heads, page_size * head_size)
     first_key_row = layer * 2 * num_pages * num_kv_heads
     first_value_row = first_key_row + num_pages * num_kv_heads
@@ -90,29 +91,29 @@ def _attend(
         pages = jax.lax.dynamic_slice_in_dim(table, i * run_pages, run_pages, axis=1)
         rows = pages[:, None, :] * num_kv_heads + jnp.arange(num_kv_heads)[None, :, None]
 
-        def gathered(rows: Int[Array, "R K C"]) -> Float[Array, "X K S H"]:
+        def gather(rows: Int[Array, "R K C"]) -> Float[Array, "X K S H"]:
             return jnp.take(pool, rows, axis=0, mode="clip").reshape(num_tiles, num_kv_heads, run_tokens, head_size).astype(jnp.float32)
 
         context = i * run_tokens + jnp.arange(run_tokens)
-        scores = jnp.einsum("xkqh,xksh->xkqs", grouped, gathered(rows + first_key_row))
+        scores = jnp.einsum("xkqh,xksh->xkqs", grouped, gather(rows + first_key_row))
         if soft_cap is not None:
             scores = jnp.tanh(scores / soft_cap) * soft_cap
         valid = context <= limit[:, :, None]
         if span != FULL_ATTENTION:
-            valid &= context >= first_seen(span, limit[:, :, None])
+            valid &= context >= first_visible(span, limit[:, :, None])
         scores = jnp.where(valid[:, None], scores, _MASKED)
         new_top = jnp.maximum(top, scores.max(-1))
-        # 0 where masked, once a query has seen a token; whatever comes before that is shrunk to 0 when it does.
+        # Masked weights are 0 once a query has seen a token. Whatever was summed before that is rescaled to 0 then.
         weights = jnp.exp(scores - new_top[..., None])
-        values = gathered(rows + first_value_row)
+        values = gather(rows + first_value_row)
         if not pool_is_finite:
             cached = context <= position.max(axis=1)[:, None]
             if span != FULL_ATTENTION:
                 cached &= context >= tile_first[:, None]
             values = jnp.where(cached[:, None, :, None], values, 0.0)  # a weight of 0 times NaN would be NaN
-        shrink = jnp.exp(top - new_top)
-        out = out * shrink[..., None] + jnp.einsum("xkqs,xksh->xkqh", weights, values)
-        return new_top, total * shrink + weights.sum(-1), out
+        rescale = jnp.exp(top - new_top)
+        out = out * rescale[..., None] + jnp.einsum("xkqs,xksh->xkqh", weights, values)
+        return new_top, total * rescale + weights.sum(-1), out
 
     shape = (num_tiles, num_kv_heads, group * query_tile)
     start = (jnp.full(shape, _MASKED), jnp.zeros(shape), jnp.zeros((*shape, head_size)))

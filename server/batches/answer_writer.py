@@ -1,4 +1,4 @@
-"""Answers onto the disk: one transaction for all that came while the last one was written."""
+"""Writes answers to the disk: one transaction for all that arrived while the last one was written."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RETRY_SECONDS = 5.0  # after a failure, such as of a full disk
 
 
 class AnswerWriter:
-    """An answer that can't be written is not given up: it took work, and asking for it again would take more."""
+    """Retries until an answer is written: computing it again would cost more."""
 
     def __init__(self, keep: Callable[[Sequence[Answer]], None]) -> None:
         """`keep` makes answers durable; it blocks."""
@@ -26,7 +26,7 @@ class AnswerWriter:
         self._is_stopping = False
 
     async def write(self, answer: Answer) -> None:
-        """Return once the answer is durable."""
+        """Returns once the answer is durable."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((answer, done))
         if self._writing is None or self._writing.done():
@@ -34,7 +34,7 @@ class AnswerWriter:
         await done
 
     async def stop(self) -> None:
-        """Write what is still to be written; on a disk that fails, give it up."""
+        """Writes what is pending; gives up on a disk that fails."""
         self._is_stopping = True
         if self._writing is not None:
             await self._writing

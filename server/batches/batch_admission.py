@@ -1,4 +1,4 @@
-"""When a batch's line may go to the engine: in the room that interactive requests leave."""
+"""Admission of a batch's lines to the engine: they use the capacity that interactive requests leave."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from server.backend import Backend
 from server.batches.lines import BatchLine
 
-MAX_EMBEDDING_LINES = 4  # with the embedding model, which takes turns between requests; 2,048 texts each of the 16,384 that may wait
-POLL_SECONDS = 0.02  # between two looks at the engine while lines wait
+# with the embedding model, which runs between requests; 2,048 texts each of the 16,384 that may wait
+MAX_EMBEDDING_LINES = 4
+POLL_SECONDS = 0.02  # between two polls of the engine while lines wait
 
 
 @dataclass(frozen=True, slots=True)
 class Permit:
-    """What a line takes up; to be given back with `leave`."""
+    """What a line occupies; to be returned with `leave`."""
 
     num_sequences: int
     num_requests: int
@@ -25,10 +26,11 @@ class Permit:
 
 
 class BatchAdmission:
-    """Lets lines in one after another, in the order in which they come: batches that each have one line here take turns.
+    """Admits lines one after another, in the order of arrival: batches that each have one line waiting alternate.
 
-    Of the decode batch an eighth stays free, so that an interactive request finds a place at once, and only a few lines wait in
-    the engine's queue, which is thus never filled by them."""
+    An eighth of the decode batch stays free, so that an interactive request finds a slot at once. Only a few lines wait
+    in the engine's queue, so they never fill it.
+    """
 
     def __init__(self, backend: Backend, is_open: Callable[[], bool]) -> None:
         self._backend, self._is_open = backend, is_open
@@ -37,12 +39,12 @@ class BatchAdmission:
         self._entering: deque[tuple[Permit, asyncio.Future[None]]] = deque()
         self._changed = asyncio.Event()
         self._num_inside = 0  # sequences
-        self._num_embedding_lines = 0  # inside
-        self._num_unseen = 0  # requests let in that the engine's gauges may not count yet,
+        self._num_embedding_lines = 0  # admitted
+        self._num_unseen = 0  # admitted requests that the engine's gauges may not count yet,
         self._num_counted = 0  # and the engine's count of requests by then
 
     async def enter(self, line: BatchLine) -> Permit:
-        """Return once the line may be asked."""
+        """Returns once the line is admitted."""
         wanted = Permit(0, 0, is_embedding=True) if line.is_embedding else Permit(line.num_sequences, line.num_prompts)
         admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._entering.append((wanted, admitted))
@@ -50,19 +52,19 @@ class BatchAdmission:
         try:
             await admitted
         except asyncio.CancelledError:
-            if admitted.done() and not admitted.cancelled():  # let in, and cancelled before it knew
+            if admitted.done() and not admitted.cancelled():  # admitted, and cancelled before it knew
                 self.leave(wanted)
             raise
         return wanted
 
     def leave(self, taken: Permit) -> None:
-        """A line is done with."""
+        """A line has ended."""
         self._num_inside -= taken.num_sequences
         self._num_embedding_lines -= taken.is_embedding
         self._changed.set()
 
     async def run(self) -> None:
-        """Let lines in, until cancelled."""
+        """Admits lines, until cancelled."""
         while True:
             self._changed.clear()
             self._admit()
@@ -87,7 +89,7 @@ class BatchAdmission:
             admitted.set_result(None)
 
     def _still_unseen(self) -> int:
-        """At most those inside: a line with an error never reaches the engine."""
+        """At most those admitted: a line with an error never reaches the engine."""
         num_arrived = self._backend.stats().num_requests - self._num_counted
         return min(max(self._num_unseen - num_arrived, 0), self._num_inside)
 
@@ -99,5 +101,6 @@ class BatchAdmission:
         stats = self._backend.stats()
         num_waiting = stats.num_waiting + self._num_unseen
         num_sequences = max(stats.num_running + stats.num_prefilling + num_waiting, self._num_inside)
-        num_wanted = min(wanted.num_sequences, (self._most_sequences + 1) // 2)  # a line of very many needs only half of it free
+        # a line of very many needs only half of it free
+        num_wanted = min(wanted.num_sequences, (self._most_sequences + 1) // 2)
         return num_waiting < self._most_waiting and num_sequences + num_wanted <= self._most_sequences

@@ -1,6 +1,6 @@
-"""Batches and their lines' answers. Every step of a batch's life is one transaction, so that a killed process leaves it before or
-after the step, never between: validating -> in_progress -> finalizing -> completed or expired, with failed and cancelling -> cancelled
-beside it. A line's answer is stored once, and only while the batch is in progress."""
+"""Batches and their lines' answers. Every step of a batch is one transaction, so that a killed process leaves it before
+or after the step, never between: validating -> in_progress -> finalizing -> completed or expired; also failed, and
+cancelling -> cancelled. A line's answer is stored once, and only while the batch is in progress."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from server.batches.validation import CheckedInput, LineError, LinePlace, check_
 
 logger = logging.getLogger(__name__)
 
-WINDOW_SECONDS = 24 * 3600  # of the only completion window there is, "24h"
+WINDOW_SECONDS = 24 * 3600  # of the only completion window, "24h"
 CHUNK = 256  # rows read at once
 
 _UNANSWERED = {
@@ -31,7 +31,7 @@ _UNANSWERED = {
 
 
 class UnknownFile(Exception):
-    """A batch's input file that is not there."""
+    """A batch's input file that does not exist."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class StoredBatch:
     input_file_id: str
     completion_window: str
     metadata: Mapping[str, str] | None
-    output_seconds: int | None  # that the output and the error file are kept; None: until they are deleted
+    output_seconds: int | None  # retention of the output and the error file; None: until they are deleted
     status: str
     created_at: int
     expires_at: int
@@ -69,7 +69,7 @@ class StoredBatch:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An output line, and what of it is counted."""
+    """An output line and its token counts."""
 
     batch_id: str
     number: int
@@ -84,12 +84,14 @@ _COLUMNS = ", ".join(field.name for field in fields(StoredBatch))
 
 
 class BatchStore:
-    """What /v1/files and /v1/batches hold, in one folder. Its methods block on the disk, and may be called from any thread."""
+    """The data of /v1/files and /v1/batches, in one folder. Its methods block on the disk, and may be called from any
+    thread."""
 
     def __init__(self, folder: Path, now: Clock = time.time) -> None:
-        """Open or make the folder. Raises `ConfigError` for one that another process holds or that can't be written."""
+        """Opens or creates the folder. Raises `ConfigError` for one that another process has open or that can't be
+        written."""
         try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # it holds what people ask
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # it contains prompts
             self._database = Database(folder / "batches.sqlite3")
             self.files = FileStore(self._database, folder / "files", now)
         except OSError as error:
@@ -97,7 +99,7 @@ class BatchStore:
         self.now = now
 
     def close(self) -> None:
-        """Let another process open the folder."""
+        """Lets another process open the folder."""
         self._database.close()
 
     def create(
@@ -123,18 +125,19 @@ class BatchStore:
         return self.read(id)
 
     def find(self, tenant: str, id: str) -> StoredBatch | None:
-        """The tenant's batch of that id."""
+        """The tenant's batch with that id."""
         rows = self._database.query(f"SELECT {_COLUMNS} FROM batches WHERE id = ? AND tenant = ?", id, tenant)
         return _batch(rows[0]) if rows else None
 
     def page(self, tenant: str, *, after: str | None, limit: int) -> tuple[list[StoredBatch], bool]:
-        """At most `limit` of the tenant's batches, the newest first, those older than `after`; and whether there are more."""
+        """At most `limit` of the tenant's batches, the newest first, those older than `after`; and whether there are
+        more."""
         sql = f"SELECT {_COLUMNS} FROM batches WHERE tenant = ? AND (? IS NULL OR id < ?) ORDER BY id DESC LIMIT ?"
         rows = self._database.query(sql, tenant, after, after, limit + 1)
         return [_batch(row) for row in rows[:limit]], len(rows) > limit
 
     def cancel(self, tenant: str, id: str) -> StoredBatch | None:
-        """Take a batch out of work, where that can still be; the batch as it is then."""
+        """Cancels a batch where that is still possible; returns the batch as it is then."""
         with self._database.transaction() as connection:
             connection.execute(
                 "UPDATE batches SET status = 'cancelling', cancelling_at = ?"
@@ -143,7 +146,7 @@ class BatchStore:
             )
         return self.find(tenant, id)
 
-    # What the runner asks
+    # Used by the runner
 
     def open_batches(self) -> list[StoredBatch]:
         """Those that have not ended, the oldest first."""
@@ -155,14 +158,15 @@ class BatchStore:
         return _batch(row)
 
     def validate(self, batch: StoredBatch, max_line_bytes: int, *, is_strict: bool = False) -> StoredBatch:
-        """Read a batch's input through, with `check_input`: it is then in progress, or has failed; or it was cancelled meanwhile."""
+        """Checks a batch's input file with `check_input`. The batch is then in progress, or has failed; or it was
+        cancelled meanwhile."""
         try:
             checked = check_input(self.files.path(batch.input_file_id), batch.endpoint, max_line_bytes, is_strict=is_strict)
         except FileNotFoundError:
             checked = CheckedInput(errors=(LineError("file_not_found", "the input file's contents are gone from the server's folder"),))
         except OSError:
             raise
-        except Exception:  # a fault of this program: the file won't be other the next time
+        except Exception:  # a fault of this program: the file won't be different the next time
             logger.exception("the input file of batch %s can't be checked", batch.id)
             checked = CheckedInput(errors=(LineError("internal_error", "internal error; the server's log has the details"),))
         now = int(self.now())
@@ -191,7 +195,7 @@ class BatchStore:
         return is_changed
 
     def unanswered(self, batch: StoredBatch, after: int, limit: int = CHUNK) -> list[LinePlace]:
-        """The first of a batch's lines beyond number `after` that have no answer."""
+        """The first of a batch's lines after number `after` that have no answer."""
         rows = self._database.query(
             "SELECT number, position, num_bytes FROM lines WHERE batch_id = ? AND number > ? AND answer IS NULL ORDER BY number LIMIT ?",
             *(batch.id, after, limit),
@@ -205,7 +209,8 @@ class BatchStore:
             return file.read(place.num_bytes)
 
     def keep(self, answers: Sequence[Answer]) -> None:
-        """Make answers durable, all at once. One to a line that has its answer, or to a batch that is no longer in progress, is dropped."""
+        """Makes answers durable, all in one transaction. An answer is dropped if its line has one, or if its batch is
+        no longer in progress."""
         with self._database.transaction() as connection:
             for answer in answers:
                 id = answer.batch_id
@@ -222,9 +227,9 @@ class BatchStore:
                     )
 
     def finish(self, id: str) -> StoredBatch:
-        """End a batch of which no line is under way: write its output and its error file, in the input's order. Its lines without an
-        answer are told there why they have none: the batch was cancelled, or else its time is over."""
-        with self._database.transaction() as connection:  # from here on no answer is taken, and no cancelling
+        """Ends a batch without running lines: writes its output and its error file, in the input's order. Lines without
+        an answer get the reason there: the batch was cancelled, or it expired."""
+        with self._database.transaction() as connection:  # from here on no answer is accepted, and no cancelling
             connection.execute(
                 "UPDATE batches SET status = 'finalizing', finalizing_at = ? WHERE id = ? AND status = 'in_progress'", (int(self.now()), id)
             )

@@ -1,4 +1,4 @@
-"""SQLite, held by one process at a time: every transaction is on the disk when it returns."""
+"""SQLite, opened by one process at a time: every transaction is on the disk when it returns."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ _SCHEMA = (
         input_tokens INTEGER NOT NULL DEFAULT 0, cached_tokens INTEGER NOT NULL DEFAULT 0, output_tokens INTEGER NOT NULL DEFAULT 0
     )""",
     "CREATE INDEX batches_by_status ON batches (status)",
-    # Of batches in progress. `position` and `num_bytes` say where in the input file; a line without an answer is still to be asked.
+    # Lines of batches in progress. `position` and `num_bytes` locate a line in the input file; a line without an answer
+    # is still to be processed.
     """CREATE TABLE lines (
         batch_id TEXT NOT NULL REFERENCES batches (id), number INTEGER NOT NULL, position INTEGER NOT NULL, num_bytes INTEGER NOT NULL,
         answer BLOB, is_failure INTEGER, PRIMARY KEY (batch_id, number)
@@ -47,7 +48,8 @@ class Database:
     """Every table of /v1/files and /v1/batches. May be used from any thread; one transaction runs at a time."""
 
     def __init__(self, path: Path) -> None:
-        """Open or make the file. Raises `ConfigError` for one that another process holds or that is something else."""
+        """Opens or creates the file. Raises `ConfigError` for one that another process has open or that is something
+        else."""
         self._mutex = threading.Lock()
         self._last_stamp = 0
         try:
@@ -56,7 +58,7 @@ class Database:
             raise ConfigError(f"batch_dir is {path.parent}: {error}; give a folder that can be written to") from error
         self.connection.row_factory = sqlite3.Row
         try:
-            # The lock is the operating system's: it goes with the process, however that ends.
+            # The lock is the operating system's: it ends with the process, however that ends.
             self.connection.execute("PRAGMA locking_mode = EXCLUSIVE")
             self.connection.execute("PRAGMA journal_mode = WAL")
             self.connection.execute("PRAGMA synchronous = FULL")  # survives a power cut too, not only the process
@@ -77,11 +79,11 @@ class Database:
                 raise ConfigError(f"{path} is of version {version}, this program's is {VERSION}: give another --batch-dir")
             for statement in _SCHEMA if version == 0 else ():
                 connection.execute(statement)
-            connection.execute(f"PRAGMA user_version = {VERSION}")  # writes in any case, which takes the lock
+            connection.execute(f"PRAGMA user_version = {VERSION}")  # writes in any case, which acquires the lock
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """All that is done within holds, durably, once this is left; or nothing of it."""
+        """Everything done within is durable once this is left, or nothing of it."""
         with self._mutex:
             self.connection.execute("BEGIN IMMEDIATE")
             try:
@@ -98,19 +100,21 @@ class Database:
             return self.connection.execute(sql, values).fetchall()
 
     def new_id(self, prefix: str) -> str:
-        """Such as 'file-0f...': ids sort by the time at which they were made, so that a list can go on after one that is gone."""
+        """Such as 'file-0f...'. Ids sort by the time at which they were created, so that a list can continue after a
+        deleted one."""
         with self._mutex:
             self._last_stamp = max(self._last_stamp + 1, time.time_ns())
             return f"{prefix}{self._last_stamp:016x}{secrets.token_hex(6)}"
 
     def close(self) -> None:
-        """Give the file free."""
+        """Closes the file."""
         with self._mutex:
             self.connection.close()
 
 
 async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """What waits for the disk, out of the event loop's way. A thread can't be cancelled: a cancelled caller waits for its end."""
+    """Runs what waits for the disk in a thread, outside of the event loop. A thread can't be cancelled: a cancelled
+    caller waits for its end."""
     work = asyncio.ensure_future(asyncio.to_thread(function, *args, **kwargs))
     try:
         return await asyncio.shield(work)
@@ -120,7 +124,7 @@ async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs)
 
 
 def sync_folder(folder: Path) -> None:
-    """Make durable which names a folder holds."""
+    """Makes durable which names a folder contains."""
     if hasattr(os, "O_DIRECTORY"):  # Windows keeps names itself
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:

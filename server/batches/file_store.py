@@ -34,8 +34,8 @@ _COLUMNS = ", ".join(field.name for field in fields(StoredFile))
 
 
 class FileStore:
-    """Contents are written before the row that names them and removed after it, so that a row's contents are always whole. What
-    a killed process leaves without a row is removed when the folder is opened again."""
+    """Contents are written before the row that names them and removed after it, so that a row's contents are always
+    whole. Contents without a row, which a killed process may leave, are removed when the folder is opened again."""
 
     def __init__(self, database: Database, folder: Path, now: Clock) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -45,7 +45,7 @@ class FileStore:
                 (folder / name).unlink()
 
     def add(self, tenant: str, filename: str, source: BinaryIO, seconds: int | None) -> StoredFile:
-        """Keep an uploaded file, for so many seconds from now on; None: until it is deleted."""
+        """Stores an uploaded file for `seconds` seconds from now on; None: until it is deleted."""
         file = self.write(tenant, filename, "batch", lambda target: shutil.copyfileobj(source, target, 1 << 20), seconds)
         try:
             with self._database.transaction() as connection:
@@ -56,7 +56,7 @@ class FileStore:
         return file
 
     def write(self, tenant: str, filename: str, purpose: str, write: Callable[[BinaryIO], object], seconds: int | None) -> StoredFile:
-        """Write a file's contents, whole and durable; its row is still to be inserted."""
+        """Writes a file's contents, whole and durable; its row is still to be inserted."""
         id, now = self._database.new_id("file-"), int(self._now())
         unfinished = self._folder / f"{id}.part"
         try:
@@ -77,7 +77,7 @@ class FileStore:
         connection.execute(f"INSERT INTO files ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?)", astuple(file))
 
     def find(self, tenant: str, id: str) -> StoredFile | None:
-        """The tenant's file of that id, unless it has expired."""
+        """The tenant's file with that id, unless it has expired."""
         with self._database.transaction() as connection:
             return self.select(connection, tenant, id)
 
@@ -98,7 +98,7 @@ class FileStore:
         return [StoredFile(*row) for row in rows[:limit]], len(rows) > limit
 
     def delete(self, tenant: str, id: str) -> bool:
-        """Whether there was such a file."""
+        """Deletes a file; returns whether it existed."""
         with self._database.transaction() as connection:
             sql = f"DELETE FROM files WHERE id = ? AND tenant = ? AND {self._is_alive()}"
             is_found = connection.execute(sql, (id, tenant)).rowcount == 1
@@ -107,7 +107,7 @@ class FileStore:
         return is_found
 
     def remove_expired(self) -> None:
-        """Delete the files whose time is over."""
+        """Deletes the files that have expired."""
         expired = [row["id"] for row in self._database.query(f"SELECT id FROM files WHERE NOT {self._is_alive()}")]
         for id in expired:
             with self._database.transaction() as connection:
@@ -115,12 +115,12 @@ class FileStore:
             self.discard(id)
 
     def discard(self, id: str) -> None:
-        """Remove a file's contents, unless its row or a batch under way needs them."""
+        """Removes a file's contents, unless its row or an unfinished batch needs them."""
         if not self._is_needed(id):
             self.path(id).unlink(missing_ok=True)
 
     def path(self, id: str) -> Path:
-        """Where a file's contents are."""
+        """The path of a file's contents."""
         return self._folder / id
 
     def _is_needed(self, id: str) -> bool:

@@ -1,4 +1,4 @@
-"""One line of a batch: a request read, asked through the same handlers as over HTTP, and its answer written."""
+"""One line of a batch: parses a request, runs it through the same handlers as over HTTP, and writes its answer."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from server.openai.body import check
 from server.openai.caller import UNKNOWN, Caller
 from server.openai.errors import ApiError, from_exception
 from server.openai.json_text import read_json
+from server.openai.parameter_policy import ParameterPolicy
 from server.openai.protocol import ChatRequest, CompletionRequest, EmbeddingRequest
-from server.openai.reading import Reading
 from server.openai.service import Service
 from server.openai.strict import StrictModel
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 INVALID_UNICODE = "invalid_unicode"  # the code of a line that fails alone, whatever its batch
-LONGEST_WAIT = 1.0  # seconds between two tries at a full queue
+MAX_WAIT_SECONDS = 1.0  # seconds between two tries at a full queue
 
 
 class BatchLine(StrictModel):
@@ -36,12 +36,12 @@ class BatchLine(StrictModel):
 
     @property
     def is_embedding(self) -> bool:
-        """Whether it is the embedding model that answers."""
+        """Whether it is for the embedding model."""
         return self.url == "/v1/embeddings"
 
     @property
     def num_prompts(self) -> int:
-        """Prompts that the line asks for; 1 where the body is wrong, which asks for nothing."""
+        """Prompts of the line; 1 where the body is invalid."""
         prompt = self.body.get("prompt")
         return len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
 
@@ -53,7 +53,7 @@ class BatchLine(StrictModel):
 
 
 def read_line(raw: bytes, *, is_strict: bool = False) -> tuple[str | None, BatchLine | ApiError]:
-    """The line's custom_id, where it has one, and the line, or what is wrong with it. `is_strict`: unknown names are wrong."""
+    """The line's custom_id, where it has one, and the line, or its error. `is_strict`: unknown names are errors."""
     try:
         data = read_json(raw, "the line")
     except ApiError as error:
@@ -64,13 +64,13 @@ def read_line(raw: bytes, *, is_strict: bool = False) -> tuple[str | None, Batch
         message = "the line holds half a surrogate pair (such as \\ud83d alone), which is no character: send the whole pair"
         return custom_id, ApiError(400, message, code=INVALID_UNICODE)
     try:
-        return custom_id, check(data, BatchLine, Reading(is_strict))
+        return custom_id, check(data, BatchLine, ParameterPolicy(is_strict))
     except ApiError as error:
         return custom_id, error
 
 
 def _is_unicode(raw: bytes, data: object) -> bool:
-    """Whether what was read from `raw` can be written again: JSON can spell half of a character, anywhere."""
+    """Whether what was read from `raw` can be written again: JSON can spell half of a surrogate pair, anywhere."""
     if b"\\u" not in raw:
         return True
     try:
@@ -92,33 +92,34 @@ async def answer_line(
 
 
 def request_id(id: str) -> str:
-    """A line's name in its own answer and in the usage log, by the id of the answer."""
+    """A line's name in its own answer and in the usage log, from the id of the answer."""
     return id.replace("batch_req", "req")
 
 
 def no_answer(id: str, custom_id: str | None, code: str | None, message: str) -> dict[str, Any]:
-    """The output line of a request that was not asked."""
+    """The output line of a request that was not run."""
     return {"id": id, "custom_id": custom_id, "response": None, "error": {"code": code, "message": message}}
 
 
 def is_failure(answer: dict[str, Any]) -> bool:
-    """Whether an output line belongs into the error file."""
+    """Whether an output line belongs in the error file."""
     return answer["error"] is not None or answer["response"]["status_code"] != 200
 
 
 def encoded(answer: dict[str, Any]) -> bytes:
-    """An output line as the file holds it, its end included."""
+    """An output line as it stands in the file, with its newline."""
     text = json.dumps(answer, ensure_ascii=False)
     return text.encode("utf-8", "backslashreplace") + b"\n"
 
 
 async def encoded_beside(answer: dict[str, Any]) -> bytes:
-    """`encoded`, beside the event loop for the many numbers of embeddings: one at a time, for others to run in between."""
+    """`encoded`, outside of the event loop because embeddings have many numbers: one at a time, so that others can run
+    in between."""
     body = answer["response"]["body"] if answer["response"] else {}
     if len(data := body.get("data", ())) < 16:
         return encoded(answer)
     shell = encoded(answer | {"response": answer["response"] | {"body": body | {"data": []}}})
-    before, after = shell.split(b'"data": []', 1)  # no text holds it: its quotes would be escaped
+    before, after = shell.split(b'"data": []', 1)  # no text contains it: its quotes would be escaped
     rows = await asyncio.to_thread(lambda: ", ".join([json.dumps(row) for row in data]))
     return before + b'"data": [' + rows.encode() + b"]" + after
 
@@ -130,8 +131,8 @@ async def _respond(service: Service, line: BatchLine, caller: Caller) -> tuple[i
             return 200, (await _handle(service, line, caller)).model_dump()
         except Unavailable:
             raise
-        except Overloaded as error:  # a batch has time
-            await asyncio.sleep(min(error.retry_after, LONGEST_WAIT))
+        except Overloaded as error:  # a batch can wait
+            await asyncio.sleep(min(error.retry_after, MAX_WAIT_SECONDS))
         except Exception as error:
             answer = from_exception(error)
             return answer.status, answer.body()
@@ -140,12 +141,12 @@ async def _respond(service: Service, line: BatchLine, caller: Caller) -> tuple[i
 async def _handle(service: Service, line: BatchLine, caller: Caller) -> BaseModel:
     if line.body.get("stream"):
         raise ApiError(400, "stream is true: a batch's answers come whole, leave it out", param="stream", code="unsupported_parameter")
-    reading = Reading(service.config.strict_parameters)
+    policy = ParameterPolicy(service.config.strict_parameters)
     match line.url:
         case "/v1/chat/completions":
-            return await chat.respond(service, check(line.body, ChatRequest, reading), caller)
+            return await chat.respond(service, check(line.body, ChatRequest, policy), caller)
         case "/v1/completions":
-            return await completions.respond(service, check(line.body, CompletionRequest, reading), caller)
+            return await completions.respond(service, check(line.body, CompletionRequest, policy), caller)
         case "/v1/embeddings":
-            return await embeddings.respond(service, check(line.body, EmbeddingRequest, reading), caller)
+            return await embeddings.respond(service, check(line.body, EmbeddingRequest, policy), caller)
     raise ApiError(404, f"url is {line.url[:80]!r}: {', '.join(ENDPOINTS)} are served", param="url", code="unknown_url")

@@ -1,7 +1,8 @@
 """`jaxinfer batch`: OpenAI batch files without a server, one request a line in, one answer a line out.
 
-Resumable: lines of the output file are kept and their requests skipped. A line's answer is known by its custom_id; a line
-that has none of its own (bad JSON, a repeated custom_id) by its number and contents, which its answer's id holds.
+Resumable: lines of the output file are kept and their requests skipped. A line's answer is identified by its custom_id.
+A line without a custom_id of its own (bad JSON, a repeated one) is identified by its number and contents, which its
+answer's id contains.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ class BatchFileError(ConfigError):
 
 
 class BatchStopped(Exception):
-    """The backend failed under way. What was answered is in the output file; running the batch again does the rest."""
+    """The backend failed. What was answered is in the output file; running the batch again does the rest."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchResult:
     num_answered: int  # in this run
-    num_failed: int  # of them, answered with an error
+    num_failed: int  # answered with an error
     num_kept: int  # answered by an earlier run
 
 
@@ -41,23 +42,25 @@ class BatchResult:
 class _Task:
     id: str
     custom_id: str | None
-    line: BatchLine | ApiError  # or what is wrong with the line itself
+    line: BatchLine | ApiError  # or its error
 
 
 async def run_batch(
     service: Service, source: Path, target: Path, *, concurrency: int, advance: Callable[[int], None] = lambda count: None
 ) -> BatchResult:
-    """Answer every line of `source` that `target` doesn't hold yet, `concurrency` at a time; answers are appended as they come.
+    """Answers every line of `source` that has no answer in `target`, `concurrency` at a time; answers are appended as
+    they come.
 
-    `advance` is called with a number of lines done. Raises `OSError` for files that can't be read or written, `BatchFileError`
-    for an output file that holds something else, and `BatchStopped`."""
+    `advance` is called with a number of finished lines. Raises `OSError` for files that can't be read or written,
+    `BatchFileError` for an output file with other contents, and `BatchStopped`.
+    """
     answered = _read_answered(source, target)
     tasks = _tasks(source, answered, service.config.strict_parameters)
     counts = {"kept": 0, "answered": 0, "failed": 0}
     with target.open("ab") as out:
 
         async def work() -> None:
-            for task in tasks:  # one iterator for all workers: each takes the next line when it is free
+            for task in tasks:  # one iterator for all workers: each gets the next line when it is free
                 if task is None:
                     counts["kept"] += 1
                 else:
@@ -80,8 +83,8 @@ async def run_batch(
 
 
 def check_files(source: Path, target: Path) -> int:
-    """The number of requests in an input file: its lines that aren't blank. Raises `BatchFileError` for an input that can't be read and
-    an output that can't be written. Leaves no new file."""
+    """The number of requests in an input file: its lines that aren't blank. Raises `BatchFileError` for an input that
+    can't be read and an output that can't be written. Leaves no new file."""
     try:
         with source.open("rb") as lines:
             count = sum(bool(line.strip()) for line in lines)
@@ -100,7 +103,7 @@ def check_files(source: Path, target: Path) -> int:
 
 
 def _read_answered(source: Path, target: Path) -> set[str]:
-    """The custom_ids and ids that an output file holds. Cuts off a last line that a killed run left unfinished."""
+    """The custom_ids and ids in an output file. Cuts off a last line that a killed run left unfinished."""
     answered: set[str] = set()
     if not target.exists():
         return answered
@@ -109,7 +112,7 @@ def _read_answered(source: Path, target: Path) -> set[str]:
     with target.open("r+b") as file:
         end = 0
         for line in file:
-            if not line.endswith(b"\n"):  # torn: its request is done again
+            if not line.endswith(b"\n"):  # torn: its request is run again
                 break
             answer = _read_answer(line)
             if answer is None:
@@ -133,11 +136,11 @@ def _read_answer(line: bytes) -> dict[str, Any] | None:
 
 
 def _as_custom(custom_id: object) -> str:
-    return f"custom_id {custom_id}"  # apart from the ids in one set
+    return f"custom_id {custom_id}"  # distinct from the ids in the same set
 
 
 def _tasks(source: Path, answered: set[str], is_strict: bool) -> Iterator[_Task | None]:
-    """What is to do for each line of the input, in order; None for one already answered."""
+    """The task for each line of the input, in order; None for one already answered."""
     seen: set[str] = set()
     with source.open("rb") as lines:
         for number, raw in enumerate(lines, 1):

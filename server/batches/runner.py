@@ -1,4 +1,4 @@
-"""Takes batches through their lives, whatever they were in the middle of when the server was last ended or killed."""
+"""Runs batches through their states, from wherever they were when the server ended or was killed."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from server.openai.service import Service
 logger = logging.getLogger(__name__)
 
 PRIORITY = 20  # after interactive requests (0) and those of the flex tier (10)
-LOOK_SECONDS = 5.0  # between two looks for batches and files whose time is over
-RETRY_SECONDS = 1.0  # after the backend gave a line up
+LOOK_SECONDS = 5.0  # between two checks for expired batches and files
+RETRY_SECONDS = 1.0  # after the backend aborted a line
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,32 +40,32 @@ class BatchCounts:
 
 
 class BatchRunner:
-    """The store's batches are the truth, also of what was cancelled; `look` says that there is something new to be found."""
+    """The store is authoritative, also for cancelled batches; `look` notifies the runner of changes there."""
 
     def __init__(self, service: Service, store: BatchStore, may_ask: Callable[[], bool]) -> None:
-        """`may_ask`: whether lines may be asked now."""
+        """`may_ask`: whether lines may be run now."""
         self._service, self._store = service, store
         self._admission = BatchAdmission(service.backend, may_ask)
         self._writer = AnswerWriter(store.keep)
         self._tasks: list[asyncio.Task[None]] = []
         self._lives: dict[str, asyncio.Task[None]] = {}  # of each open batch
         self._answering: dict[str, asyncio.Task[None]] = {}  # of each batch in progress
-        self._num_left: dict[str, int] = {}  # its lines without an answer
+        self._num_left: dict[str, int] = {}  # lines without an answer
         self._num_answered = {False: 0, True: 0}  # by whether with an error
         self._is_new = asyncio.Event()
-        self._one_at_a_time = asyncio.Lock()  # reading a file through, or writing one
+        self._one_at_a_time = asyncio.Lock()  # reading a file, or writing one
 
     def counts(self) -> BatchCounts:
-        """What the metrics tell."""
+        """For the metrics."""
         return BatchCounts(self._num_answered[False], self._num_answered[True], sum(self._num_left.values()))
 
     def start(self) -> None:
-        """Take up all open batches."""
+        """Starts all open batches."""
         self._tasks = [asyncio.create_task(self._admission.run()), asyncio.create_task(self._run())]
 
     async def stop(self) -> None:
-        """Abort the lines under way: they are asked again by the next start. The store is not used any more after this."""
-        await _end(*self._tasks)  # first, as they begin lives
+        """Aborts running lines: the next start runs them again. The store is not used any more after this."""
+        await _end(*self._tasks)  # first, because they start lives
         await _end(*self._lives.values())
         await self._writer.stop()
 
@@ -96,7 +96,7 @@ class BatchRunner:
         return batch.expires_at <= self._store.now()
 
     async def _live(self, id: str) -> None:
-        """From wherever the batch is to its end."""
+        """Runs a batch from its current state to its end."""
         try:
             batch = await in_thread(self._store.read, id)
             if batch.status == "validating":
@@ -110,10 +110,10 @@ class BatchRunner:
                 await in_thread(self._store.finish, id)
         except Exception:
             logger.exception("batch %s can't go on; trying again in %g s", id, LOOK_SECONDS)
-            await asyncio.sleep(LOOK_SECONDS)  # the next look begins its life again
+            await asyncio.sleep(LOOK_SECONDS)  # the next check restarts it
 
     async def _answer_until_ended(self, batch: StoredBatch) -> None:
-        """Return when every line has its answer, or when the batch was cancelled or its time is over."""
+        """Returns when every line has its answer, or when the batch was cancelled or has expired."""
         answering = self._answering[batch.id] = asyncio.create_task(self._answer_all(batch))
         self._num_left[batch.id] = batch.num_lines - batch.num_completed - batch.num_failed
         try:
@@ -125,7 +125,7 @@ class BatchRunner:
             del self._answering[batch.id], self._num_left[batch.id]
 
     async def _answer_all(self, batch: StoredBatch) -> None:
-        """Ask every line that has no answer. Cancelled, it aborts those under way."""
+        """Runs every line that has no answer. When cancelled, it aborts running ones."""
         async with asyncio.TaskGroup() as group:
             async for place in self._unanswered(batch):
                 custom_id, line = read_line(
@@ -149,28 +149,28 @@ class BatchRunner:
     async def _answer(self, batch: StoredBatch, number: int, custom_id: str | None, line: BatchLine | ApiError) -> None:
         """Returns once the answer is on the disk."""
         id = answer_id(batch.id, number)
-        # No timeout of the server's: a line may wait for its turn as long as its batch.
+        # No server timeout: a line may wait for admission as long as its batch.
         current_request.set(LoggedRequest(request_id(id), batch.tenant))
         caller = Caller(tenant=batch.tenant, request_id=request_id(id), priority=PRIORITY)
         while True:
             try:
                 answer = await answer_line(self._service, id, custom_id, line, caller)
                 break
-            except Unavailable:  # no answer: asked again when the backend serves again, be it after the next start
+            except Unavailable:  # no answer: run again when the backend serves again, maybe after the next start
                 await asyncio.sleep(RETRY_SECONDS)
-            except Exception:  # a fault of this program: the others must not be asked for it again and again
+            except Exception:  # a fault of this program: other lines must not run into it again and again
                 logger.exception("line %d of batch %s can't be answered", number, batch.id)
                 answer = no_answer(id, custom_id, "internal_error", "internal error; the server's log has the details")
                 break
-        await self._writer.write(_counted(batch, number, answer, await encoded_beside(answer)))
+        await self._writer.write(_count(batch, number, answer, await encoded_beside(answer)))
         self._num_answered[is_failure(answer)] += 1
         self._num_left[batch.id] -= 1
 
 
-def _counted(batch: StoredBatch, number: int, answer: dict[str, Any], line: bytes) -> Answer:
+def _count(batch: StoredBatch, number: int, answer: dict[str, Any], line: bytes) -> Answer:
     if is_failure(answer):
         return Answer(batch.id, number, line, is_failure=True)
-    usage = answer["response"]["body"]["usage"]  # of embeddings: prompts only
+    usage = answer["response"]["body"]["usage"]  # embeddings have prompts only
     cached = usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
     return Answer(batch.id, number, line, False, usage["prompt_tokens"], cached, usage.get("completion_tokens", 0))
 

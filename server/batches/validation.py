@@ -1,6 +1,7 @@
-"""A batch's input file read through before any of its lines is asked: one wrong line fails the whole batch, as OpenAI has it.
+"""Checks a batch's input file before any of its lines runs: one invalid line fails the whole batch, as in OpenAI's API.
 
-A line that holds no Unicode text is none: it gets an error for its answer."""
+A line that is not valid Unicode doesn't count: it gets an error as its answer.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ MAX_ERRORS = 50  # reported of one file
 
 @dataclass(frozen=True, slots=True)
 class LineError:
-    """What is wrong with an input file, in OpenAI's words. `line` counts from 1."""
+    """An error of an input file, in OpenAI's terms. `line` counts from 1."""
 
     code: str
     message: str
@@ -28,7 +29,7 @@ class LineError:
 
 @dataclass(frozen=True, slots=True)
 class LinePlace:
-    """Where a request lies in its input file; `number` is its line, from 1, blank ones counted."""
+    """The location of a request in its input file; `number` is its line, from 1, blank ones counted."""
 
     number: int
     position: int  # bytes before it
@@ -37,7 +38,7 @@ class LinePlace:
 
 @dataclass(frozen=True, slots=True)
 class CheckedInput:
-    """Either errors or lines. `model` is the one that every line asks for, None if they differ."""
+    """Either errors or lines. `model` is the model of every line, None if they differ."""
 
     errors: tuple[LineError, ...] = ()
     lines: tuple[LinePlace, ...] = ()
@@ -45,7 +46,7 @@ class CheckedInput:
 
 
 def check_input(path: Path, endpoint: str, max_line_bytes: int, *, is_strict: bool = False) -> CheckedInput:
-    """Read an input file through; `is_strict` as `read_line` has it. Raises `OSError` for one that can't be read."""
+    """Checks an input file; `is_strict` as for `read_line`. Raises `OSError` for one that can't be read."""
     errors: list[LineError] = []
     lines: list[LinePlace] = []
     seen: set[str] = set()
@@ -79,7 +80,7 @@ def check_input(path: Path, endpoint: str, max_line_bytes: int, *, is_strict: bo
 
 
 def _lines(file: BinaryIO, max_line_bytes: int) -> Iterator[tuple[LinePlace, bytes]]:
-    """The lines that aren't blank. Of one that is too long only the beginning is kept."""
+    """The lines that aren't blank. A line that is too long is truncated."""
     number = position = 0
     while start := file.readline(max_line_bytes + 2):
         number += 1
@@ -94,7 +95,7 @@ def _lines(file: BinaryIO, max_line_bytes: int) -> Iterator[tuple[LinePlace, byt
 
 
 def _check_line(raw: bytes, number: int, endpoint: str, seen: set[str], is_strict: bool) -> BatchLine | LineError | None:
-    """None for a line that is to be answered with an error of its own."""
+    """None for a line that will get an error as its answer."""
     _, line = read_line(raw, is_strict=is_strict)
     if isinstance(line, ApiError):
         if line.code == INVALID_UNICODE:

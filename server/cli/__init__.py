@@ -1,5 +1,5 @@
-"""The `jaxinfer` command: serve, generate, batch, demo, follow, convert, inspect, plan. A command's module loads when it is asked for, and
-what is heavy, JAX above all, after its settings were checked."""
+"""The `jaxinfer` command: serve, generate, batch, demo, follow, convert, inspect, plan. A command's module is imported
+when it is used, and heavy imports, JAX above all, come after its settings were checked."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ INTERRUPTED = 130  # as shells report a command that Ctrl+C ended
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line and exit: 0, 2 for what the user can mend (reported in one line), 75 when another process of the
-    engine is gone, 130 when interrupted."""
+    """Runs the command line and exits: 0, 2 for a user error (reported in one line), 75 when another process of the
+    engine is lost, 130 when interrupted."""
     try:
         command, parsed = parse(sys.argv[1:] if arguments is None else arguments)
         logging.basicConfig(level=getattr(parsed, "log_level", "warning").upper(), format="%(levelname)s: %(message)s", stream=sys.stderr)
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _status_of_loss(error: ConnectionError) -> int | None:
-    """That of a process whose engine has lost another one, which has been logged."""
+    """The status of a process whose engine has lost another one, which has been logged."""
     from jaxinfer.multi_process.peer_failure import PROCESS_LOST, ProcessLostError
 
     return PROCESS_LOST if isinstance(error, ProcessLostError) else None
@@ -41,8 +41,8 @@ def _status_of_loss(error: ConnectionError) -> int | None:
 
 def _user_errors() -> tuple[type[Exception], ...]:
     from checkpoints.errors import CheckpointError
+    from jaxinfer.architecture.model_config import UnsupportedModelError
     from jaxinfer.config import ConfigError
-    from jaxinfer.models.config import UnsupportedModelError
     from jaxinfer.request import RequestError
 
     return ConfigError, CheckpointError, UnsupportedModelError, RequestError, OSError

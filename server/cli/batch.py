@@ -16,14 +16,14 @@ from server.flags import add_flags
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The two files and the engine's settings."""
     parser.add_argument("input", type=Path, help='a request a line: {"custom_id", "method": "POST", "url": "/v1/chat/completions", "body"}')
-    parser.add_argument("output", type=Path, help="an answer a line; lines already there are kept and not asked again")
+    parser.add_argument("output", type=Path, help="an answer a line; requests already answered there are skipped")
     help = "cut texts that are longer than the embedding model takes, instead of refusing them"
     parser.add_argument("--embedding-truncate", action="store_true", help=help)
     add_flags(parser, "engine", flat_fields())
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Answer what is not answered yet; 1 if the engine fails under way."""
+    """Answers the requests that have no answer yet; 1 if the engine fails meanwhile."""
     engine_settings = engine_config(arguments)
     import asyncio
 

@@ -13,11 +13,11 @@ from jaxinfer.config import parse_bytes
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The checkpoint, the folder and its format."""
-    parser.add_argument("--format", choices=("safetensors", "orbax"), default="safetensors", help="to write (default: %(default)s)")
+    parser.add_argument("--format", choices=("safetensors", "orbax"), default="safetensors", help="output format (default: %(default)s)")
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), help="of all weights (default: as stored; once quantised, float32)"
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="type of all weights (default: as stored; float32 for quantised ones)"
     )
-    parser.add_argument("--shard-size", default="5GB", metavar="SIZE", help="of a safetensors file, at most (default: %(default)s)")
+    parser.add_argument("--shard-size", default="5GB", metavar="SIZE", help="largest safetensors file (default: %(default)s)")
     parser.add_argument("--force", action="store_true", help="replace what is in DST")
     add_source(parser)
     parser.add_argument("destination", metavar="DST", type=Path, help="a folder to be made")
@@ -29,23 +29,25 @@ def add_source(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the folder, with a bar on a terminal."""
+    """Writes the folder, with a progress bar on a terminal."""
     shard_size = parse_bytes("shard_size", arguments.shard_size)
-    check_model(arguments.source)  # before the long imports, which a wrong name would waste; one of Hugging Face's after the destination
+    # before the long imports, which a wrong name would waste; a Hugging Face id is checked after the destination
+    check_model(arguments.source)
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # Orbax starts JAX, which would take a GPU that others may be using
+    # Orbax starts JAX, which would allocate a GPU that others may be using
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
     from checkpoints.convert import check_destination, convert
+    from checkpoints.converted_tensors import DTYPES, converted_tensors
     from checkpoints.hub import open_source, resolve
-    from checkpoints.outgoing import DTYPES, outgoing
     from jaxinfer.tokenizer import Tokenizer
 
-    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns of what is meant to be so
+    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns of what is intended
     check_destination(arguments.destination, arguments.force)  # before a long download, which a wrong name would waste
     console = Console(stderr=True)
     source = open_source(resolve(arguments.source))
-    tensors = outgoing(source, None if arguments.dtype is None else DTYPES[arguments.dtype])
+    tensors = converted_tensors(source, None if arguments.dtype is None else DTYPES[arguments.dtype])
     num_bytes = sum(tensor.num_bytes for tensor in tensors)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:

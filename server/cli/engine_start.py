@@ -1,4 +1,4 @@
-"""The engine of a command: what can be checked of its settings without JAX, and its start with a spinner on a terminal."""
+"""The engine of a command: checks of its settings that need no JAX, and its start with a spinner on a terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from jaxinfer.config import ConfigError, EngineConfig, flat_fields
 from jaxinfer.start_progress import StartProgress
 from server.cli.model_name import check_name
-from server.flags import given
+from server.flags import given_flags
 from sharding.layout import missing_device
 
 if TYPE_CHECKING:
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
     from jaxinfer.engine import Engine
 
-_ACCELERATORS = ("jax_plugins", "libtpu")  # packages, one of which JAX needs for devices other than the CPU's
+_ACCELERATORS = ("jax_plugins", "libtpu")  # packages, one of which JAX needs for devices other than the CPU
 
 
 def engine_config(arguments: argparse.Namespace) -> EngineConfig:
-    """What the flags say. Raises `ConfigError`, and `CheckpointError` for a local model that can't be opened: in milliseconds, where
-    building the engine would say the same after seconds of imports."""
-    config = EngineConfig.of(**given(arguments, flat_fields()))
+    """The configuration from the flags. Raises `ConfigError`, and `CheckpointError` for a local model that can't be
+    opened: in milliseconds, where building the engine would fail after seconds of imports."""
+    config = EngineConfig.of(**given_flags(arguments, flat_fields()))
     _check_devices(config)
     for model in (config.model.model, config.model.embedding_model):
         if model is not None:
@@ -35,13 +35,13 @@ def engine_config(arguments: argparse.Namespace) -> EngineConfig:
 
 
 def start_engine(config: EngineConfig, console: Console, progress: StartProgress | None = None) -> Engine:
-    """Load and compile, with a spinner on a terminal; `progress` tells others."""
+    """Loads and compiles, with a spinner on a terminal; `progress` reports to others."""
     with console.status(f"starting {config.model.model}: loading weights and compiling programs"):
         from jaxinfer.engine import Engine
 
         engine = Engine(config, progress=progress)
-    # The collector stops every thread while it looks at what lives long: 50 to 250 ms of what a start makes, libraries' modules and
-    # compiled programs, all of which stays. So it need not look again.
+    # Garbage collection stops every thread while it examines long-lived objects: 50 to 250 ms for what a start creates,
+    # libraries' modules and compiled programs, all of which stays. So they are frozen.
     gc.collect()
     gc.freeze()
     return engine
@@ -58,9 +58,10 @@ def _check_devices(config: EngineConfig) -> None:
 
 
 def _num_cpu_devices(config: EngineConfig) -> int | None:
-    """How many devices JAX will have, where it can have none but the CPU's; None where only JAX knows."""
+    """How many devices JAX will have, where it can only have the CPU's; None where only JAX knows."""
     is_cpu = os.environ.get("JAX_PLATFORMS") == "cpu" or not any(map(importlib.util.find_spec, _ACCELERATORS))
-    is_set_elsewhere = "jax" in sys.modules or "XLA_FLAGS" in os.environ or "JAX_NUM_CPU_DEVICES" in os.environ
+    is_forced = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    is_set_elsewhere = "jax" in sys.modules or is_forced or "JAX_NUM_CPU_DEVICES" in os.environ
     if not is_cpu or is_set_elsewhere or config.devices.num_processes > 1:
         return None
     return config.devices.cpu_devices or 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import TYPE_CHECKING
 
@@ -15,14 +15,14 @@ from server.flags import add_flags
 
 if TYPE_CHECKING:
     from jaxinfer.request import OutputDelta
-    from server.summary import Measured
+    from server.summary import RequestTiming
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The prompt, what is generated, and the engine's settings."""
+    """The prompt, the sampling flags, and the engine's settings."""
     parser.add_argument("prompt", help="the prompt; - reads it from standard input")
     add_generation_flags(parser)
-    parser.add_argument("--stats", action="store_true", help="then print devices, times, speed and memory")
+    parser.add_argument("--stats", action="store_true", help="print devices, times, speed and memory afterwards")
     add_flags(parser, "engine", flat_fields())
 
 
@@ -43,8 +43,8 @@ def add_generation_flags(parser: argparse.ArgumentParser) -> None:
     flag("--ignore-eos", action="store_true", help="go on after the end-of-sequence token")
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Stream the answer to standard output, all else to standard error."""
+def run(arguments: argparse.Namespace, write: Callable[[str], object] | None = None) -> int:
+    """Streams the answer to standard output, or text by text to `write`; all else to standard error."""
     from jaxinfer.request import RequestError, SamplingParams
 
     names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "stop", "ignore_eos")
@@ -52,6 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     if not prompt:
         raise RequestError("the prompt is empty: give some text")
+    _size_for_one_answer(arguments)
     config = engine_config(arguments)
     from rich.console import Console
 
@@ -67,26 +68,36 @@ def run(arguments: argparse.Namespace) -> int:
             system = [{"role": "system", "content": arguments.system}] if arguments.system else []
             prompt = engine.tokenizer.render_chat([*system, {"role": "user", "content": prompt}])
         token_ids = engine.tokenizer.encode(prompt, add_special_tokens=not arguments.chat)
-        engine.validate(token_ids, params)
-        measured = _stream_to_terminal(engine_loop.stream(NewRequest("generate", token_ids, params)), len(token_ids))
+        deltas = engine_loop.stream(NewRequest("generate", engine.validate(token_ids, params), params))
+        measured = _stream_to_terminal(deltas, len(token_ids), write or _to_stdout)
     if arguments.stats:
         console.print()
         console.print(summary_table(engine.stats, measured))
     return 0
 
 
-def _stream_to_terminal(deltas: Iterator[OutputDelta], num_prompt_tokens: int) -> Measured:
-    from server.summary import Measured
+def _size_for_one_answer(arguments: argparse.Namespace) -> None:
+    """Only programs that one sequence uses are compiled, unless sizes were given."""
+    if not hasattr(arguments, "max_batch_size") and not hasattr(arguments, "decode_buckets"):
+        arguments.max_batch_size, arguments.decode_buckets = 1, (1,)
+
+
+def _to_stdout(text: str) -> None:
+    print(text, end="", flush=True)
+
+
+def _stream_to_terminal(deltas: Iterator[OutputDelta], num_prompt_tokens: int, write: Callable[[str], object]) -> RequestTiming:
+    from server.summary import RequestTiming
 
     start = time.perf_counter()
     first = last = None
     num_tokens = 0
     for delta in deltas:
-        print(delta.text, end="", flush=True)
+        write(delta.text)
         num_tokens += len(delta.token_ids)
         if delta.token_ids:
             last = time.perf_counter()
             first = first or last
-    print(flush=True)
+    write("\n")
     first, last = first or start, last or start
-    return Measured(num_prompt_tokens, num_tokens, first - start, last - first)
+    return RequestTiming(num_prompt_tokens, num_tokens, first - start, last - first)

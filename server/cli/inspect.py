@@ -12,7 +12,7 @@ from server.cli.model_name import check_name
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The checkpoint and the form of the report."""
-    parser.add_argument("--json", action="store_true", help="for programs: sizes in bytes, every tensor by itself")
+    parser.add_argument("--json", action="store_true", help="print JSON, with sizes in bytes and every tensor")
     add_source(parser)
 
 

@@ -1,4 +1,4 @@
-"""The model a command is given: what is wrong with its name is told before the long imports."""
+"""Checks the name of a command's model before the long imports."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from checkpoints.model_path import check_model, is_remote
 
 
 def check_name(model: str) -> None:
-    """Raise the `CheckpointError` that opening the model would, as far as it shows in milliseconds, or in a second from Hugging Face."""
+    """Raises the `CheckpointError` that opening the model would, as far as it shows in milliseconds, or in a second
+    from Hugging Face."""
     if is_remote(model):
         from checkpoints.hugging_face import check_id  # its libraries take longer than all other checks
 

@@ -1,4 +1,4 @@
-"""Which command is meant, and its flags. A mistake is reported in two lines: how the command is used, and what is wrong."""
+"""The command and its flags. A mistake is reported in two lines: usage, and what is wrong."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ Run = Callable[[argparse.Namespace], int]
 
 
 class Command(NamedTuple):
-    """Described here, so that a list of all commands imports none. The module of its name has `add_arguments(parser)` and `run(arguments)`,
-    which returns the exit code."""
+    """Described here, so that a list of all commands imports none. The module of its name has `add_arguments(parser)`
+    and `run(arguments)`, which returns the exit code."""
 
     help: str
     description: str
@@ -32,14 +32,14 @@ COMMANDS = {
 }
 
 
-class Parser(argparse.ArgumentParser):
+class CommandParser(argparse.ArgumentParser):
     """argparse's, with one line of usage for a mistake and the nearest flag for an unknown one."""
 
     def __init__(self, prog: str, description: str) -> None:
         super().__init__(prog=prog, description=description, allow_abbrev=False)
 
     def check_flags(self, arguments: Iterable[str]) -> None:
-        """Exit for an unknown flag: argparse would report a missing argument first, which the flag explains."""
+        """Exits for an unknown flag: argparse would report a missing argument first, which the flag explains."""
         known = self._option_string_actions
         for text in arguments:
             if text == "--":  # the rest are no flags
@@ -49,7 +49,7 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"unknown flag {name}{_hint(name, known)}")
 
     def error(self, message: str) -> NoReturn:
-        """Exit with status 2."""
+        """Exits with status 2."""
         wanted = [str(action.metavar or action.dest) for action in self._get_positional_actions() if action.nargs != "?"]
         usage = " ".join([self.prog, *wanted, "[flags]"])
         message = message.replace("unrecognized arguments:", "unexpected argument")
@@ -57,10 +57,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(arguments: Sequence[str]) -> tuple[Run, argparse.Namespace]:
-    """The command's function and what to call it with. Exits with status 2 on a mistake, 0 after `--help`."""
+    """The command's function and its arguments. Exits with status 2 on a mistake, 0 after `--help`."""
     name = arguments[0] if arguments else ""
     if name not in COMMANDS:
-        everything = Parser("jaxinfer", "JAX inference: prefill and decode as two programs on two meshes.")
+        everything = CommandParser("jaxinfer", "JAX inference: prefill and decode as two programs on two meshes.")
         listed = everything.add_subparsers(metavar="COMMAND", required=True, parser_class=argparse.ArgumentParser)
         for command, about in COMMANDS.items():
             listed.add_parser(command, help=about.help, description=about.description)
@@ -68,7 +68,7 @@ def parse(arguments: Sequence[str]) -> tuple[Run, argparse.Namespace]:
         if name and not name.startswith("-"):
             everything.error(f"unknown command {name!r}{_hint(name, COMMANDS)}")
         everything.parse_args(arguments)  # prints the help, or that a command is missing
-    parser = Parser(f"jaxinfer {name}", COMMANDS[name].description)
+    parser = CommandParser(f"jaxinfer {name}", COMMANDS[name].description)
     module = import_module(f"server.cli.{name}")
     module.add_arguments(parser)
     parser.check_flags(arguments[1:])

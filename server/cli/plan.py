@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
+
+_PICTURES = (".png", ".pdf", ".svg")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,12 +38,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the plan, draw it where asked for."""
+    """Prints the plan, and plots it where requested."""
     from rich.console import Console
 
-    from jaxinfer.config import ConfigError
-    from server.planning import calibrate_cpu, make_plan, show
+    from server.planning import calibrate_cpu, plan_from_arguments, show
 
+    if arguments.plot is not None:
+        _check_plot(arguments.plot)
     if arguments.calibrate:
         with Console(stderr=True).status("calibrating") as status:
             told = calibrate_cpu(arguments.target, status.update)
@@ -48,12 +52,26 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.model is None:
             return 0
     with Console(stderr=True).status(f"planning {arguments.model} for {arguments.target}"):
-        plan = make_plan(arguments)
+        plan = plan_from_arguments(arguments)
     show(plan, is_json=arguments.json)
     if arguments.plot is not None:
-        try:
-            from jaxinfer.dry_run.plot import draw
-        except ModuleNotFoundError as error:
-            raise ConfigError(f"plot is {arguments.plot}, but {error.name} is not installed: pip install 'jaxinfer[bench]'") from error
+        from jaxinfer.planner.plot import draw
+
         draw(plan, arguments.plot, arguments.model)
     return 0
+
+
+def _check_plot(path: Path) -> None:
+    """Raises `ConfigError` for a picture that can't be drawn or written: before the work, which may take minutes."""
+    from importlib.util import find_spec
+
+    from jaxinfer.config import ConfigError
+
+    if find_spec("matplotlib") is None:
+        raise ConfigError(f"plot is {path}, but matplotlib is not installed: pip install 'jaxinfer[bench]'")
+    if path.suffix not in _PICTURES:
+        raise ConfigError(f"plot is {path}: give a file that ends in {', '.join(_PICTURES)}")
+    if not path.parent.is_dir():
+        raise ConfigError(f"plot is {path}, but there is no folder {path.parent}: make it, or give a file in another")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"plot is {path}, which can't be written: give another file")

@@ -11,7 +11,7 @@ import sys
 from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING
 
-from checkpoints.user_folders import expanded
+from checkpoints.user_folders import expand
 from jaxinfer.config import flat_fields
 from jaxinfer.start_progress import StartProgress
 from server.api_keys import KeyRing
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SWITCH_SECONDS = 0.0005
-FLUSH_SECONDS = 1.0  # that the usage log gets where the process ends at once
+FLUSH_SECONDS = 1.0  # for the usage log where the process ends at once
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,14 +40,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve until told to stop. The socket is open before anything heavy is imported; who connects is answered as soon as the event loop runs."""
+    """Serves until it is stopped. The socket is open before anything heavy is imported; clients get an answer as soon
+    as the event loop runs."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the event loop has a handler that reloads
     engine_settings = engine_config(arguments)
     config = server_config(arguments, engine_settings)
     configure(config.log_level, config.log_format)
-    for check in (KeyRing.of_api, KeyRing.of_metrics, Tls.of):  # what is wrong with their files is reported before the long start
+    # errors in their files are reported before the long start
+    for check in (KeyRing.api_keys, KeyRing.metrics_keys, Tls.of):
         check(config)
-    # How long a thread that reads a large body may keep the event loop and the engine's thread waiting, each time they want to run.
+    # How long a thread that reads a large body may block the event loop and the engine's thread, each time they want to
+    # run.
     sys.setswitchinterval(SWITCH_SECONDS)
     with ExitStack() as opened:
         listener = opened.enter_context(listening_socket(config))
@@ -61,8 +64,8 @@ def run(arguments: argparse.Namespace) -> int:
         def build() -> FastAPI:
             from server.batches.batch_store import BatchStore
 
-            # A folder that can't be had is told before the imports that take long.
-            store = opened.enter_context(closing(BatchStore(expanded(config.batch_dir)))) if config.batch_dir else None
+            # An unusable folder is reported before the imports that take long.
+            store = opened.enter_context(closing(BatchStore(expand(config.batch_dir)))) if config.batch_dir else None
 
             from rich.console import Console
 
@@ -99,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
         server.run(sockets=[listener])
         if app.failure is not None:
             raise app.failure
-        if app.is_building:  # its threads would go on until what they compile is compiled
+        if app.is_building:  # its threads would continue until their compilations end
             flush()
             logging.shutdown()
             os._exit(0)

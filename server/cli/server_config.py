@@ -9,15 +9,16 @@ from pathlib import Path
 
 from jaxinfer.config import EngineConfig
 from server.config import ServerConfig
-from server.flags import given
+from server.flags import given_flags
 
-SERVED_AS = {"default": ("SmolLM2-135M-Instruct", "default"), "minilm": ("all-MiniLM-L6-v2", "minilm")}  # models known by two names
+# models known by two names
+SERVED_AS = {"default": ("SmolLM2-135M-Instruct", "default"), "minilm": ("all-MiniLM-L6-v2", "minilm")}
 KEYS_VARIABLE, PRIORITY_KEYS_VARIABLE = "JAXINFER_API_KEYS", "JAXINFER_PRIORITY_KEYS"
 
 
 def server_config(arguments: argparse.Namespace, engine: EngineConfig) -> ServerConfig:
     """Flags, then the environment's keys, then names from the models. Raises `ConfigError`."""
-    fields = given(arguments, dataclasses.fields(ServerConfig))
+    fields = given_flags(arguments, dataclasses.fields(ServerConfig))
     if keys := os.environ.pop(KEYS_VARIABLE, None):
         fields.setdefault("api_keys", tuple(key.strip() for key in keys.split(",")))
     if keys := os.environ.pop(PRIORITY_KEYS_VARIABLE, None):
@@ -30,7 +31,7 @@ def server_config(arguments: argparse.Namespace, engine: EngineConfig) -> Server
 
 
 def names_of(model: str) -> tuple[str, ...]:
-    """A model's short name and, unless it is a path, which is nobody else's business, what was given for it."""
+    """A model's short name and, unless it is a path, which is private, the name that was given for it."""
     if model in SERVED_AS:
         return SERVED_AS[model]
     path = Path(model)

@@ -1,4 +1,5 @@
-"""ApiError, apart from what turns other errors into one: a server that is starting answers with it before FastAPI is imported."""
+"""ApiError, apart from what converts other errors: a server that is starting answers with it before FastAPI is
+imported."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ MAX_PARAM = 80  # characters of a parameter's name, which may be the client's ow
 
 
 class ApiError(Exception):
-    """An answer other than 200: the HTTP status and what OpenAI's error form says."""
+    """An answer other than 200: the HTTP status and the contents of OpenAI's error format."""
 
     def __init__(
         self,
@@ -26,7 +27,7 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        # Both may quote the client, whose JSON can smuggle lone surrogates that UTF-8 can't hold.
+        # Both may quote the client, whose JSON can contain lone surrogates that UTF-8 can't encode.
         self.message, self.param = _encodable(message), None if param is None else _encodable(param[:MAX_PARAM])
         self.status, self.code, self.type, self.headers = status, code, type, dict(headers or {})
 

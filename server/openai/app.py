@@ -1,4 +1,4 @@
-"""The FastAPI app: which path leads to which handler, and what each may answer."""
+"""The FastAPI app: paths, their handlers, and their possible answers."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from server.openai.files import add_files
 from server.openai.origin import cors_settings
 from server.openai.protocol import ChatRequest, CompletionRequest, EmbeddingRequest
 from server.openai.request_log import RequestLog
-from server.openai.request_middleware import RequestMiddleware, Traffic
-from server.openai.responses import ChatCompletion, Completion, EmbeddingList, Health, Load, Model, ModelList, Version
+from server.openai.request_middleware import ActiveRequests, RequestMiddleware
+from server.openai.responses import ChatCompletion, Completion, EmbeddingList, Health, Model, ModelList, ServerLoad, Version
 from server.openai.schema import documented_body, documented_errors, openapi_page
 from server.openai.service import Service
 from server.openai.stream import event_stream, until_disconnected
@@ -45,10 +45,9 @@ from server.usage_log import UsageLog
 def create_app(
     backend: Backend, tokenizer: Tokenizer, config: ServerConfig, usage_log: UsageLog | None = None, store: BatchStore | None = None
 ) -> FastAPI:
-    """The whole HTTP front. `app.state.traffic` counts requests and begins a shutdown, `app.state.key_rings` can
-    read their files again. `store` holds files and batches; without it
-    there are none."""
-    traffic, keys, metrics_keys = Traffic(), KeyRing.of_api(config), KeyRing.of_metrics(config)
+    """The whole HTTP front. `app.state.traffic` counts requests and begins a shutdown, `app.state.key_rings` can read
+    their files again. `store` has files and batches; without it there are none."""
+    traffic, keys, metrics_keys = ActiveRequests(), KeyRing.api_keys(config), KeyRing.metrics_keys(config)
     config = config.without_secrets()
     usage = UsageMeter(keys.tenants or [ANONYMOUS], usage_log)
     service = Service(backend, tokenizer, config, int(time.time()), usage)
@@ -70,7 +69,7 @@ def create_app(
     app = FastAPI(title="jaxinfer", description="OpenAI-compatible inference", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.traffic, app.state.key_rings = traffic, (keys, metrics_keys)
     app.add_middleware(RequestMiddleware, config=config, traffic=traffic, keys=keys, metrics_keys=metrics_keys)
-    if config.cors_origins:  # around it, so that its errors can be read by pages too, and preflights need no key
+    if config.cors_origins:  # outermost, so that pages can read its errors too, and preflights need no key
         app.add_middleware(CORSMiddleware, **cors_settings(config))
     app.add_middleware(RequestLog, config=config, traffic=traffic, usage=usage)
     app.add_exception_handler(HTTPException, _answer_http_exception)
@@ -136,9 +135,9 @@ def _add_absence(app: FastAPI) -> None:
 
 
 def _add_operations(
-    app: FastAPI, backend: Backend, traffic: Traffic, usage: UsageMeter, runner: BatchRunner | None, watchdog_timeout: float
+    app: FastAPI, backend: Backend, traffic: ActiveRequests, usage: UsageMeter, runner: BatchRunner | None, watchdog_timeout: float
 ) -> None:
-    """The chat page, and what watches over a server asks for. None of these needs an API key."""
+    """The chat page, and the endpoints for monitoring. None of these needs an API key."""
 
     def failure_of_engine() -> str | None:
         seconds = backend.iteration_seconds()
@@ -167,9 +166,9 @@ def _add_operations(
         return Version(version=metadata.version("jaxinfer"))
 
     @app.get("/load")
-    async def load() -> Load:
-        """How many requests below /v1/ are under way."""
-        return Load(server_load=traffic.num_open)
+    async def load() -> ServerLoad:
+        """The number of active requests below /v1/."""
+        return ServerLoad(server_load=traffic.num_open)
 
     @app.get("/metrics", responses={200: {"content": {"text/plain": {}}}}, response_class=Response)
     async def metrics() -> Response:
@@ -187,7 +186,7 @@ def _add_operations(
 
 
 async def _answer_http_exception(request: Request, error: Exception) -> Response:
-    """What the framework itself refuses, in OpenAI's error form."""
+    """What the framework itself refuses, in OpenAI's error format."""
     match getattr(error, "status_code", 500):
         case 404:
             error = ApiError(404, f"unknown URL: {request.method} {quoted(request.url.path)}", code="unknown_url")
@@ -198,6 +197,6 @@ async def _answer_http_exception(request: Request, error: Exception) -> Response
 
 
 def _methods_of(request: Request) -> list[str]:
-    """What the path takes, over all its routes: the framework's own answer names those of the first."""
+    """The methods of the path, over all its routes: the framework's own answer names those of the first."""
     routes = [route for route in request.app.routes if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE]
     return sorted({method for route in routes for method in route.methods or ()})

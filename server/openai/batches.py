@@ -1,4 +1,4 @@
-"""/v1/batches: files of requests, answered when there is room for them. A key sees its own batches only."""
+"""/v1/batches: files of requests, answered when there is capacity. A key sees its own batches only."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from server.openai.errors import ApiError, quoted
 from server.openai.files import ExpiresAfter
 from server.openai.responses import OrAbsent
 from server.openai.schema import documented_body, documented_errors, documented_query
-from server.openai.strict import StrictModel, Text
+from server.openai.strict import StrictModel, UnicodeText
 
-Key = Annotated[Text, Field(max_length=64)]
-Value = Annotated[Text, Field(max_length=512)]
+MetadataKey = Annotated[UnicodeText, Field(max_length=64)]
+MetadataValue = Annotated[UnicodeText, Field(max_length=512)]
 Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
 
 
 class CreateBatch(StrictModel):
-    input_file_id: Text
+    input_file_id: UnicodeText
     endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings"]
     completion_window: Literal["24h"]
-    metadata: Annotated[dict[Key, Value], Field(max_length=16)] | None = None
+    metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None
     output_expires_after: ExpiresAfter | None = None
 
 
@@ -146,18 +146,18 @@ def add_batches(app: FastAPI, store: BatchStore, runner: BatchRunner, config: Se
 
     @app.get("/v1/batches/{batch_id}", responses=documented_errors(401, 404, 500, 503))
     async def batch_by_id(request: Request, batch_id: str) -> BatchObject:
-        return BatchObject.of(_found(await in_thread(store.find, request.state.caller.tenant, batch_id), batch_id))
+        return BatchObject.of(_find(await in_thread(store.find, request.state.caller.tenant, batch_id), batch_id))
 
     @app.post("/v1/batches/{batch_id}/cancel", responses=documented_errors(401, 404, 409, 500, 503))
     async def cancel_batch(request: Request, batch_id: str) -> BatchObject:
-        batch = _found(await in_thread(store.cancel, request.state.caller.tenant, batch_id), batch_id)
+        batch = _find(await in_thread(store.cancel, request.state.caller.tenant, batch_id), batch_id)
         if batch.status != "cancelling":
             raise ApiError(409, f"Cannot cancel a batch with status {batch.status!r}.", code="batch_not_cancellable")
         runner.look()
         return BatchObject.of(batch)
 
 
-def _found(batch: StoredBatch | None, batch_id: str) -> StoredBatch:
+def _find(batch: StoredBatch | None, batch_id: str) -> StoredBatch:
     if batch is None:
         raise ApiError(404, f"the batch {quoted(batch_id)} does not exist", param="batch_id", code="batch_not_found")
     return batch

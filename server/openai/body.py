@@ -1,4 +1,4 @@
-"""A request's body: read under a limit, parsed, checked. Files of batch requests go the same way from the parsing on."""
+"""A request's body: read under a limit, parsed, checked. Lines of batch files share the parsing and what follows."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from starlette.types import Message
 from server.config import ServerConfig
 from server.openai.errors import ApiError, from_exception, from_validation, joined
 from server.openai.json_text import read_json
-from server.openai.reading import IGNORED, Reading
+from server.openai.parameter_policy import IGNORED, ParameterPolicy
 from server.openai.strict import StrictModel
 from server.openai.text_work import work_on
 
 Body = TypeVar("Body", bound=BaseModel)
 
-_BYTES_A_CHARACTER = 8  # that are read in the time in which one character is tokenized
+_BYTES_A_CHARACTER = 8  # bytes read in the time of tokenizing one character
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The body's bytes. Raises `ApiError` 400 where it isn't declared as JSON, 413 for one that is `limited`'s."""
+    """The body's bytes. Raises `ApiError` 400 where it isn't declared as JSON, 413 as `limited`."""
     sent = request.headers.get("content-type")
     if sent is None:  # a browser leaves it out for a page that must not choose it
         raise ApiError(400, "no Content-Type was sent: send application/json", code="invalid_content_type")
@@ -33,7 +33,8 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 
 def limited(request: Request, limit: int) -> Request:
-    """The same request, whose body raises `ApiError` 413 as soon as it proves larger than `limit`, before the rest is read."""
+    """The same request, whose body raises `ApiError` 413 as soon as it proves larger than `limit`, before the rest is
+    read."""
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared[:20]) > limit:
         raise _too_large(limit)
@@ -51,42 +52,42 @@ def limited(request: Request, limit: int) -> Request:
 
 
 def _too_large(limit: int) -> ApiError:
-    # Closing spares reading the rest, which may be endless.
+    # Closing avoids reading the rest, which may be endless.
     return ApiError(
         413, f"the body is over {limit} bytes: send less in one request", code="body_too_large", headers={"Connection": "close"}
     )
 
 
-def reading(request: Request, config: ServerConfig) -> Reading:
-    """How this request's parameters are read. What is ignored of them comes back in a header."""
-    request.state.reading = Reading(config.strict_parameters)
-    return request.state.reading
+def policy(request: Request, config: ServerConfig) -> ParameterPolicy:
+    """How this request's parameters are read. Ignored ones are returned in a header."""
+    request.state.policy = ParameterPolicy(config.strict_parameters)
+    return request.state.policy
 
 
 async def read(request: Request, config: ServerConfig, model: type[Body]) -> Body:
-    """The request's body as `model`. Raises `ApiError` 413 for one that is `limited`'s, and 400 saying what is wrong with another."""
+    """The request's body as `model`. Raises `ApiError` 413 as `limited`, and 400 saying what is wrong with another."""
     raw = await read_body(request, config.max_body_bytes)
-    return await work_on(len(raw) // _BYTES_A_CHARACTER, partial(parse, raw, model, reading(request, config)))
+    return await work_on(len(raw) // _BYTES_A_CHARACTER, partial(parse, raw, model, policy(request, config)))
 
 
-def parse(raw: bytes, model: type[Body], reading: Reading | None = None) -> Body:
+def parse(raw: bytes, model: type[Body], policy: ParameterPolicy | None = None) -> Body:
     """The body as `model`. Raises `ApiError` 400 saying what is wrong with it."""
     if not raw:
         raise ApiError(400, "the body is empty: send a JSON object", code="invalid_json")
-    return check(read_json(raw, "the body"), model, reading)
+    return check(read_json(raw, "the body"), model, policy)
 
 
-def check(data: object, model: type[Body], reading: Reading | None = None) -> Body:
-    """A body that was read from JSON as `model`; without a `reading`, unknown names are errors. Raises `ApiError` 400 saying what is
-    wrong with it."""
-    reading = reading or Reading()
+def check(data: object, model: type[Body], policy: ParameterPolicy | None = None) -> Body:
+    """A body that was read from JSON as `model`; without a `policy`, unknown names are errors. Raises `ApiError` 400
+    saying what is wrong with it."""
+    policy = policy or ParameterPolicy()
     try:
-        body = model.model_validate(data, context=reading)
+        body = model.model_validate(data, context=policy)
     except ValidationError as error:
-        raise from_validation(error, model, reading.refusals) from None
-    if reading.refusals:
-        raise joined([from_exception(refusal) for refusal in reading.refusals])
-    IGNORED.log(reading.ignored)
+        raise from_validation(error, model, policy.refusals) from None
+    if policy.refusals:
+        raise joined([from_exception(refusal) for refusal in policy.refusals])
+    IGNORED.log(policy.ignored)
     if isinstance(body, StrictModel):
-        body.read_with(reading)
+        body.read_with(policy)
     return body

@@ -1,4 +1,4 @@
-"""Who sent a request, and what that and its body say of its turn: the engine's RequestContext."""
+"""The sender of a request, and the request's scheduling: the engine's RequestContext."""
 
 from __future__ import annotations
 
@@ -23,18 +23,20 @@ class Caller:
 
     tenant: str = ANONYMOUS
     request_id: str = ""
-    session: str | None = None  # as the client names it
-    may_go_ahead: bool = True  # of the default priority
-    priority: int | None = None  # whatever the body asks for
-    timeout: float | None = None  # most seconds, whatever the body asks for
+    session: str | None = None  # chosen by the client
+    may_go_ahead: bool = True  # whether it may have a priority before the default
+    priority: int | None = None  # overrides the body's
+    timeout: float | None = None  # most seconds; limits the body's
 
     def context(self, body: SamplingBody) -> RequestContext:
-        """The request's turn; its time runs from now on. Raises `RequestError` for a priority out of its range.
+        """The request's scheduling context; its time runs from now on. Raises `RequestError` for a priority out of its
+        range.
 
-        Sessions and namespaces are the tenant's own: no name or salt leads to another's."""
+        Sessions and namespaces belong to the tenant: no name or salt leads to another's.
+        """
         priority = body.asked_priority if self.priority is None else self.priority
         timeouts = [seconds for seconds in (body.timeout, self.timeout) if seconds is not None]
-        # Salts are as long as the client likes, and namespaces are kept with pages.
+        # Salts may be of any length, and namespaces are stored with pages.
         salt = "" if body.cache_salt is None else "/" + hashlib.sha256(body.cache_salt.encode()).hexdigest()
         return RequestContext(
             tenant=self.tenant,
@@ -49,7 +51,7 @@ UNKNOWN = Caller()
 
 
 def checked_session(name: str | None) -> str | None:
-    """The session header's value. Raises `ApiError` 400 for one that is no name."""
+    """The session header's value. Raises `ApiError` 400 for an invalid one."""
     if name is not None and not SESSION.fullmatch(name):
         message = f"the header {SESSION_HEADER} is {quoted(name)}: send 1 to 256 visible ASCII characters, or leave it out"
         raise ApiError(400, message, param=SESSION_HEADER, code="invalid_value")
@@ -57,10 +59,10 @@ def checked_session(name: str | None) -> str | None:
 
 
 def tier_of(context: RequestContext) -> str | None:
-    """The service tier that a request's priority amounts to, as a reply names it; None for a priority between the tiers."""
+    """The service tier of a request's priority, as a reply names it; None for a priority between the tiers."""
     return next((tier for tier, priority in reversed(TIERS.items()) if priority == context.priority), None)
 
 
-def asked(caller: Caller, context: RequestContext, id: str, endpoint: str, model: str) -> RequestIdentity:
-    """Which request it is, as its usage record says."""
+def request_identity(caller: Caller, context: RequestContext, id: str, endpoint: str, model: str) -> RequestIdentity:
+    """The request's identity in its usage record."""
     return RequestIdentity(id, caller.request_id, caller.tenant, caller.session, endpoint, model, tier_of(context), context.priority)

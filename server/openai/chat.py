@@ -11,12 +11,13 @@ from typing import Any
 
 from jaxinfer.conversation import render_conversation
 from jaxinfer.request import OutputDelta, RequestContext, RequestError, RequestOutput, SamplingParams, TokenLogprob
+from jaxinfer.segments import Prompt
 from jaxinfer.tokenizer import Tokenizer
-from server.openai.caller import UNKNOWN, Caller, asked, tier_of
+from server.openai.caller import UNKNOWN, Caller, request_identity, tier_of
 from server.openai.logprobs import TokenNames, chat_logprobs, prompt_logprobs_by_id
 from server.openai.messages import for_template, size_for_template
+from server.openai.parameter_policy import IGNORED, not_implemented
 from server.openai.protocol import ChatRequest
-from server.openai.reading import IGNORED, not_implemented
 from server.openai.responses import AssistantMessage, ChatChoice, ChatChunk, ChatChunkChoice, ChatCompletion, ChatDelta, ChatLogprobs, Usage
 from server.openai.service import Service, finished_by, new_id
 from server.openai.text_work import work_on
@@ -26,18 +27,19 @@ ENDPOINT = "/v1/chat/completions"
 
 
 @dataclass(frozen=True, slots=True)
-class _Chat:
+class _ChatJob:
     id: str
     created: int
-    prompt: list[int]
+    prompt: Prompt
     params: SamplingParams
     context: RequestContext
     usage: RequestUsage
-    body: ChatRequest  # what the answer is to tell
+    body: ChatRequest  # the answer's options
 
     @property
     def echoed(self) -> str:
-        """The last message's text, which the answer begins with, if the assistant said it or the answer continues it."""
+        """The last message's text, which the answer begins with, if the assistant said it or the answer continues
+        it."""
         last = self.body.messages[-1]
         if not self.body.echo or not (last.role == "assistant" or self.body.continue_final_message):
             return ""
@@ -47,17 +49,17 @@ class _Chat:
         return chat_logprobs(TokenNames(tokenizer, bool(self.body.return_tokens_as_token_ids)), entries, self.params.logprobs or 0)
 
 
-async def _prepare(service: Service, body: ChatRequest, caller: Caller) -> _Chat:
+async def _prepare(service: Service, body: ChatRequest, caller: Caller) -> _ChatJob:
     service.check_model(body.model)
     context = caller.context(body)
     params = body.sampling_params(service.backend.sampling_defaults)
     text = await work_on(size_for_template(body.messages), partial(_render, service.tokenizer, body))
     # Without special tokens: the template has written them.
-    prompt = await work_on(len(text), partial(service.encode, "messages", text, params, add_special_tokens=False))
-    service.check_prompt("messages", prompt, params)
+    token_ids = await work_on(len(text), partial(service.encode, "messages", text, params, add_special_tokens=False))
+    prompt = service.validate("messages", token_ids, params)
     id = new_id("chatcmpl")
-    usage = service.usage.measure(asked(caller, context, id, ENDPOINT, body.model), [prompt], params.n)
-    return _Chat(id, int(time.time()), prompt, params, context, usage, body)
+    usage = service.usage.measure(request_identity(caller, context, id, ENDPOINT, body.model), [prompt], params.n)
+    return _ChatJob(id, int(time.time()), prompt, params, context, usage, body)
 
 
 def _render(tokenizer: Tokenizer, body: ChatRequest) -> str:
@@ -75,15 +77,16 @@ def _render(tokenizer: Tokenizer, body: ChatRequest) -> str:
 
 
 def _variables(tokenizer: Tokenizer, body: ChatRequest) -> dict[str, Any] | None:
-    """Of the template, the reasoning effort among them where it reads one: elsewhere it can't change the answer."""
+    """The template's variables, with the reasoning effort where the template reads one: elsewhere it can't change the
+    answer."""
     effort = body.reasoning_effort
     if effort is None or effort == "none":
         return body.chat_template_kwargs
     if tokenizer.template_reads("reasoning_effort"):
         return {"reasoning_effort": effort} | (body.chat_template_kwargs or {})
-    if body.reading.is_strict:
+    if body.policy.is_strict:
         raise not_implemented(["reasoning_effort"])
-    body.reading.ignore("", "reasoning_effort")
+    body.policy.ignore("", "reasoning_effort")
     IGNORED.log(["reasoning_effort"])
     return body.chat_template_kwargs
 
@@ -91,7 +94,7 @@ def _variables(tokenizer: Tokenizer, body: ChatRequest) -> dict[str, Any] | None
 async def respond(service: Service, body: ChatRequest, caller: Caller = UNKNOWN) -> ChatCompletion:
     """The whole answer. Raises what `errors.from_exception` knows."""
     chat = await _prepare(service, body, caller)
-    output = RequestOutput.empty(chat.id, None, chat.prompt, chat.params)
+    output = RequestOutput.empty(chat.id, None, chat.prompt.token_ids.tolist(), chat.params)
     with chat.usage:
         async with aclosing(service.backend.generate(chat.id, chat.prompt, chat.params, chat.context)) as deltas:
             async for delta in deltas:
@@ -109,7 +112,7 @@ async def respond(service: Service, body: ChatRequest, caller: Caller = UNKNOWN)
     if output.prompt_logprobs is not None:
         prompt_logprobs = prompt_logprobs_by_id(service.tokenizer, output.prompt_logprobs, chat.params.prompt_logprobs or 0)
     return ChatCompletion(
-        prompt_token_ids=chat.prompt if body.return_token_ids else None,
+        prompt_token_ids=chat.prompt.token_ids.tolist() if body.return_token_ids else None,
         prompt_logprobs=prompt_logprobs,
         id=chat.id,
         created=chat.created,
@@ -121,7 +124,8 @@ async def respond(service: Service, body: ChatRequest, caller: Caller = UNKNOWN)
 
 
 async def stream(service: Service, body: ChatRequest, caller: Caller = UNKNOWN) -> AsyncGenerator[ChatChunk]:
-    """The answer in chunks: for each choice its role, then text, then why it ended; last the usage where asked for."""
+    """The answer in chunks: for each choice its role, then text, then its finish reason; last the usage where
+    requested."""
     chat = await _prepare(service, body, caller)
     started: set[int] = set()
     tier = tier_of(chat.context)
@@ -139,13 +143,13 @@ async def stream(service: Service, body: ChatRequest, caller: Caller = UNKNOWN) 
         async with aclosing(service.backend.generate(chat.id, chat.prompt, chat.params, chat.context)) as deltas:
             async for delta in deltas:
                 chat.usage.add(delta)
-                choices = _choices(service, chat, delta)  # raises for a request that was given up: before its role is sent
+                choices = _choices(service, chat, delta)  # raises for an aborted request, before its role is sent
                 if delta.index not in started:
                     role = ChatDelta(role="assistant", content="")
                     choice = ChatChunkChoice(index=delta.index, delta=role, logprobs=None, finish_reason=None)
                     opening = chunk([choice], num_unsent=len(delta.token_ids))
                     if body.return_token_ids and not started:
-                        opening.prompt_token_ids = chat.prompt
+                        opening.prompt_token_ids = chat.prompt.token_ids.tolist()
                     started.add(delta.index)
                     yield opening
                     if chat.echoed:
@@ -158,8 +162,9 @@ async def stream(service: Service, body: ChatRequest, caller: Caller = UNKNOWN) 
         yield chunk([], Usage.of(chat.usage))
 
 
-def _choices(service: Service, chat: _Chat, delta: OutputDelta) -> list[ChatChunkChoice]:
-    """What a delta adds, if anything: text and log-probabilities, then, as OpenAI has it, the end with an empty delta."""
+def _choices(service: Service, chat: _ChatJob, delta: OutputDelta) -> list[ChatChunkChoice]:
+    """What a delta adds, if anything: text and log-probabilities, then, as in OpenAI's API, the end with an empty
+    delta."""
     choices = []
     logprobs = chat.logprobs(service.tokenizer, delta.logprobs) if delta.logprobs else None
     wants_ids = bool(chat.body.return_token_ids)

@@ -1,4 +1,5 @@
-"""/v1/completions: one or many prompts in, as text or token ids, their continuations out, at once or as a stream of chunks."""
+"""/v1/completions: one or many prompts in, as text or token ids, their continuations out, at once or as a stream of
+chunks."""
 
 from __future__ import annotations
 
@@ -9,12 +10,13 @@ from dataclasses import dataclass
 from functools import partial
 
 from jaxinfer.request import OutputDelta, RequestContext, RequestError, SamplingParams, TokenLogprob
-from server.openai.caller import UNKNOWN, Caller, asked, tier_of
+from jaxinfer.segments import Prompt
+from server.openai.caller import UNKNOWN, Caller, request_identity, tier_of
 from server.openai.logprobs import CompletionLogprobsWriter, TokenNames, prompt_logprobs_by_id
 from server.openai.protocol import CompletionRequest
 from server.openai.responses import Completion, CompletionChoice, CompletionLogprobs, Usage
 from server.openai.service import Service, finished_by, new_id
-from server.openai.stream import merged
+from server.openai.stream import merge
 from server.openai.text_work import work_on
 from server.usage import RequestUsage
 
@@ -25,11 +27,11 @@ ENDPOINT = "/v1/completions"
 class _Job:
     id: str
     created: int
-    prompts: list[list[int]]
+    prompts: list[Prompt]
     params: SamplingParams
     context: RequestContext
     usage: RequestUsage
-    body: CompletionRequest  # what the answer is to tell
+    body: CompletionRequest  # the answer's options
 
 
 async def _prepare(service: Service, body: CompletionRequest, caller: Caller) -> _Job:
@@ -38,11 +40,10 @@ async def _prepare(service: Service, body: CompletionRequest, caller: Caller) ->
     params = body.sampling_params(service.backend.sampling_defaults)
     if len(body.prompts) > service.config.max_prompts:
         raise RequestError(f"prompt has {len(body.prompts)} prompts: at most {service.config.max_prompts} in one request", "prompt")
-    prompts = await work_on(sum(map(len, body.prompts)), partial(_encode, service, body.prompts, params))
-    for prompt in prompts:
-        service.check_prompt("prompt", prompt, params)
+    token_lists = await work_on(sum(map(len, body.prompts)), partial(_encode, service, body.prompts, params))
+    prompts = [service.validate("prompt", token_ids, params) for token_ids in token_lists]
     id = new_id("cmpl")
-    usage = service.usage.measure(asked(caller, context, id, ENDPOINT, body.model), prompts, params.n)
+    usage = service.usage.measure(request_identity(caller, context, id, ENDPOINT, body.model), prompts, params.n)
     return _Job(id, int(time.time()), prompts, params, context, usage, body)
 
 
@@ -54,12 +55,12 @@ def _encode(service: Service, prompts: list[str] | list[list[int]], params: Samp
     ]
 
 
-class _Sequence:
-    """One choice as it grows: turns deltas into pieces of a CompletionChoice."""
+class _ChoiceStream:
+    """The state of one choice's stream: turns deltas into pieces of a CompletionChoice."""
 
     def __init__(self, service: Service, job: _Job, prompt_index: int, index: int) -> None:
         self.index = prompt_index * job.params.n + index
-        self._prompt = job.prompts[prompt_index]
+        self._prompt = job.prompts[prompt_index].token_ids
         self._wants_logprobs = job.params.logprobs is not None
         self._owes_prompt = bool(job.body.echo) and self._wants_logprobs
         self._tokenizer, self._num_prompt_logprobs = service.tokenizer, job.body.prompt_logprobs
@@ -74,7 +75,7 @@ class _Sequence:
         entries: list[TokenLogprob | None] = []
         if self._owes_prompt and prompt_logprobs is not None:
             self._owes_prompt = False
-            token_ids += self._prompt
+            token_ids += self._prompt.tolist()
             entries += prompt_logprobs
         if self._wants_logprobs:
             token_ids += delta.token_ids
@@ -84,7 +85,7 @@ class _Sequence:
         if self._wants_ids:
             choice.token_ids = list(delta.token_ids)
         if self._owes_prompt_ids:
-            choice.prompt_token_ids, self._owes_prompt_ids = self._prompt, False
+            choice.prompt_token_ids, self._owes_prompt_ids = self._prompt.tolist(), False
         if self._num_prompt_logprobs is not None and prompt_logprobs is not None:
             choice.prompt_logprobs = prompt_logprobs_by_id(self._tokenizer, prompt_logprobs, self._num_prompt_logprobs)
             self._num_prompt_logprobs = None
@@ -93,11 +94,11 @@ class _Sequence:
 
 async def _pieces(service: Service, job: _Job) -> AsyncGenerator[CompletionChoice]:
     """The pieces of all choices as they come, counted. Closing it aborts every prompt's request."""
-    sequences = [[_Sequence(service, job, p, i) for i in range(job.params.n)] for p in range(len(job.prompts))]
+    sequences = [[_ChoiceStream(service, job, p, i) for i in range(job.params.n)] for p in range(len(job.prompts))]
     prompt_logprobs: dict[int, tuple[TokenLogprob | None, ...]] = {}
     requests = [service.backend.generate(f"{job.id}-{p}", prompt, job.params, job.context) for p, prompt in enumerate(job.prompts)]
     with job.usage:
-        async with aclosing(merged(requests)) as deltas:
+        async with aclosing(merge(requests)) as deltas:
             async for p, delta in deltas:
                 job.usage.add(delta, p)
                 if delta.prompt_logprobs is not None:
@@ -135,7 +136,7 @@ async def respond(service: Service, body: CompletionRequest, caller: Caller = UN
 
 
 async def stream(service: Service, body: CompletionRequest, caller: Caller = UNKNOWN) -> AsyncGenerator[Completion]:
-    """The answer in chunks, each with a piece of one choice; last the usage where asked for."""
+    """The answer in chunks, each with a piece of one choice; last the usage where requested."""
     job = await _prepare(service, body, caller)
     tier = tier_of(job.context)
 

@@ -1,4 +1,4 @@
-"""Every way a request can fail, in OpenAI's error form: {"error": {"message", "type", "param", "code"}}."""
+"""All errors of a request, in OpenAI's format: {"error": {"message", "type", "param", "code"}}."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from server.openai.api_error import ApiError as ApiError
 
 logger = logging.getLogger(__name__)
 
-MAX_FAULTS = 8  # of one body, told in one error
+MAX_FAULTS = 8  # of one body, reported in one error
 
 _SHORT = reprlib.Repr()  # a message quotes the client's value, which may be megabytes
 _SHORT.maxstring = _SHORT.maxother = 80
@@ -37,7 +37,8 @@ class ErrorBody(BaseModel):
 
 
 def from_exception(error: Exception) -> ApiError:
-    """The answer to any exception a handler raised. An unexpected one is logged and answered 500 without its details."""
+    """The answer to any exception a handler raised. An unexpected one is logged and answered 500 without its
+    details."""
     match error:
         case ApiError():
             return error
@@ -55,16 +56,17 @@ def from_exception(error: Exception) -> ApiError:
 
 
 def from_validation(error: ValidationError, model: type[BaseModel], refusals: Sequence[RequestError] = ()) -> ApiError:
-    """The answer to a body that doesn't fit `model`: its faults, each named with its value and what would be right. `refusals` are
-    faults that were found before."""
-    # A misspelt name explains a missing one, so it is told first.
+    """The answer to a body that doesn't fit `model`: its faults, each with its name, its value and what would be right.
+    `refusals` are faults that were found before."""
+    # A misspelt name explains a missing one, so it comes first.
     errors = sorted(error.errors(include_url=False), key=lambda e: e["type"] != "extra_forbidden")
     shown = [from_exception(refusal) for refusal in refusals] + [_from_details(details, model) for details in errors[:MAX_FAULTS]]
     return joined(shown, len(refusals) + len(errors))
 
 
 def joined(faults: Sequence[ApiError], num_faults: int | None = None) -> ApiError:
-    """Several faults of one request as one error about the first; there may be more than are given, `num_faults` in all."""
+    """Several faults of one request as one error about the first; there may be more than are given, `num_faults` in
+    all."""
     first, *others = faults[:MAX_FAULTS]
     num_left = (len(faults) if num_faults is None else num_faults) - 1 - len(others)
     messages = [first.message, *(_named(other) for other in others), *([f"and {num_left} more faults"] if num_left else [])]
@@ -78,8 +80,9 @@ def _named(fault: ApiError) -> str:
 
 def _from_details(details: ErrorDetails, model: type[BaseModel]) -> ApiError:
     *parents, last = details["loc"] or ("",)
-    path = tuple(part for part in parents if not str(part).startswith("<"))  # <...> are the tags of protocol.py's unions
-    if details["type"] == "extra_forbidden":  # the last is then the client's own, whatever it looks like
+    # <...> are the tags of protocol.py's unions
+    path = tuple(part for part in parents if not str(part).startswith("<"))
+    if details["type"] == "extra_forbidden":  # the last is then the client's own name, whatever it looks like
         return _unknown_field((*path, last), model)
     path += (last,) if last != "" and not str(last).startswith("<") else ()
     cause = details.get("ctx", {}).get("error")
@@ -111,7 +114,7 @@ def _unknown_field(path: tuple[int | str, ...], model: type[BaseModel]) -> ApiEr
 
 
 def _known_names(path: tuple[int | str, ...], model: type[BaseModel]) -> Collection[str]:
-    """The names known where `path` ends, read from the model's schema: paths lead through lists and unions."""
+    """The known names where `path` ends, from the model's schema: paths lead through lists and unions."""
     schema = model.model_json_schema()
     nodes = [schema]
     for part in path[:-1]:

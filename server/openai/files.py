@@ -1,4 +1,4 @@
-"""/v1/files: batches' input comes in, their output goes out. A key sees its own files only."""
+"""/v1/files: uploads of batches' input, downloads of their output. A key sees its own files only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from server.openai.schema import documented_errors, documented_query
 from server.openai.strict import StrictModel
 
 DAY = 24 * 3600
-DEFAULT_SECONDS = 30 * DAY  # that an uploaded file is kept, as OpenAI has it
+DEFAULT_SECONDS = 30 * DAY  # retention of an uploaded file, as in OpenAI's API
 FORM_OVERHEAD = 64 * 1024  # bytes of an upload that are not the file
 MAX_NAME = 255
 
@@ -137,7 +137,8 @@ def add_files(app: FastAPI, files: FileStore, max_file_bytes: int) -> None:
     @app.get("/v1/files/{file_id}/content", responses=content | documented_errors(401, 404, 500, 503), response_class=Response)
     async def file_content(request: Request, file_id: str) -> Response:
         file = await find(request, file_id)
-        headers = {"X-Content-Type-Options": "nosniff"}  # a browser must not take what a client uploaded for a page of this server's
+        # a browser must not treat a client's upload as a page of this server
+        headers = {"X-Content-Type-Options": "nosniff"}
         return FileResponse(files.path(file_id), headers=headers, media_type="application/octet-stream", filename=file.filename)
 
 

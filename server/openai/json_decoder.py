@@ -1,4 +1,5 @@
-"""JSON of large bodies, read a piece after the other: Python's own decoder reads all of it without letting another thread run."""
+"""JSON of large bodies, parsed piece by piece: Python's own decoder parses all of it without letting another thread
+run."""
 
 from __future__ import annotations
 
@@ -9,14 +10,14 @@ from json.decoder import JSONArray, JSONDecodeError  # type: ignore[attr-defined
 from json.scanner import py_make_scanner  # type: ignore[attr-defined]
 from typing import Any
 
-_PIECE = 16 * 1024  # characters of integers that are read in one go: half a millisecond
+_PIECE = 16 * 1024  # characters of integers that are parsed at once: half a millisecond
 _INTEGERS = re.compile(r"(?:[ \t\n\r]*-?\d+[ \t\n\r]*,)+", re.ASCII)
 _SPACE = re.compile(r"[ \t\n\r]*")
 
 
 class PiecewiseDecoder(json.JSONDecoder):
-    """Gives what `json.JSONDecoder` gives. Objects and lists are Python's work, strings and runs of integers are not: prompts of token
-    ids are the longest lists there are."""
+    """Returns what `json.JSONDecoder` returns. Objects and lists are parsed in Python, strings and runs of integers are
+    not: prompts of token ids are the longest lists."""
 
     def __init__(self, **hooks: Any) -> None:
         super().__init__(**hooks)
@@ -31,7 +32,7 @@ def _read_array(text_and_start: tuple[str, int], scan_once: Callable[[str, int],
     while (run := _INTEGERS.match(text, at, at + _PIECE)) is not None:
         try:
             values += json.loads(f"[{run.group()[:-1]}]")
-        except JSONDecodeError:  # such as 01: the rest is read as any list is, which tells where
+        except JSONDecodeError:  # such as 01: the rest is parsed like any list, which finds the position
             break
         at = run.end()
     if values and text.startswith("]", _SPACE.match(text, at).end()):  # type: ignore[union-attr]

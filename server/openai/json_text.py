@@ -1,6 +1,8 @@
-"""JSON texts of strangers: what would take long to read is refused before it is read, for nobody else runs meanwhile.
+"""JSON texts from untrusted clients. What would take long to parse is refused first, because nothing else runs
+meanwhile.
 
-Python reads a string in one go, with the interpreter's lock held. Long ones are quick, unless they are full of escapes.
+Python parses a string at once, while holding the interpreter's lock. Long strings are fast, unless they are full of
+escapes.
 """
 
 from __future__ import annotations
@@ -15,21 +17,21 @@ import numpy as np
 from server.openai.errors import ApiError
 from server.openai.json_decoder import PiecewiseDecoder
 
-MAX_VALUES = 300_000  # numbers, strings, lists and objects of one text: 10 ms of reading, as much of checking
-MAX_OBJECTS = 10_000  # of them lists and objects, each of which takes as long as thirty numbers
+MAX_VALUES = 300_000  # numbers, strings, lists and objects of one text: 10 ms of parsing, as much of checking
+MAX_OBJECTS = 10_000  # lists and objects among them, each of which takes as long as thirty numbers
 MAX_KEYS = 20_000  # of all objects together
 MAX_STRINGS = 80_000  # keys among them
 MAX_BACKSLASHES = 400_000  # each piece of a string between two escapes is a string of its own at first
 MAX_KEY = 256  # characters
-MAX_DEPTH = 64  # of lists and objects in each other
+MAX_DEPTH = 64  # of nested lists and objects
 _MOST = {"values": MAX_VALUES, "objects": MAX_OBJECTS, "keys": MAX_KEYS, "strings": MAX_STRINGS, "backslashes": MAX_BACKSLASHES}
 _SMALL = 64 * 1024  # bytes that can't hold too many values
-_PIECE = 64 * 1024  # bytes that are looked at in one go
+_PIECE = 64 * 1024  # bytes that are scanned at once
 _BACKSLASHES = re.compile(rb"\\*")
 
 
 def read_json(raw: bytes, what: str) -> object:
-    """The value of a JSON text. Raises `ApiError` 400 for anything else, and for what is beyond the bounds above."""
+    """The value of a JSON text. Raises `ApiError` 400 for anything else, and for what exceeds the limits above."""
     try:
         check_structure(raw, what)
         return (_SMALL_BODIES if len(raw) <= _SMALL else _LARGE_BODIES).decode(raw.decode("utf-8-sig"))
@@ -45,7 +47,7 @@ class _LongKey(Exception):
 
 
 def _number(text: str) -> int | float:
-    """JSON has one kind of number: 3.0 is as whole as 3."""
+    """JSON has one kind of number: 3.0 is as integral as 3."""
     number = float(text)
     return int(number) if number.is_integer() and abs(number) < 2**53 else number
 
@@ -62,12 +64,12 @@ _SMALL_BODIES, _LARGE_BODIES = json.JSONDecoder(**_HOOKS), PiecewiseDecoder(**_H
 
 
 def check_structure(raw: bytes, what: str) -> None:
-    """Raises `ApiError` for a text of too many values, or too deep. Of one that is no JSON at all it says nothing."""
+    """Raises `ApiError` for a text of too many values, or too deep. Invalid JSON is not detected here."""
     if len(raw) <= _SMALL and raw.count(b"[") + raw.count(b"{") <= MAX_DEPTH:
         return
     is_outside, counts, depth, deepest = True, dict.fromkeys(_MOST, 0.0), 0, 0
     for piece in _pieces(raw):
-        if num_backslashes := piece.count(b"\\"):  # escaped backslashes first: what is left of them escapes a quote
+        if num_backslashes := piece.count(b"\\"):  # escaped backslashes first: the remaining ones escape a quote
             piece = piece.replace(b"\\\\", b"").replace(b'\\"', b"")
         runs = piece.split(b'"')
         structure = b"".join(runs[0 if is_outside else 1 :: 2]).translate(None, _NO_STRUCTURE)  # outside strings
@@ -89,7 +91,8 @@ def check_structure(raw: bytes, what: str) -> None:
 
 
 def _pieces(raw: bytes) -> Iterator[bytes]:
-    """Of at most `_PIECE` bytes and a run of backslashes, none of which is cut: other threads run between two of them."""
+    """Pieces of at most `_PIECE` bytes and a run of backslashes, none of which is cut: other threads run between two of
+    them."""
     start = 0
     while start < len(raw):
         end = start + _PIECE

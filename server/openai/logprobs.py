@@ -1,4 +1,4 @@
-"""Log-probabilities in the shapes of OpenAI's two APIs."""
+"""Log-probabilities in the formats of OpenAI's two APIs."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from jaxinfer.request import TokenLogprob
 from jaxinfer.tokenizer import Tokenizer
 from server.openai.responses import ChatLogprobs, ChatTokenLogprob, CompletionLogprobs, PromptLogprob, TopLogprob
 
-LEAST_LOGPROB = -9999.0  # stands for minus infinity, which JSON can't hold
+LEAST_LOGPROB = -9999.0  # represents minus infinity, which JSON doesn't have
 
 
 @dataclass(frozen=True, slots=True)
 class TokenNames:
-    """What log-probabilities call a token: its text or, for text that is none of its own, its id."""
+    """A token's name in log-probabilities: its text or, for a token without text of its own, its id."""
 
     tokenizer: Tokenizer
     are_ids: bool = False
@@ -26,7 +26,8 @@ class TokenNames:
 def prompt_logprobs_by_id(
     tokenizer: Tokenizer, entries: Sequence[TokenLogprob | None], num_top: int
 ) -> list[dict[str, PromptLogprob] | None]:
-    """For each token of a prompt its own and those of the `num_top` likeliest; None for the first, which nothing predicts."""
+    """For each token of a prompt its own and those of the `num_top` likeliest; None for the first, which nothing
+    predicts."""
 
     def of_token(entry: TokenLogprob) -> dict[str, PromptLogprob]:
         likeliest = [(token_id, logprob, rank) for rank, (token_id, logprob) in enumerate(entry.top[:num_top], 1)]
@@ -59,10 +60,10 @@ def chat_logprobs(name: TokenNames, entries: Iterable[TokenLogprob], num_top: in
 
 
 class CompletionLogprobsWriter:
-    """Writes one sequence's log-probabilities piece by piece, keeping count of the characters that came before."""
+    """Writes one sequence's log-probabilities piece by piece, and counts the characters that came before."""
 
     def __init__(self, name: TokenNames, num_top: int, skipped: Collection[int]) -> None:
-        """`skipped`: tokens that the text leaves out."""
+        """`skipped`: tokens that the text omits."""
         self._name, self._num_top, self._skipped = name, num_top, skipped
         self._num_characters = 0
 

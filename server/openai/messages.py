@@ -1,4 +1,4 @@
-"""A chat's messages and the tools it may call, as OpenAI's API has them and as chat templates read them."""
+"""A chat's messages and the tools it may call, in OpenAI's format and as chat templates read them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from jaxinfer.request import RequestError
 from server.openai.errors import ApiError, quoted
 from server.openai.json_text import check_structure
-from server.openai.strict import NonEmpty, StrictModel, Text, documented, one_of
+from server.openai.strict import NonEmpty, StrictModel, UnicodeText, describe, one_of
 
 
 class TextPart(StrictModel):
     place = "messages[].content[]"
 
     type: Literal["text"]
-    text: Text
+    text: UnicodeText
 
     @model_validator(mode="before")
     @classmethod
@@ -36,7 +36,7 @@ class TextPart(StrictModel):
 
 
 Content = Annotated[
-    Annotated[Text, Tag("<string>")] | Annotated[list[TextPart], Field(min_length=1), Tag("<parts>")],
+    Annotated[UnicodeText, Tag("<string>")] | Annotated[list[TextPart], Field(min_length=1), Tag("<parts>")],
     one_of("a string or a list of text parts", str="<string>", list="<parts>", list_dict="<parts>"),
 ]
 
@@ -51,7 +51,7 @@ _NOT_READ_IF_STRICT: dict[str, tuple[Any, ...]] = {"tool_call_id": (), "refusal"
 
 
 class ChatMessage(StrictModel):
-    """What was said to the model: by 'system', 'developer', 'user', or by whoever else its chat template knows."""
+    """A message to the model: from 'system', 'developer', 'user', or any other role that its chat template knows."""
 
     place = "messages[]"
     unsupported = _NOT_READ
@@ -59,7 +59,7 @@ class ChatMessage(StrictModel):
 
     role: NonEmpty
     content: Content
-    name: Text | None = None
+    name: UnicodeText | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -70,11 +70,11 @@ class ChatMessage(StrictModel):
         return data
 
 
-class CalledFunction(StrictModel):
+class FunctionCall(StrictModel):
     place = "messages[].tool_calls[].function"
 
     name: NonEmpty
-    arguments: Text = Field(description="a JSON object, as text")
+    arguments: UnicodeText = Field(description="a JSON object, as text")
 
     @model_validator(mode="after")
     def _check_arguments(self) -> Self:
@@ -83,7 +83,7 @@ class CalledFunction(StrictModel):
         return self
 
     def as_object(self) -> Any:
-        """None where they are not JSON, or hold more than a body may."""
+        """None where they are not JSON, or exceed the limits of a body."""
         try:
             check_structure(self.arguments.encode(), "arguments")
             return json.loads(self.arguments or "{}")
@@ -96,14 +96,14 @@ class ToolCall(StrictModel):
 
     id: NonEmpty
     type: Literal["function"] | None = "function"
-    function: CalledFunction
+    function: FunctionCall
 
     def for_template(self) -> dict[str, Any]:
         return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": self.function.arguments}}
 
 
 class AssistantTurn(StrictModel):
-    """What the model answered, or the tools that it called."""
+    """The model's answer, or the tools that it called."""
 
     place = "messages[]"
     unsupported = {name: harmless for name, harmless in _NOT_READ.items() if name != "tool_calls"}
@@ -111,16 +111,16 @@ class AssistantTurn(StrictModel):
 
     role: Literal["assistant"]
     content: Content | None = None
-    name: Text | None = None
+    name: UnicodeText | None = None
     tool_calls: list[ToolCall] | None = None
-    reasoning_content: Any = documented(description="what it thought, as text; for templates that read it, without effect on others")
-    reasoning: Any = documented(description="another name of reasoning_content")
+    reasoning_content: Any = describe(description="what it thought, as text; for templates that read it, without effect on others")
+    reasoning: Any = describe(description="another name of reasoning_content")
 
     @model_validator(mode="before")
     @classmethod
     def _read_refusal(cls, data: Any) -> Any:
         if isinstance(data, dict) and data.get("content") is None and isinstance(data.get("refusal"), str):
-            return data | {"content": data["refusal"]}  # the words it said instead
+            return data | {"content": data["refusal"]}  # the text of the refusal instead
         return data
 
     @model_validator(mode="after")
@@ -128,12 +128,12 @@ class AssistantTurn(StrictModel):
         if self.content is None and not self.tool_calls:
             if not self.thoughts:
                 raise RequestError("content is null: it must be a string or a list of text parts where there are no tool_calls", "content")
-            self.content = ""  # it was cut off while it thought
+            self.content = ""  # it was cut off while reasoning
         return self
 
     @property
     def thoughts(self) -> str | None:
-        """None where there are none, or in a form that no template reads."""
+        """None where there is no reasoning, or in a form that no template reads."""
         return next((text for text in (self.reasoning_content, self.reasoning) if isinstance(text, str)), None)
 
 
@@ -145,7 +145,7 @@ class ToolTurn(StrictModel):
     role: Literal["tool"]
     content: Content
     tool_call_id: NonEmpty
-    name: Text | None = None
+    name: UnicodeText | None = None
 
 
 AnyMessage = Annotated[
@@ -155,7 +155,7 @@ AnyMessage = Annotated[
 
 
 def for_template(message: ChatMessage | AssistantTurn | ToolTurn) -> dict[str, Any]:
-    """As chat templates read a message: text content, 'developer' under its older name."""
+    """A message as chat templates read it: text content, 'developer' under its older name."""
     content = message.content if isinstance(message.content, str | None) else "".join(part.text for part in message.content)
     fields: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": content, "name": message.name}
     if isinstance(message, AssistantTurn) and message.tool_calls:
@@ -167,11 +167,11 @@ def for_template(message: ChatMessage | AssistantTurn | ToolTurn) -> dict[str, A
     return {name: value for name, value in fields.items() if value is not None}
 
 
-_MESSAGE_CHARACTERS = 100  # whose tokenizing takes as long as a message's way through the template
+_MESSAGE_CHARACTERS = 100  # whose tokenizing takes as long as rendering a message
 
 
 def size_for_template(messages: Sequence[ChatMessage | AssistantTurn | ToolTurn]) -> int:
-    """How much work a prompt of these is, in characters to be tokenized."""
+    """The work of rendering these messages, in characters to be tokenized."""
     contents = (message.content or "" for message in messages)
     texts = (content if isinstance(content, str) else "".join(part.text for part in content) for content in contents)
     return _MESSAGE_CHARACTERS * len(messages) + sum(map(len, texts))
@@ -182,8 +182,8 @@ class ToolFunction(StrictModel):
     unsupported = {"strict": (False,)}
 
     name: NonEmpty
-    description: Text | None = None
-    parameters: dict[str, Any] | None = documented(description="a JSON schema")
+    description: UnicodeText | None = None
+    parameters: dict[str, Any] | None = describe(description="a JSON schema")
 
 
 class Tool(StrictModel):

@@ -1,5 +1,6 @@
-"""Which pages a browser may let use this server. A browser sends what any website asks of it, from inside networks that the website can't
-reach: so a server without keys answers only to names that no website can point at it, and no page of another origin changes anything."""
+"""Which web pages may use this server. A browser sends requests of any website, also from inside networks that the
+website can't reach. So a server without keys answers only to names that no website can point at it, and pages of
+another origin change nothing."""
 
 from __future__ import annotations
 
@@ -15,12 +16,12 @@ from server.openai.caller import SESSION_HEADER
 from server.openai.errors import ApiError, quoted
 
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
-PROBES = frozenset({"/health", "/ready", "/ping"})  # of load balancers, which send any Host; they show nothing worth hiding
+PROBES = frozenset({"/health", "/ready", "/ping"})  # of load balancers, which send any Host; they expose nothing
 DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 def cors_settings(config: ServerConfig) -> dict[str, Any]:
-    """Of the middleware that tells browsers which pages may read answers."""
+    """Settings of the middleware that tells browsers which pages may read answers."""
     return {
         "allow_origins": config.cors_origins,
         "allow_methods": ("GET", "HEAD", "POST", "DELETE"),
@@ -34,11 +35,11 @@ class OriginRules:
 
     def __init__(self, config: ServerConfig, *, has_keys: bool) -> None:
         self._origins = frozenset(config.cors_origins)
-        # A website knows no key, so any name will do where one is needed.
+        # A website knows no key, so any Host is accepted where one is needed.
         self._hosts = None if "*" in config.allowed_hosts or (has_keys and not config.allowed_hosts) else _known_hosts(config)
 
     def check(self, method: str, path: str, headers: Headers) -> None:
-        """`path` is that of a route. What sends no Host or no Origin is not a browser."""
+        """`path` is that of a route. A client that sends no Host or no Origin is not a browser."""
         host, origin = headers.get("host", ""), headers.get("origin")
         if host and path not in PROBES and not self._is_own(_without_port(host)):
             name = _without_port(host)
@@ -49,7 +50,7 @@ class OriginRules:
             raise ApiError(403, message, code="host_not_allowed", type="permission_error")
         if origin is None or method in SAFE_METHODS or self._origins & {"*", origin}:
             return
-        # The latter is set by browsers alone, and holds behind proxies that change the Host.
+        # Only browsers set the latter, and it works behind proxies that change the Host.
         if not _is_same(origin, host) and headers.get("sec-fetch-site") != "same-origin":
             message = (
                 f"the Origin is {quoted(origin)}, a page of another server: start this one with --cors-origins and that origin to let it in"

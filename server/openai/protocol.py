@@ -1,6 +1,7 @@
-"""The requests of OpenAI's API (and vLLM's additions) as pydantic models: what may be asked, checked and documented.
+"""The requests of OpenAI's API (and vLLM's additions) as pydantic models: validated and documented.
 
-Ranges are documented here and enforced by `SamplingParams`, whose messages name the field, the value and the range."""
+Ranges are documented here and enforced by `SamplingParams`, whose messages name the field, the value and the range.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +23,12 @@ from jaxinfer.request import (
 from server.openai.errors import quoted
 from server.openai.extensions import MAX_INT, SAMPLING_FIELDS, Extensions
 from server.openai.messages import AnyMessage, Tool
-from server.openai.reading import Reading
-from server.openai.strict import NonEmpty, StrictModel, documented, one_of
+from server.openai.parameter_policy import ParameterPolicy
+from server.openai.strict import NonEmpty, StrictModel, describe, one_of
 from server.openai.unsupported import CHAT, COMPLETION, EMBEDDING, HARMLESS_BUT_STRICT
 
 MAX_INPUTS = 2048  # texts in one request, OpenAI's limit
-MAX_MESSAGES = 2048  # as many as OpenAI takes
+MAX_MESSAGES = 2048  # OpenAI's limit
 MAX_TOOLS = 128  # OpenAI's limit
 MAX_TEMPLATE_KWARGS = 64
 
@@ -44,50 +45,50 @@ Stop = Annotated[
 class StreamOptions(StrictModel):
     place = "stream_options"
 
-    include_usage: bool | None = documented(description="send a last chunk with the request's usage")
-    continuous_usage_stats: bool | None = documented(description="with include_usage: the usage so far in each chunk too, as vLLM has it")
-    include_obfuscation: bool | None = documented(description="accepted, without effect")
+    include_usage: bool | None = describe(description="send a last chunk with the request's usage")
+    continuous_usage_stats: bool | None = describe(description="with include_usage: the usage so far in each chunk too, as vLLM has it")
+    include_obfuscation: bool | None = describe(description="accepted, without effect")
 
 
 class SamplingBody(Extensions):
-    """What chat and text completions have in common."""
+    """Fields that chat and text completions share."""
 
     without_effect = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
 
     model: str
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = documented(minimum=0, maximum=MAX_INT)
-    temperature: float | None = documented(minimum=0, maximum=100)
-    top_p: float | None = documented(exclusiveMinimum=0, maximum=1)
-    n: int | None = documented(minimum=1, maximum=MAX_N)
-    seed: int | None = documented(minimum=-(2**63), maximum=2**63 - 1)
+    max_tokens: int | None = describe(minimum=0, maximum=MAX_INT)
+    temperature: float | None = describe(minimum=0, maximum=100)
+    top_p: float | None = describe(exclusiveMinimum=0, maximum=1)
+    n: int | None = describe(minimum=1, maximum=MAX_N)
+    seed: int | None = describe(minimum=-(2**63), maximum=2**63 - 1)
     stop: Stop | None = None
-    presence_penalty: float | None = documented(minimum=-2, maximum=2)
-    frequency_penalty: float | None = documented(minimum=-2, maximum=2)
-    logit_bias: dict[str, float] | None = documented(maxProperties=MAX_LOGIT_BIAS, propertyNames={"pattern": "^[0-9]+$"})
-    # Beyond OpenAI's API, named as vLLM names them.
-    top_k: int | None = documented(minimum=-1, maximum=MAX_INT, description="sample among the k likeliest tokens; 0 or -1: all")
-    min_p: float | None = documented(minimum=0, maximum=1, description="leave out tokens less likely than min_p times the likeliest")
-    repetition_penalty: float | None = documented(
+    presence_penalty: float | None = describe(minimum=-2, maximum=2)
+    frequency_penalty: float | None = describe(minimum=-2, maximum=2)
+    logit_bias: dict[str, float] | None = describe(maxProperties=MAX_LOGIT_BIAS, propertyNames={"pattern": "^[0-9]+$"})
+    # Beyond OpenAI's API, with vLLM's names.
+    top_k: int | None = describe(minimum=-1, maximum=MAX_INT, description="sample among the k likeliest tokens; 0 or -1: all")
+    min_p: float | None = describe(minimum=0, maximum=1, description="leave out tokens less likely than min_p times the likeliest")
+    repetition_penalty: float | None = describe(
         minimum=MIN_REPETITION_PENALTY, maximum=100, description="over prompt and output tokens; 1: off"
     )
-    min_tokens: int | None = documented(minimum=0, maximum=MAX_INT, description="tokens before which nothing may end the output")
-    ignore_eos: bool | None = documented(description="go on after the end-of-sequence token")
-    stop_token_ids: list[int] | None = documented(maxItems=MAX_STOP_TOKENS, description="tokens that end the output")
-    priority: int | None = documented(minimum=-(2**31), maximum=MAX_INT, description="lower goes first; 0: as without, flex: 10")
-    cache_salt: NonEmpty | None = documented(description="prompts are found in the prefix cache only by requests of the same salt")
-    timeout: float | None = documented(exclusiveMinimum=0, description="seconds after which the request is given up")
-    service_tier: ServiceTier | None = documented(description="flex: after the others; priority: before them; auto: default")
+    min_tokens: int | None = describe(minimum=0, maximum=MAX_INT, description="tokens before which nothing may end the output")
+    ignore_eos: bool | None = describe(description="go on after the end-of-sequence token")
+    stop_token_ids: list[int] | None = describe(maxItems=MAX_STOP_TOKENS, description="tokens that end the output")
+    priority: int | None = describe(minimum=-(2**31), maximum=MAX_INT, description="lower goes first; 0: as without, flex: 10")
+    cache_salt: NonEmpty | None = describe(description="prompts are found in the prefix cache only by requests of the same salt")
+    timeout: float | None = describe(exclusiveMinimum=0, description="seconds after which the request is given up")
+    service_tier: ServiceTier | None = describe(description="flex: after the others; priority: before them; auto: default")
     # Information for the provider.
-    user: Any = documented(description="without effect")
-    metadata: Any = documented(description="without effect")
-    safety_identifier: Any = documented(description="without effect")
-    prompt_cache_key: Any = documented(description="without effect: prompts are cached by what they begin with")
+    user: Any = describe(description="without effect")
+    metadata: Any = describe(description="without effect")
+    safety_identifier: Any = describe(description="without effect")
+    prompt_cache_key: Any = describe(description="without effect: prompts are cached by what they begin with")
 
     @model_validator(mode="after")
     def _check_stream_options(self, info: ValidationInfo) -> Self:
         if self.stream_options is not None and not self.stream:
-            if not isinstance(info.context, Reading) or info.context.is_strict:
+            if not isinstance(info.context, ParameterPolicy) or info.context.is_strict:
                 raise RequestError("stream_options is given without stream: set stream to true, or leave it out", "stream_options")
             info.context.ignore("", "stream_options")
         return self
@@ -113,7 +114,8 @@ class SamplingBody(Extensions):
         return self.includes_usage and self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
     def _sampling(self, defaults: Mapping[str, Any], *, max_tokens: int | None, logprobs: int | None, **fields: Any) -> SamplingParams:
-        """`SamplingParams` of the common fields and the given ones; a null leaves a field at its default, the model's where it has one."""
+        """`SamplingParams` of the common fields and the given ones; a null leaves a field at its default, the model's
+        where it has one."""
         fields |= {name: getattr(self, name) for name in _SAME_NAMES}
         fields["stop"] = (self.stop,) if isinstance(self.stop, str) else self.stop
         fields["top_k"] = 0 if self.top_k == -1 else self.top_k
@@ -141,20 +143,20 @@ class ChatRequest(SamplingBody):
     unsupported_if_strict = HARMLESS_BUT_STRICT
 
     messages: list[AnyMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = documented(
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = describe(
         description="shown to the model by its chat template; what it calls is in the answer's text"
     )
-    reasoning_effort: NonEmpty | None = documented(description="for templates that read it; without effect on others")
-    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_TEMPLATE_KWARGS)] | None = documented(
+    reasoning_effort: NonEmpty | None = describe(description="for templates that read it; without effect on others")
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_TEMPLATE_KWARGS)] | None = describe(
         description="variables of the model's chat template: enable_thinking, ..."
     )
-    max_tokens: int | None = documented(minimum=1, maximum=MAX_INT, description="by default what the context holds")
-    max_completion_tokens: int | None = documented(minimum=1, maximum=MAX_INT, description="the newer name of max_tokens")
+    max_tokens: int | None = describe(minimum=1, maximum=MAX_INT, description="by default what the context holds")
+    max_completion_tokens: int | None = describe(minimum=1, maximum=MAX_INT, description="the newer name of max_tokens")
     logprobs: bool | None = None
-    top_logprobs: int | None = documented(minimum=0, maximum=MAX_TOP_LOGPROBS)
-    add_generation_prompt: bool | None = documented(description="whether the prompt ends where an answer begins; true by default")
-    continue_final_message: bool | None = documented(description="the answer continues the last message; none begins")
-    echo: bool | None = documented(description="the answer's text begins with the last message's, if the assistant has said that")
+    top_logprobs: int | None = describe(minimum=0, maximum=MAX_TOP_LOGPROBS)
+    add_generation_prompt: bool | None = describe(description="whether the prompt ends where an answer begins; true by default")
+    continue_final_message: bool | None = describe(description="the answer continues the last message; none begins")
+    echo: bool | None = describe(description="the answer's text begins with the last message's, if the assistant has said that")
 
     @model_validator(mode="before")
     @classmethod
@@ -181,7 +183,8 @@ class ChatRequest(SamplingBody):
         return self
 
     def sampling_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
-        """How to sample, by the model's `defaults` where the request says nothing. Raises `RequestError` for a value out of its range."""
+        """The sampling parameters, with the model's `defaults` for fields that the request omits. Raises `RequestError`
+        for a value out of its range."""
         max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         max_tokens = defaults.get("max_tokens") if max_tokens is None else max_tokens
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
@@ -189,16 +192,16 @@ class ChatRequest(SamplingBody):
 
 
 def _one_each(prompt: Any) -> Any:
-    """A `Prompt` as a list of texts, or of lists of token ids."""
+    """A `PromptInput` as a list of texts, or of lists of token ids."""
     return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
 
 
-TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=MAX_INT)]], Field(min_length=1, fail_fast=True)]
-Prompt = Annotated[
+TokenIdList = Annotated[list[Annotated[int, Field(ge=0, le=MAX_INT)]], Field(min_length=1, fail_fast=True)]
+PromptInput = Annotated[
     Annotated[NonEmpty, Tag("<string>")]
     | Annotated[list[NonEmpty], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True), Tag("<strings>")]
-    | Annotated[TokenIds, Tag("<tokens>")]
-    | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True), Tag("<token lists>")],
+    | Annotated[TokenIdList, Tag("<tokens>")]
+    | Annotated[list[TokenIdList], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True), Tag("<token lists>")],
     one_of(
         "a string, a list of strings, a list of token ids or a list of such lists",
         str="<string>",
@@ -215,14 +218,12 @@ class EmbeddingRequest(StrictModel):
     without_effect = frozenset({"user"})
 
     model: str
-    input: Prompt
-    encoding_format: Literal["float", "base64"] | None = documented(description="base64: of little-endian float32; float by default")
-    dimensions: int | None = documented(
-        minimum=1, description="that many of each embedding, brought to length 1 again; at most the model's"
-    )
-    truncate_prompt_tokens: int | None = documented(minimum=-1, description="cut longer texts to so many tokens; -1: what the model takes")
-    truncation_side: Literal["left", "right"] | None = documented(description="which end of a longer text is cut off; right by default")
-    user: Any = documented(description="without effect")
+    input: PromptInput
+    encoding_format: Literal["float", "base64"] | None = describe(description="base64: of little-endian float32; float by default")
+    dimensions: int | None = describe(minimum=1, description="that many of each embedding, brought to length 1 again; at most the model's")
+    truncate_prompt_tokens: int | None = describe(minimum=-1, description="cut longer texts to so many tokens; -1: what the model takes")
+    truncation_side: Literal["left", "right"] | None = describe(description="which end of a longer text is cut off; right by default")
+    user: Any = describe(description="without effect")
 
     @property
     def inputs(self) -> list[str] | list[list[int]]:
@@ -233,10 +234,10 @@ class EmbeddingRequest(StrictModel):
 class CompletionRequest(SamplingBody):
     unsupported = COMPLETION
 
-    prompt: Prompt
+    prompt: PromptInput
     echo: bool | None = None
-    logprobs: int | None = documented(minimum=0, maximum=MAX_TOP_LOGPROBS)
-    best_of: int | None = documented(minimum=1, maximum=MAX_N, description="only the value of n is supported")
+    logprobs: int | None = describe(minimum=0, maximum=MAX_TOP_LOGPROBS)
+    best_of: int | None = describe(minimum=1, maximum=MAX_N, description="only the value of n is supported")
 
     @model_validator(mode="after")
     def _check_pairs(self) -> Self:
@@ -254,7 +255,8 @@ class CompletionRequest(SamplingBody):
         return _one_each(self.prompt)
 
     def sampling_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
-        """How to sample, by the model's `defaults` where the request says nothing. Raises `RequestError` for a value out of its range."""
+        """The sampling parameters, with the model's `defaults` for fields that the request omits. Raises `RequestError`
+        for a value out of its range."""
         max_tokens = defaults.get("max_tokens", SamplingParams().max_tokens) if self.max_tokens is None else self.max_tokens
         asked = [number for number in (self.prompt_logprobs, self.logprobs if self.echo else None) if number is not None]
         prompt_logprobs = max(asked, default=None)

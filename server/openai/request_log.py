@@ -1,4 +1,5 @@
-"""The outermost layer: every HTTP request has an id, is counted, and leaves a line in the access log; one refused leaves one in the usage log."""
+"""The outermost layer: every HTTP request gets an id, is counted, and is written to the access log; a refused one also
+to the usage log."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.config import ServerConfig
 from server.logs import LoggedRequest, current_request, request_id
-from server.openai.request_middleware import Traffic
+from server.openai.request_middleware import ActiveRequests
 from server.openai.stream import CLIENT_CLOSED_REQUEST
 from server.paths import GUARDED, route_path
 from server.usage import UsageMeter
@@ -18,13 +19,14 @@ from server.usage import UsageMeter
 logger = logging.getLogger("server.access")
 
 REQUEST_ID_HEADER = "x-request-id"
-POLLED = frozenset({"/health", "/ready", "/ping", "/load", "/metrics", "/stats"})  # every few seconds: logged for debugging only
+# every few seconds: logged at debug level only
+POLLED = frozenset({"/health", "/ready", "/ping", "/load", "/metrics", "/stats"})
 
 
 class RequestLog:
-    """ASGI middleware. Log lines of what it calls belong to the request."""
+    """ASGI middleware. Log lines of the inner app belong to the request."""
 
-    def __init__(self, app: ASGIApp, config: ServerConfig, traffic: Traffic, usage: UsageMeter) -> None:
+    def __init__(self, app: ASGIApp, config: ServerConfig, traffic: ActiveRequests, usage: UsageMeter) -> None:
         self._app, self._config, self._traffic, self._usage = app, config, traffic, usage
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -49,7 +51,8 @@ class RequestLog:
 
     def _record(self, scope: Scope, request: LoggedRequest, status: int, seconds: float) -> None:
         method, path = scope["method"], route_path(scope["path"], self._config.root_path)
-        route = getattr(scope.get("route"), "path", "other")  # not the path: a label must not grow with what clients invent
+        # not the path: labels must not grow with what clients invent
+        route = getattr(scope.get("route"), "path", "other")
         self._traffic.num_answered[method, route, status] += 1
         if status >= 400 and status != CLIENT_CLOSED_REQUEST and path.startswith(GUARDED) and not request.is_recorded:
             self._usage.record_refusal(request, route, status)
@@ -57,7 +60,7 @@ class RequestLog:
         if not self._config.access_log or not logger.isEnabledFor(level):
             return
         client, *_ = scope.get("client") or ("-",)
-        shown = path[:200].encode("unicode_escape").decode()  # without the query, which may hold what is nobody's business
+        shown = path[:200].encode("unicode_escape").decode()  # without the query, which may be private
         fields = {"client": client, "method": method, "path": shown, "status": status, "seconds": round(seconds, 6)}
         if request.error is not None:
             fields["error"] = request.error

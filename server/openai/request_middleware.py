@@ -1,4 +1,5 @@
-"""What an HTTP request passes before its handler: where it comes from, its key, whether there is room; it gets an answer whatever fails."""
+"""What runs before a request's handler: checks of its origin, its key, and the capacity. It also answers whatever
+fails."""
 
 from __future__ import annotations
 
@@ -16,13 +17,13 @@ from server.logs import current_request
 from server.openai.caller import ANONYMOUS, SESSION_HEADER, Caller, checked_session
 from server.openai.errors import ApiError, from_exception
 from server.openai.origin import OriginRules
-from server.openai.reading import HEADER as IGNORED_HEADER
+from server.openai.parameter_policy import HEADER as IGNORED_HEADER
 from server.openai.stream import ClientGone
 from server.paths import GUARDED, route_path
 
 
-class Traffic:
-    """Requests under way and answered. `close` begins a shutdown."""
+class ActiveRequests:
+    """Counts active and answered requests. `close` begins a shutdown."""
 
     def __init__(self) -> None:
         self.num_open = 0  # below /v1/
@@ -32,7 +33,7 @@ class Traffic:
         self._quiet.set()
 
     def open(self) -> None:
-        """Requests are taken in."""
+        """Requests are accepted."""
         self.is_closing = False
 
     def close(self) -> None:
@@ -40,7 +41,7 @@ class Traffic:
         self.is_closing = True
 
     async def until_quiet(self) -> None:
-        """Return once no request is under way."""
+        """Returns once no request is active."""
         await self._quiet.wait()
 
     def enter(self) -> None:
@@ -54,9 +55,9 @@ class Traffic:
 
 
 class RequestMiddleware:
-    """ASGI middleware around the app, within that of `RequestLog`."""
+    """ASGI middleware around the app, inside `RequestLog`."""
 
-    def __init__(self, app: ASGIApp, config: ServerConfig, traffic: Traffic, keys: KeyRing, metrics_keys: KeyRing) -> None:
+    def __init__(self, app: ASGIApp, config: ServerConfig, traffic: ActiveRequests, keys: KeyRing, metrics_keys: KeyRing) -> None:
         self._app, self._config, self._traffic, self._keys, self._metrics_keys = app, config, traffic, keys, metrics_keys
         self._origins = OriginRules(config, has_keys=bool(keys))
 
@@ -73,9 +74,9 @@ class RequestMiddleware:
                 is_answered = True
                 answered = MutableHeaders(scope=message)
                 answered.update(echoed)
-                reading = scope.get("state", {}).get("reading")
-                if reading is not None and reading.ignored:
-                    answered[IGNORED_HEADER] = reading.header
+                policy = scope.get("state", {}).get("policy")
+                if policy is not None and policy.ignored:
+                    answered[IGNORED_HEADER] = policy.header
             await send(message)
 
         scope["root_path"] = self._config.root_path  # which the routes are matched without
@@ -89,18 +90,19 @@ class RequestMiddleware:
                 state = scope.setdefault("state", {})
                 if state.get("is_over_capacity"):
                     raise _over_capacity(self._config.max_connections)
-                caller = state["caller"] = self._admit(headers)  # the handlers' request.state.caller
+                caller = state["caller"] = self._admit(headers)  # handlers' request.state.caller
                 if caller.session is not None:
                     echoed[SESSION_HEADER] = caller.session
             elif self._metrics_keys and path == "/metrics":
                 sent_key(headers, self._metrics_keys)
-            elif self._metrics_keys and path == "/stats":  # which the chat page shows
+            elif self._metrics_keys and path == "/stats":  # for the chat page
                 sent_key(headers, self._metrics_keys, self._keys)
             await self._app(scope, timely(receive, self._config.body_timeout), send_echoing)
         except (ClientGone, ClientDisconnect):  # the latter within the request's body
             pass
         except Exception as error:
-            if is_answered:  # too late for an answer: the connection breaks, which tells the client that it is incomplete
+            # too late for an answer: the connection breaks, which shows the client that it is incomplete
+            if is_answered:
                 raise
             await from_exception(error).response()(scope, receive, send_echoing)
         finally:
@@ -108,7 +110,7 @@ class RequestMiddleware:
                 self._traffic.leave()
 
     def _admit(self, headers: Headers) -> Caller:
-        """Who calls. Raises `ApiError` for a request that must not come in."""
+        """The caller. Raises `ApiError` for a request that is not admitted."""
         if self._traffic.is_closing:
             closing = {"Retry-After": "5", "Connection": "close"}
             raise ApiError(503, "the server is shutting down", code="service_unavailable", type="server_error", headers=closing)
@@ -133,7 +135,7 @@ def _over_capacity(max_connections: int) -> ApiError:
 
 
 def sent_key(headers: Headers, *rings: KeyRing) -> ApiKey:
-    """The one of the keys that was sent. Raises `ApiError` 401."""
+    """The key that was sent. Raises `ApiError` 401."""
     kind, _, sent = headers.get("authorization", "").partition(" ")
     if kind.lower() != "bearer" or not sent:
         message = "no API key was sent: send it in the header 'Authorization: Bearer KEY'"

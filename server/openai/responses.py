@@ -1,6 +1,7 @@
 """The answers of OpenAI's API as pydantic models. Stream chunks are written without the fields that were not set.
 
-A null is written only where OpenAI's schema has one: clients with types of their own take no other."""
+A null is written only where OpenAI's schema has one: typed clients accept no other.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from server.usage import RequestUsage, device_seconds
 
 FinishedBy = Literal["stop", "length"]
 
-Value = TypeVar("Value")
-OrAbsent = Annotated[Value | None, Field(exclude_if=lambda value: value is None)]
+T = TypeVar("T")
+OrAbsent = Annotated[T | None, Field(exclude_if=lambda value: value is None)]
 
 
 class CachedTokens(BaseModel):
@@ -21,7 +22,8 @@ class CachedTokens(BaseModel):
 
 
 class DeviceSeconds(BaseModel):
-    """Beyond OpenAI's API: a request's waiting, and its share of device time in each phase. Null where the engine did not say."""
+    """Beyond OpenAI's API: a request's waiting time, and its share of device time in each phase. Null where the engine
+    did not report it."""
 
     queue_seconds: float | None
     prefill_seconds: float | None
@@ -37,7 +39,7 @@ class Usage(BaseModel):
 
     @classmethod
     def of(cls, usage: RequestUsage, num_unsent: int = 0) -> Usage:
-        """A request's so far, without the output tokens that are yet to be sent."""
+        """A request's usage so far, without the output tokens that are not sent yet."""
         num_output = usage.output_tokens - num_unsent
         return cls(
             prompt_tokens=usage.input_tokens,
@@ -95,7 +97,7 @@ class ChatCompletion(BaseModel):
     model: str
     choices: list[ChatChoice]
     usage: Usage
-    service_tier: str | None = None  # the one it was served in; null for a priority between the tiers
+    service_tier: str | None = None  # of the request's priority; null for a priority between the tiers
     prompt_token_ids: OrAbsent[list[int]] = None
     prompt_logprobs: OrAbsent[PromptLogprobs] = None
 
@@ -125,7 +127,8 @@ class ChatChunk(BaseModel):
 
 
 class CompletionLogprobs(BaseModel):
-    """`text_offset` counts characters of the choice's text. The first token of an echoed prompt has no log-probability."""
+    """`text_offset` counts characters of the choice's text. The first token of an echoed prompt has no
+    log-probability."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -144,7 +147,8 @@ class CompletionChoice(BaseModel):
 
 
 class Completion(BaseModel):
-    """Also a chunk of a stream, whose choices' finish_reason is null until the last, and whose usage comes at the end."""
+    """Also a chunk of a stream, whose choices' finish_reason is null until the last, and whose usage comes at the
+    end."""
 
     id: str
     object: Literal["text_completion"]
@@ -162,13 +166,13 @@ class EmbeddingUsage(BaseModel):
 
     @classmethod
     def of(cls, usage: RequestUsage) -> EmbeddingUsage:
-        """A request's."""
+        """A request's usage."""
         return cls(
             prompt_tokens=usage.input_tokens, total_tokens=usage.input_tokens, jaxinfer=DeviceSeconds(**device_seconds(usage.device))
         )
 
 
-class Embedding(BaseModel):
+class EmbeddingObject(BaseModel):
     object: Literal["embedding"] = "embedding"
     index: int
     embedding: list[float] | str  # or base64 of little-endian float32
@@ -176,7 +180,7 @@ class Embedding(BaseModel):
 
 class EmbeddingList(BaseModel):
     object: Literal["list"] = "list"
-    data: list[Embedding]
+    data: list[EmbeddingObject]
     model: str
     usage: EmbeddingUsage
 
@@ -202,5 +206,5 @@ class Version(BaseModel):
     version: str
 
 
-class Load(BaseModel):
+class ServerLoad(BaseModel):
     server_load: int  # requests under way

@@ -1,4 +1,4 @@
-"""What the OpenAPI page says beyond what FastAPI finds out itself: bodies that the handlers read on their own, errors, the key."""
+"""What the OpenAPI page adds to what FastAPI finds out: bodies that handlers parse themselves, errors, the API key."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MEANINGS = {
 
 
 def documented_errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """For a route's `responses`: these statuses answer with OpenAI's error form."""
+    """For a route's `responses`: these statuses answer in OpenAI's error format."""
     return {status: {"description": _MEANINGS[status], "model": ErrorBody} for status in statuses}
 
 
@@ -51,8 +51,8 @@ def documented_query(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def openapi_page(app: FastAPI, bodies: Sequence[type[BaseModel]], *, has_keys: bool, is_strict: bool) -> Callable[[], dict[str, Any]]:
-    """A replacement of `app.openapi` that adds the bodies' schemas and, where keys are set, that one is needed. Unless `is_strict`,
-    objects may have names that no schema has."""
+    """A replacement of `app.openapi` that adds the bodies' schemas and, where keys are set, the key. Unless
+    `is_strict`, objects may have names that no schema has."""
 
     def page() -> dict[str, Any]:
         if app.openapi_schema is None:

@@ -1,13 +1,15 @@
-"""What the handlers of both APIs share: the backend, the tokenizer, and the checks every prompt goes through."""
+"""What the handlers of both APIs share: the backend, the tokenizer, and the checks of every prompt."""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from jaxinfer.encode.text_batching import TextReader
 from jaxinfer.request import FinishReason, RequestError, SamplingParams
+from jaxinfer.segments import Prompt
+from jaxinfer.token_ids import TokenIdError
 from jaxinfer.tokenizer import TextTooLong, Tokenizer
 from server.backend import Backend, Unavailable
 from server.config import ServerConfig
@@ -21,7 +23,7 @@ class Service:
     backend: Backend
     tokenizer: Tokenizer
     config: ServerConfig
-    created: int  # Unix time at which the model began to be served
+    created: int  # Unix time at which serving of the model began
     usage: UsageMeter = field(default_factory=UsageMeter)
 
     def check_model(self, name: str) -> None:
@@ -30,7 +32,8 @@ class Service:
             raise _no_model(name, "served here is", self.config.model_names)
 
     def embedding_reader(self, name: str) -> TextReader:
-        """What reads texts for the embedding model of this name. Raises `ApiError` 404 where it, or any at all, isn't served."""
+        """The text reader of the embedding model with this name. Raises `ApiError` 404 where it, or any at all, isn't
+        served."""
         reader = self.backend.text_reader
         if reader is None:
             message = "this server makes no embeddings: start it with --embedding-model, such as --embedding-model minilm"
@@ -47,14 +50,15 @@ class Service:
         return listed
 
     def model(self, name: str) -> Model:
-        """The one of this name. Raises `ApiError` 404 if there is none."""
+        """The model with this name. Raises `ApiError` 404 if there is none."""
         for model in self.models():
             if model.id == name:
                 return model
         raise _no_model(name, "served here is", [model.id for model in self.models()])
 
     def encode(self, param: str, text: str, params: SamplingParams, *, add_special_tokens: bool) -> list[int]:
-        """The text's token ids. Long work: see `work_on`. Raises `RequestError` naming the field for what the model can't take."""
+        """The text's token ids. Slow for long texts: see `work_on`. Raises `RequestError` naming the field for what the
+        model can't take."""
         limit = self.backend.max_model_len
         try:
             return self.tokenizer.encode_prompt(text, params, limit, add_special_tokens=add_special_tokens)
@@ -62,9 +66,9 @@ class Service:
             message = f"the model's context is {limit} tokens, {param} has {error.measure}: shorten {param}"
             raise RequestError(message, param, "context_length_exceeded") from None
 
-    def check_prompt(self, param: str, prompt: Sequence[int], params: SamplingParams) -> None:
-        """Raises `RequestError` naming the field for a prompt or token ids that the model can't take. `max_tokens` over the room is
-        clamped by the engine."""
+    def validate(self, param: str, prompt: Sequence[int], params: SamplingParams) -> Prompt:
+        """The prompt as the backend takes it. Raises `RequestError` naming the field for a prompt or token ids that the
+        model can't take. The engine clamps `max_tokens` to the room that is left."""
         limit = self.backend.max_model_len
         if not prompt:
             raise RequestError(f"{param} is empty: give at least one token", param)
@@ -72,14 +76,11 @@ class Service:
         if room < (0 if params.max_tokens == 0 else 1):
             message = f"the model's context is {limit} tokens, {param} has {len(prompt)} and the answer needs room: shorten {param}"
             raise RequestError(message, param, "context_length_exceeded")
-        for name, ids in ((param, prompt), *params.token_lists()):
-            self._check_ids(name, ids)
-
-    def _check_ids(self, param: str, token_ids: Iterable[int]) -> None:
-        highest = self.tokenizer.vocab_size - 1
-        wrong = next((i for i in token_ids if not 0 <= i <= highest), None)
-        if wrong is not None:
-            raise RequestError(f"{param} has the token id {wrong}: the model's go from 0 to {highest}", param)
+        try:
+            return self.backend.validate(prompt, params)
+        except TokenIdError as error:
+            name = param if error.name == "prompt" else error.name
+            raise RequestError(f"{name} has the token id {error.token_id}: the model's go from 0 to {error.vocab_size - 1}", name) from None
 
 
 def _no_model(name: str, served_as: str, served: Sequence[str]) -> ApiError:
@@ -93,11 +94,11 @@ def new_id(prefix: str) -> str:
 
 
 def finished_by(reason: FinishReason | None) -> FinishedBy | None:
-    """As the API names it. Raises `ApiError` 408 for a request whose time was up and `Unavailable` for one that the backend gave
-    up, which the API has no words for."""
+    """The finish reason in the API's terms. Raises `ApiError` 408 for a request that timed out and `Unavailable` for
+    one that the backend aborted, which the API has no reason for."""
     if reason is FinishReason.TIMEOUT:
         message = "the request's timeout passed before it was finished: give it more seconds, or ask for less"
-        # The client's library would ask again, and again in vain.
+        # The client's library would retry, in vain.
         raise ApiError(408, message, code="timeout", type="timeout", headers={"x-should-retry": "false"})
     if reason is FinishReason.ABORT:
         raise Unavailable("the request was aborted by the server")

@@ -1,4 +1,4 @@
-"""Streams: server-sent events out, many iterators into one, and an end to both when the client goes away."""
+"""Streams: server-sent events, merged iterators, and cancellation of both when the client disconnects."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from server.openai.errors import from_exception
 
 T = TypeVar("T")
 
-CLIENT_CLOSED_REQUEST = 499  # nginx's number for it; nobody is left to read it, the metrics are
+CLIENT_CLOSED_REQUEST = 499  # nginx's status for it, seen in the metrics only
 
 
 class ClientGone(Exception):
@@ -24,7 +24,8 @@ class ClientGone(Exception):
 
 
 async def until_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Await `work`; cancel it and raise `ClientGone` if the client disconnects first. The request's body must have been read."""
+    """Awaits `work`; cancels it and raises `ClientGone` if the client disconnects first. The request's body must have
+    been read."""
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_disconnected(receive))
     try:
@@ -75,15 +76,16 @@ class _EventStream(Response):
         try:
             async for chunk in self._rest:
                 await write(chunk.model_dump_json(exclude_unset=True))
-        except Exception as error:  # the status is sent, so the stream itself has to tell
+        except Exception as error:  # the status is sent, so the stream has to report it
             await write(json.dumps(from_exception(error).body()))
         else:
             await write("[DONE]")
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def merged(streams: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[tuple[int, T]]:
-    """Every item of every stream as it comes, with the stream's number. An error of one ends all; closing this closes all."""
+async def merge(streams: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[tuple[int, T]]:
+    """Every item of every stream as it comes, with the stream's number. An error of one ends all; closing this closes
+    all."""
     if len(streams) == 1:  # the usual case needs no tasks
         async with aclosing(streams[0]) as only:
             async for item in only:

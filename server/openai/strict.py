@@ -1,4 +1,4 @@
-"""What every request's model is made of: nothing converted, errors that speak of one field."""
+"""The base of every request's model: no conversions, and errors about one field each."""
 
 from __future__ import annotations
 
@@ -8,30 +8,32 @@ from typing import Annotated, Any, ClassVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, PrivateAttr, ValidationInfo, model_validator
 
 from jaxinfer.request import RequestError
-from server.openai.reading import Reading, meant, not_implemented
+from server.openai.parameter_policy import ParameterPolicy, closest_known_name, not_implemented
 
-MAX_NAMES = 256  # in an object that a request's model reads; it has some fifty
+MAX_NAMES = 256  # in an object that a request's model reads; models have some fifty
 
 
-def documented(**keywords: Any) -> Any:
-    """An optional field with its range in the OpenAPI page. Null means the same as leaving it out, as OpenAI has it."""
+def describe(**keywords: Any) -> Any:
+    """An optional field with its range in the OpenAPI page. Null means the same as leaving it out, as in OpenAI's
+    API."""
     return Field(default=None, json_schema_extra=keywords)
 
 
 def _check_unicode(text: str) -> str:
     try:
         text.encode()
-    except UnicodeEncodeError as error:  # JSON can spell half of a character outside the basic plane
+    except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
         raise ValueError(f"character {error.start} is half a surrogate pair: send the whole pair") from None
     return text
 
 
-Text = Annotated[str, AfterValidator(_check_unicode)]
-NonEmpty = Annotated[Text, Field(min_length=1)]
+UnicodeText = Annotated[str, AfterValidator(_check_unicode)]
+NonEmpty = Annotated[UnicodeText, Field(min_length=1)]
 
 
 def one_of(what: str, **tags: str) -> Discriminator:
-    """Chooses a union's member by the value's type (and, for lists, the first element's), so that an error speaks of one member."""
+    """Chooses a union's member by the value's type (and, for lists, the first element's), so that an error is about one
+    member."""
 
     def tag(value: Any) -> str | None:
         kind = type(value).__name__
@@ -43,30 +45,33 @@ def one_of(what: str, **tags: str) -> Discriminator:
 
 
 class StrictModel(BaseModel):
-    """A JSON object: nothing is converted (a number isn't read from a string). What becomes of unknown names is `Reading`'s to say:
-    without one they are errors."""
+    """A JSON object without conversions (a number isn't read from a string). `ParameterPolicy` decides about unknown
+    names: without one they are errors."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
-    # Where such an object is in a body; empty for the body itself.
+    # The position of such an object in a body; empty for the body itself.
     place: ClassVar[str] = ""
-    # What would change the answer and is not implemented: refused by name, unless null or one of the values that ask for nothing.
+    # Parameters that would change the answer and are not implemented: refused by name, unless null or one of the
+    # neutral values.
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {}
-    # What can't change the answer: refused so where parameters are read strictly, else ignored as any unknown name is.
+    # Parameters that can't change the answer: refused like those where parameters are read strictly, else ignored like
+    # any unknown name.
     unsupported_if_strict: ClassVar[dict[str, tuple[Any, ...]]] = {}
-    # Fields that are accepted and do nothing, whatever they hold.
+    # Fields that are accepted and have no effect, whatever their value.
     without_effect: ClassVar[frozenset[str]] = frozenset()
 
-    _reading: Reading = PrivateAttr(default_factory=Reading)
+    _policy: ParameterPolicy = PrivateAttr(default_factory=ParameterPolicy)
 
     @property
-    def reading(self) -> Reading:
-        """How it was read; what turns out later to have no effect is noted there. Its own for a body alone."""
-        return self._reading
+    def policy(self) -> ParameterPolicy:
+        """The policy it was read with; names that prove later to have no effect are recorded there. A policy of its own
+        for a lone body."""
+        return self._policy
 
-    def read_with(self, reading: Reading) -> None:
-        """Set `reading`."""
-        self._reading = reading
+    def read_with(self, policy: ParameterPolicy) -> None:
+        """Set `policy`."""
+        self._policy = policy
 
     @model_validator(mode="before")
     @classmethod
@@ -75,40 +80,40 @@ class StrictModel(BaseModel):
             return data
         if len(data) > MAX_NAMES:
             raise RequestError(f"an object with {len(data)} keys was sent: at most {MAX_NAMES}", None, "invalid_value")
-        reading = info.context if isinstance(info.context, Reading) else Reading()
-        kept = _read_names(cls, data, reading)
-        if reading.refusals and reading is not info.context:  # nobody is there to tell them
-            raise reading.refusals[0]
+        policy = info.context if isinstance(info.context, ParameterPolicy) else ParameterPolicy()
+        kept = _read_names(cls, data, policy)
+        if policy.refusals and policy is not info.context:  # nobody else will report them
+            raise policy.refusals[0]
         return kept
 
 
-def _read_names(model: type[StrictModel], data: Mapping[str, Any], reading: Reading) -> dict[str, Any]:
-    """An object's values that its model is to check. Raises `RequestError` for names that would change the answer; those of the
-    outermost object are noted as refusals instead, so that its other faults are told too."""
+def _read_names(model: type[StrictModel], data: Mapping[str, Any], policy: ParameterPolicy) -> dict[str, Any]:
+    """An object's values that its model is to check. Raises `RequestError` for names that would change the answer;
+    those of the outermost object are recorded as refusals instead, so that its other faults are reported too."""
     kept: dict[str, Any] = {}
     missing: list[str] = []
     misspelt: list[tuple[str, str]] = []
-    refused = model.unsupported | (model.unsupported_if_strict if reading.is_strict else {})
+    refused = model.unsupported | (model.unsupported_if_strict if policy.is_strict else {})
     for name, value in data.items():
         if (known := model.model_fields.get(name)) is not None:
-            if value is not None or known.is_required() or reading.is_strict:
+            if value is not None or known.is_required() or policy.is_strict:
                 kept[name] = value
             if name in model.without_effect and value is not None:
-                reading.ignore(model.place, name)
+                policy.ignore(model.place, name)
         elif name in refused:
             if value is not None and value not in refused[name]:
                 missing.append(name)
-        elif reading.is_strict:
+        elif policy.is_strict:
             kept[name] = value  # an error of pydantic's
         elif value is None:
             pass  # as if it were left out
-        elif (near := meant(name, [*model.model_fields, *refused], reading)) is not None:
+        elif (near := closest_known_name(name, [*model.model_fields, *refused], policy)) is not None:
             misspelt.append((name, near))
         else:
-            reading.ignore(model.place, name)
+            policy.ignore(model.place, name)
     problems = [] if not missing else [not_implemented(missing)]
     problems += [RequestError(f"unknown parameter: {name!r}; did you mean {near!r}?", name, "unknown_parameter") for name, near in misspelt]
     if problems and model.place:
         raise RequestError("; ".join(map(str, problems)), problems[0].param, problems[0].code)
-    reading.refusals += problems
+    policy.refusals += problems
     return kept

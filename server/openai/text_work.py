@@ -1,4 +1,4 @@
-"""Work on texts that would hold up the event loop: done in threads of their own."""
+"""Work on texts that would block the event loop, in threads of its own."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import TypeVar
 
-Result = TypeVar("Result")
+T = TypeVar("T")
 
 LONG_TEXT = 8_000  # characters that are worth a thread: 5 ms of tokenizing
-VERY_LONG_TEXT = 200_000  # these wait for each other, not shorter ones for them
+VERY_LONG_TEXT = 200_000  # these wait for each other, but shorter ones don't wait for them
 NICENESS = 4  # a process of niceness 0 gets two and a half times as much
 
 
-async def work_on(num_characters: int, work: Callable[[], Result]) -> Result:
-    """What `work` gives, done in a thread where texts of that many characters take long.
+async def work_on(num_characters: int, work: Callable[[], T]) -> T:
+    """The result of `work`, run in a thread where texts of `num_characters` characters take long.
 
-    One thread has the long ones and one the very long, so that their memory is bounded too. What is cancelled before its turn is not done.
+    One thread runs the long ones and one the very long, so that their memory is bounded too. Work that is cancelled in
+    the queue doesn't run.
     """
     if num_characters < LONG_TEXT:
         return work()
@@ -29,7 +30,8 @@ async def work_on(num_characters: int, work: Callable[[], Result]) -> Result:
 
 
 def start_with(work: Callable[[], object]) -> None:
-    """Do a first piece of work in these threads: what threads it starts for itself (tokenizers do, once in a process) have their priority."""
+    """Runs a first piece of work in these threads. Threads that it starts (tokenizers do, once in a process) inherit
+    their priority."""
     _threads(False).submit(work).result()
 
 
@@ -39,9 +41,11 @@ def _threads(is_very_long: bool) -> ThreadPoolExecutor:
 
 
 def _step_back() -> None:
-    """Give this thread, and those that a tokenizer starts in it, less of a busy processor than the engine's threads have.
+    """Gives this thread, and those that a tokenizer starts in it, less of a busy processor than the engine's threads
+    have.
 
-    It can hold the interpreter's lock, so it must not wait long for its turn: with more niceness than this /health waits, too.
+    It can hold the interpreter's lock, so it must not wait long for the processor: with more niceness /health waits,
+    too.
     """
     if sys.platform == "linux":  # where a thread has a priority of its own
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)

@@ -1,6 +1,6 @@
-"""Parameters that other servers or clients know, that would change the answer, and that this server does not implement.
+"""Parameters of other servers or clients that would change the answer, and that this server does not implement.
 
-Each has the values that ask for nothing, which are accepted. A name that a request's model has as a field is not looked up here.
+Each has its neutral values, which are accepted. A name that a request's model has as a field is not looked up here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SAMPLING: Harmless = {
     "penalty_alpha": (),
     "sampling_seed": (),
     "stop_regex": ([],),
-    # Other names of what has one here.
+    # Other names of parameters that exist here.
     **dict.fromkeys(("max_new_tokens", "max_output_tokens", "max_length", "n_predict", "num_predict"), ()),
     **dict.fromkeys(("min_new_tokens", "min_length"), (0,)),
     **dict.fromkeys(("stop_sequences", "options", "parameters", "generation_config", "model_kwargs", "extra_body"), ([], {})),
@@ -66,12 +66,12 @@ CHAT: Harmless = COMMON | {
     "chat_template": (),
     "echo": (False,),
     "best_of": (1,),
-    # Of thinking; what a template reads goes into chat_template_kwargs.
+    # For reasoning; what a template reads goes into chat_template_kwargs.
     **dict.fromkeys(("thinking", "enable_thinking", "thinking_budget", "thinking_token_budget", "reasoning"), ()),
     "include_reasoning": (True,),
     "separate_reasoning": (True,),
     "reasoning_format": (),
-    # Of other APIs: they would be part of the prompt.
+    # From other APIs: they would be part of the prompt.
     **dict.fromkeys(("system", "instructions", "input", "prompt", "previous_response_id", "conversation"), ()),
 }
 COMPLETION: Harmless = COMMON | {"suffix": ("",), "tools": ([],), "add_special_tokens": (True,)}
@@ -92,7 +92,7 @@ EMBEDDING: Harmless = {
     "pooling_type": (),
 }
 
-# What can't change an answer, and is refused where parameters are read strictly.
+# Parameters that can't change an answer, and are refused where parameters are read strictly.
 HARMLESS_BUT_STRICT: Harmless = {
     "store": (False,),
     "verbosity": (),

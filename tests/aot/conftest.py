@@ -16,8 +16,8 @@ import pytest
 from jax.experimental.mosaic.gpu.core import artificial_shared_memory_limit
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from benchmarks.gpu.compiled import num_launches
-from pallas_kernels.mosaic.card import Card, card_of
+from benchmarks.gpu.compiled_program import num_launches
+from pallas_kernels.mosaic.card import Card, card_for
 from sharding.targets import target_devices
 from tests.covering import mark_exhaustive, name_of, parameters_of
 from tests.ptx.kernel import run_interpreted_kernels_as_compiled
@@ -97,7 +97,7 @@ def larger(monkeypatch) -> dict[tuple[int, ...], tuple[int, int]]:
 
 @pytest.fixture(scope="session")
 def card(target) -> Card:
-    return card_of(target_devices(target, 1)[0])
+    return card_for(target_devices(target, 1)[0])
 
 
 @pytest.fixture(scope="session")
@@ -117,8 +117,8 @@ def compile_for(target, card) -> Compile:
 
 
 def num_kernels(compiled: jax.stages.Compiled) -> int:
-    """Mosaic GPU kernels in a program, as often as they are called, but for those that put shares of a context together."""
-    return len(re.findall(r'custom_call_target="mosaic_gpu.*op_name="(?!\S*/together/)', compiled.as_text()))
+    """Mosaic GPU kernels in a program, as often as they are called, except those that combine KV splits."""
+    return len(re.findall(r'custom_call_target="mosaic_gpu.*op_name="(?!\S*/combine_splits/)', compiled.as_text()))
 
 
 def launches(compiled: jax.stages.Compiled) -> int:

@@ -9,17 +9,17 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jaxinfer.architecture.model_config import ArchitectureConfig
 from jaxinfer.decode.runner import DecodeRunner
 from jaxinfer.kv_cache.pages import PagePool
 from jaxinfer.kv_cache.spec import PageSpec, default_page_size
-from jaxinfer.layers.matrices import MatrixFormat
-from jaxinfer.models.config import ArchitectureConfig
-from jaxinfer.plan import choose_attention
+from jaxinfer.pipeline.stage import Stage
+from jaxinfer.planner.backends import choose_attention
 from jaxinfer.prefill.runner import PrefillRunner
-from jaxinfer.runtime.compilation import compile_program
-from jaxinfer.runtime.stage import Stage
-from jaxinfer.runtime.template import make_template
-from pallas_kernels.dispatch import Backend
+from jaxinfer.programs.compilation import compile_program
+from jaxinfer.weights.formats.weight_format import ModelWeightFormat
+from jaxinfer.weights.template import make_template
+from pallas_kernels.dispatch import KernelBackend
 from sharding.mesh import make_mesh
 from sharding.rules import TENSOR_PARALLEL
 from sharding.targets import target_devices
@@ -31,7 +31,7 @@ _ARRAY = re.compile(r"= (pred|[a-z]+(\d+)[a-z0-9]*)\[([\d,]+)\]\S* (copy|dynamic
 @dataclass(frozen=True)
 class EngineProgram:
     compiled: Any
-    attention: Backend
+    attention: KernelBackend
     spec: PageSpec
     pool_bytes: int  # on each device, as are the next two
     weight_bytes: int
@@ -42,7 +42,7 @@ def compile_for(
     target: str,
     num_devices: int,
     config: ArchitectureConfig,
-    form: MatrixFormat,
+    weight_format: ModelWeightFormat,
     name: str,
     *,
     num_pages: int,
@@ -52,7 +52,7 @@ def compile_for(
     """A program such as 'decode/32', 'prefill/512' or 'decode/sample/32', of a model split over so many cards, whose pool has so many pages of 16
     tokens, or of latents of 16 for each card."""
     own = config.on_devices(num_devices)
-    template = make_template(own, form)
+    template = make_template(own, weight_format)
     mesh = make_mesh(range(num_devices), target_devices(target, num_devices))
     spec = PageSpec.of(config, default_page_size(config, (num_devices,)), BFLOAT16.itemsize)
     pool = PagePool(spec, num_pages, BFLOAT16, mesh, TENSOR_PARALLEL, own.heads)

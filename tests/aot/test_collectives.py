@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from jaxinfer.layers.matrices import ExpertFormat, MatrixFormat
+from jaxinfer.architecture.known_models import model_shape
 from jaxinfer.models.registry import read_config
-from jaxinfer.models.shapes import model_shape
+from jaxinfer.weights.formats.plain import Plain
+from jaxinfer.weights.formats.weight_format import ExpertFormat, ModelWeightFormat
 from sharding.collectives import Collective, collectives, collectives_a_layer
 from tests.aot.engine_programs import BFLOAT16, compile_for, first_layers
 from tests.sharding.branches import exchanges_in_branches
@@ -44,9 +45,9 @@ MORE = {("kimi-k2.5", "decode/32"): KIMI_DECODE, ("kimi-k2.5", "prefill/2048"): 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.model)
 def test_a_layer_costs_two_sums_and_what_latents_take(case, name):
     config = read_config(model_shape(case.model))
-    form = MatrixFormat(BFLOAT16, experts=ExpertFormat(packing=case.packing, backend="mosaic_gpu"))
+    weight_format = ModelWeightFormat(Plain(BFLOAT16), experts=ExpertFormat(packing=case.packing, backend="mosaic_gpu"))
     shorter, longer = (
-        compile_for("h100", 8, first_layers(config, num), form, name, num_pages=2**12, context=8192).compiled.as_text()
+        compile_for("h100", 8, first_layers(config, num), weight_format, name, num_pages=2**12, context=8192).compiled.as_text()
         for num in (case.num_layers, case.num_layers + 1)
     )
     found = collectives(shorter)
@@ -62,7 +63,7 @@ def test_a_layer_costs_two_sums_and_what_latents_take(case, name):
 
 
 def sampling_program(name: str) -> str:
-    return compile_for("h100", 8, LLAMA, MatrixFormat(BFLOAT16), name, num_pages=2**12, context=8192).compiled.as_text()
+    return compile_for("h100", 8, LLAMA, ModelWeightFormat(Plain(BFLOAT16)), name, num_pages=2**12, context=8192).compiled.as_text()
 
 
 def test_every_branch_is_in_a_cuda_graph():
@@ -97,10 +98,10 @@ def test_sampling_exchanges_no_scores_and_waits_at_no_branch(name):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.model)
 def test_tokens_that_are_split_are_gathered_before_products_and_sums_scattered(case):
     config = read_config(model_shape(case.model))
-    form = MatrixFormat(BFLOAT16, experts=ExpertFormat(packing=case.packing, backend="mosaic_gpu"))
+    weight_format = ModelWeightFormat(Plain(BFLOAT16), experts=ExpertFormat(packing=case.packing, backend="mosaic_gpu"))
     shorter, longer = (
         compile_for(
-            "h100", 8, first_layers(config, num), form, "prefill/2048", num_pages=2**12, context=8192, sequence_parallel="on"
+            "h100", 8, first_layers(config, num), weight_format, "prefill/2048", num_pages=2**12, context=8192, sequence_parallel="on"
         ).compiled.as_text()
         for num in (case.num_layers, case.num_layers + 1)
     )

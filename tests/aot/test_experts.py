@@ -13,10 +13,11 @@ import pytest
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxinfer.layers.matrices import ExpertFormat, MatrixFormat
+from jaxinfer.architecture.model_config import Routing
 from jaxinfer.layers.moe import Experts, MixtureOfExperts, unsupported_reason
-from jaxinfer.models.config import Routing
-from pallas_kernels.grouped_matmul.cases import CASES, Case
+from jaxinfer.weights.formats.plain import Plain
+from jaxinfer.weights.formats.weight_format import ExpertFormat, ModelWeightFormat
+from pallas_kernels.grouped_matmul.cases import CASES, ExpertsCase
 from sharding.mesh import make_mesh
 from sharding.partition import named_sharding, replicated
 from sharding.rules import EXPERT_PARALLEL, TENSOR_PARALLEL, Rules
@@ -29,7 +30,7 @@ BFLOAT16 = jnp.dtype("bfloat16")
 COLLECTIVES = r" (all-reduce|all-gather|reduce-scatter|ragged-all-to-all|all-to-all|collective-permute)(?:-start)?\("
 
 
-def routing_of(case: Case) -> Routing:
+def routing_of(case: ExpertsCase) -> Routing:
     return Routing(case.num_experts, case.experts_per_token, "sigmoid", scales_input=case.experts_per_token == 1)
 
 
@@ -53,14 +54,14 @@ def compiled_for(mesh: Mesh, rules: Rules, build: Callable[[], nnx.Module], *inp
 @pytest.mark.parametrize("num_tokens", [4, 2048])
 @pytest.mark.parametrize("num_devices", [1, 4])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_two_kernels_and_no_copy_of_an_expert(case: Case, num_devices: int, num_tokens: int) -> None:
+def test_two_kernels_and_no_copy_of_an_expert(case: ExpertsCase, num_devices: int, num_tokens: int) -> None:
     packing = None if case.format == "bfloat16" else case.format
-    form = MatrixFormat(BFLOAT16, experts=ExpertFormat(packing=packing, backend="mosaic_gpu"))
-    assert unsupported_reason(case.inputs, case.outputs, num_devices, form, BFLOAT16) is None
+    weight_format = ModelWeightFormat(Plain(BFLOAT16), experts=ExpertFormat(packing=packing, backend="mosaic_gpu"))
+    assert unsupported_reason(case.inputs, case.outputs, num_devices, weight_format, BFLOAT16) is None
     mesh = make_mesh(range(num_devices), target_devices("h200", num_devices))
     chosen = (num_tokens, case.experts_per_token)
     inputs = (((num_tokens, case.inputs), BFLOAT16), (chosen, jnp.int32), (chosen, jnp.float32))
-    compiled = compiled_for(mesh, TENSOR_PARALLEL, lambda: Experts(case.inputs, case.outputs, routing_of(case), form), *inputs)
+    compiled = compiled_for(mesh, TENSOR_PARALLEL, lambda: Experts(case.inputs, case.outputs, routing_of(case), weight_format), *inputs)
     assert num_kernels(compiled) == 2
     rows = max(math.prod(chosen), 256)
     assert compiled.memory_analysis().temp_size_in_bytes < rows * (4 * case.inputs + 6 * case.outputs) * 4 + 2**21
@@ -92,10 +93,12 @@ def test_many_tokens_of_whole_experts_go_by_a_ragged_all_to_all() -> None:
 
 
 def mixture_on_eight(case: Case, rules: Rules, num_tokens: int, shared_size: int | None) -> jax.stages.Compiled:
-    form = MatrixFormat(BFLOAT16, experts=ExpertFormat(packing=None if case.format == "bfloat16" else case.format, backend="mosaic_gpu"))
+    weight_format = ModelWeightFormat(
+        Plain(BFLOAT16), experts=ExpertFormat(packing=None if case.format == "bfloat16" else case.format, backend="mosaic_gpu")
+    )
     mesh = make_mesh(range(8), target_devices("h100", 8))
 
     def build() -> nnx.Module:
-        return MixtureOfExperts(case.inputs, case.outputs, routing_of(case), form, shared_size=shared_size)
+        return MixtureOfExperts(case.inputs, case.outputs, routing_of(case), weight_format, shared_size=shared_size)
 
     return compiled_for(mesh, rules, build, ((num_tokens, case.inputs), BFLOAT16))

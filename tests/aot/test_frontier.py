@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from jaxinfer.layers.matrices import ExpertFormat, MatrixFormat
+from jaxinfer.architecture.known_models import model_shape
 from jaxinfer.models.registry import read_config
-from jaxinfer.models.shapes import model_shape
+from jaxinfer.weights.formats.plain import Plain
+from jaxinfer.weights.formats.weight_format import ExpertFormat, ModelWeightFormat
 from tests.aot.conftest import num_kernels
 from tests.aot.engine_programs import BFLOAT16, compile_for, first_layers, large_copies
 
@@ -36,11 +37,13 @@ CASES = [
 
 
 @pytest.mark.parametrize("name", ["decode/32", "prefill/2048"])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.model)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=case.model, marks=() if index < 2 else pytest.mark.exhaustive) for index, case in enumerate(CASES)]
+)
 def test_first_layers(case, name):
     config = first_layers(read_config(model_shape(case.model)), case.num_layers)
-    form = MatrixFormat(BFLOAT16, experts=ExpertFormat(packing=case.packing, backend="mosaic_gpu"))
-    program = compile_for(case.card, case.num_devices, config, form, name, num_pages=2**15, context=32768)
+    weight_format = ModelWeightFormat(Plain(BFLOAT16), experts=ExpertFormat(packing=case.packing, backend="mosaic_gpu"))
+    program = compile_for(case.card, case.num_devices, config, weight_format, name, num_pages=2**15, context=32768)
     assert program.attention == "mosaic_gpu"
     assert num_kernels(program.compiled) == case.num_layers + 2 * case.num_moe
     memory = program.compiled.memory_analysis()

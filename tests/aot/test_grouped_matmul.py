@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.grouped_matmul.cases import CASES, Case
+from pallas_kernels.grouped_matmul.cases import CASES, ExpertsCase
 from pallas_kernels.grouped_matmul.formats import Fp8, Int4
 from pallas_kernels.grouped_matmul.mosaic_gpu import grouped_matmul
 from tests.aot.conftest import num_kernels
@@ -13,7 +13,7 @@ from tests.aot.conftest import num_kernels
 pytestmark = pytest.mark.aot
 
 
-def arrays_of(case: Case, inputs: int, outputs: int) -> list[tuple[tuple[int, ...], jnp.dtype]]:
+def arrays_of(case: ExpertsCase, inputs: int, outputs: int) -> list[tuple[tuple[int, ...], jnp.dtype]]:
     """Shapes and types of the experts' matrices."""
     tiles = (case.num_experts, outputs // 128, inputs // 128)
     if case.format == "int4":
@@ -37,7 +37,7 @@ def test_one_kernel_and_no_weight_beside_the_packed_ones(compile_for, case, prod
     )
 
 
-def compile_grouped(compile_for, case: Case, inputs: int, outputs: int, num_tokens: int):
+def compile_grouped(compile_for, case: ExpertsCase, inputs: int, outputs: int, num_tokens: int):
     def function(x, group_sizes, *weights):
         return grouped_matmul(x, {"int4": Int4, "fp8": Fp8}[case.format](*weights) if len(weights) > 1 else weights[0], group_sizes)
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import jax.numpy as jnp
 import pytest
 
+from jaxinfer.architecture.known_models import model_shape
 from jaxinfer.kv_cache.pages import PagePool
 from jaxinfer.kv_cache.spec import PageSpec
 from jaxinfer.kv_transfer.page_moves import gather_programs, scatter_programs
-from jaxinfer.layers.matrices import MatrixFormat
 from jaxinfer.models.registry import read_config
-from jaxinfer.models.shapes import model_shape
-from jaxinfer.runtime.compilation import compile_program
+from jaxinfer.programs.compilation import compile_program
+from jaxinfer.weights.formats.plain import Plain
+from jaxinfer.weights.formats.weight_format import ModelWeightFormat
 from sharding.mesh import make_mesh
 from sharding.rules import TENSOR_PARALLEL
 from sharding.targets import target_devices
@@ -27,7 +28,7 @@ NUM_PAGES, CONTEXT = 16384, 8192
 @pytest.mark.parametrize(("model", "more_kv"), [("qwen3-235b-a22b", 8 / 4), ("smollm2-135m", 8 / 3)])
 def test_the_engines_programs_on_eight_cards(model, more_kv, name):
     config = first_layers(read_config(model_shape(model)), 2)
-    program = compile_for("h100", 8, config, MatrixFormat(BFLOAT16), name, num_pages=NUM_PAGES, context=CONTEXT)
+    program = compile_for("h100", 8, config, ModelWeightFormat(Plain(BFLOAT16)), name, num_pages=NUM_PAGES, context=CONTEXT)
     assert program.attention == "mosaic_gpu"
     assert num_kernels(program.compiled) == config.num_layers
     assert program.pool_bytes == NUM_PAGES * program.spec.page_bytes * more_kv / 8

@@ -16,11 +16,11 @@ import pytest
 
 from pallas_kernels.grouped_matmul import mosaic_gpu
 from pallas_kernels.grouped_matmul.cases import TINY
-from pallas_kernels.grouped_matmul.work import Work, work_for
+from pallas_kernels.grouped_matmul.row_pieces import PieceBounds, piece_bounds
 from pallas_kernels.latent_prefill_attention.page_list import PageList
 from pallas_kernels.page_write import write
 from pallas_kernels.paged_attention import xla as paged_xla
-from pallas_kernels.paged_attention.mosaic_tiling import Tiling
+from pallas_kernels.paged_attention.mosaic_tiling import DecodeTiling
 from pallas_kernels.ragged_prefill_attention import xla as ragged_xla
 from tests.kernels import test_paged_attention_gpu as paged_attention
 from tests.kernels import test_ragged_prefill_attention_gpu as ragged_prefill_attention
@@ -36,13 +36,13 @@ PAGES = 2  # a pool's axis
 
 def prefill() -> None:
     inputs = ragged_prefill_attention.arguments((0, 32), (0, 60), (30, 20), 64, num_heads=2)
-    ragged_prefill_attention.check(inputs, ragged_prefill_attention.Tiling(2, 64, 2))
+    ragged_prefill_attention.check(inputs, ragged_prefill_attention.PrefillTiling(2, 64, 2))
 
 
 @pytest.mark.parametrize(
     ("module", "kernel", "pool", "page_ids", "check"),
     [
-        (paged_attention, "paged_attention_and_lse", 1, (3,), lambda: paged_attention.check((130, 5), tiling=Tiling(64, 2, 2))),
+        (paged_attention, "paged_attention_and_lse", 1, (3,), lambda: paged_attention.check((130, 5), tiling=DecodeTiling(64, 2, 2))),
         (paged_attention, "paged_attention_and_lse", 1, (3,), paged_attention.test_latents_of_several_tokens),
         (write_and_attend, "write_and_attend", 3, (5, 6), lambda: write_and_attend.check((130, 5))),
         (ragged_prefill_attention, "ragged_prefill_attention", 1, (3,), prefill),
@@ -72,12 +72,12 @@ def test_the_last_experts_of_many(larger, monkeypatch, case):
     num_before = FAR // math.prod(leaves[0].shape[1:])
     larger |= {leaf.shape: (0, num_before + len(leaf)) for leaf in leaves}
 
-    def work_of_all(*arguments: Any) -> Work:
-        work = work_for(*arguments)
+    def work_of_all(*arguments: Any) -> PieceBounds:
+        work = piece_bounds(*arguments)
         ends = {name: jnp.pad(getattr(work, name), (num_before, 0)) for name in ("row_ends", "piece_ends")}
         return work._replace(owner=work.owner + num_before, **ends)
 
-    monkeypatch.setattr(mosaic_gpu, "work_for", work_of_all)
+    monkeypatch.setattr(mosaic_gpu, "piece_bounds", work_of_all)
     x = rows(case, random)
     assert_close(interpreted(x, weights, jnp.array(sizes)), plain(x, matrices, sizes))
 
@@ -106,7 +106,7 @@ def test_xla_has_no_dimension_that_an_index_can_not_count(compile_for, name):
             rows,
             rows,
         ),
-        "latents": (lambda pool, *of: PageList.of_rows(pool, *of, axis=None).read_whole(jnp.arange(64)), latents, one, table, rows),
+        "latents": (lambda pool, *of: PageList.for_rows(pool, *of, axis=None).read_whole(jnp.arange(64)), latents, one, table, rows),
     }
     function, *arguments = given[name]
     assert math.prod(pool[0]) > FAR and math.prod(latents[0]) > FAR

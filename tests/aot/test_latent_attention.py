@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxinfer.architecture.known_models import model_shape
 from jaxinfer.layers.latent_attention import absorbed
-from jaxinfer.layers.matrices import MatrixFormat
 from jaxinfer.models.registry import read_config
-from jaxinfer.models.shapes import model_shape
+from jaxinfer.weights.formats.plain import Plain
+from jaxinfer.weights.formats.weight_format import ModelWeightFormat
 from pallas_kernels.latent_prefill_attention.op import latent_prefill_attention
 from tests.aot.conftest import Compile, num_kernels
 from tests.aot.engine_programs import BFLOAT16, first_layers, large_copies
@@ -58,7 +59,9 @@ def compile_latents(
 def test_cards_that_share_latents_out_hold_little_more(role):
     """Kimi K2.5 on eight: whatever the size of the pool, what one card's attention needs beside it stays small, and no page is copied."""
     config = first_layers(read_config(model_shape("kimi-k2.5")), 1)
-    few, many = (compile_for_cards("h100", 8, config, MatrixFormat(BFLOAT16), role, num_pages=n, context=32768) for n in (2**10, 2**15))
+    few, many = (
+        compile_for_cards("h100", 8, config, ModelWeightFormat(Plain(BFLOAT16)), role, num_pages=n, context=32768) for n in (2**10, 2**15)
+    )
     assert many.spec.page_size == 128
     assert many.pool_bytes == 2**15 * 16 * 576 * 2
     assert few.attention == many.attention == "mosaic_gpu"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.machine_code import CASES, found
+from benchmarks.machine_code import CASES, inspect_kernel
 
 pytestmark = pytest.mark.aot
 
@@ -16,7 +16,7 @@ MOST_ISSUED = {"decode bfloat16": 0.36, "decode float8": 0.75, "decode latents":
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_tile_takes_fewer_instructions_than_can_be_issued_meanwhile(name):
-    one = found(CASES[name]())
+    one = inspect_kernel(CASES[name]())
     assert one.share <= MOST_ISSUED.get(name, 0.85)
     assert one.spilled <= MOST_SPILLED.get(name, 0)
     assert not one.serialised

@@ -6,10 +6,11 @@ import re
 
 import pytest
 
-from jaxinfer.layers.matrices import MatrixFormat
-from jaxinfer.models.config import ArchitectureConfig
+from jaxinfer.architecture.known_models import model_shape
+from jaxinfer.architecture.model_config import ArchitectureConfig
 from jaxinfer.models.registry import read_config
-from jaxinfer.models.shapes import model_shape
+from jaxinfer.weights.formats.plain import Plain
+from jaxinfer.weights.formats.weight_format import ModelWeightFormat
 from pallas_kernels.paged_attention import mosaic_tiling
 from tests.aot.conftest import launches, makers, num_kernels
 from tests.aot.engine_programs import BFLOAT16, EngineProgram, compile_for, first_layers, large_copies
@@ -19,10 +20,11 @@ pytestmark = pytest.mark.aot
 NUM_PAGES, CONTEXT = 8192, 8192
 
 
+@pytest.mark.parametrize("num_layers", [4, 32])  # all of them take minutes to compile
 @pytest.mark.parametrize("name", ["decode/1", "decode/32", "decode/128", "prefill/512", "prefill/4096"])
-def test_llama_3_1_8b(target, name):
-    config = read_config(model_shape("llama-3.1-8b"))
-    program = compile_for(target, 1, config, MatrixFormat(BFLOAT16), name, num_pages=NUM_PAGES, context=CONTEXT)
+def test_llama_3_1_8b(target, name, num_layers):
+    config = first_layers(read_config(model_shape("llama-3.1-8b")), num_layers)
+    program = compile_for(target, 1, config, ModelWeightFormat(Plain(BFLOAT16)), name, num_pages=NUM_PAGES, context=CONTEXT)
     assert program.attention == "mosaic_gpu"
     assert num_kernels(program.compiled) == config.num_layers
     memory, (role, _, size) = program.compiled.memory_analysis(), name.partition("/")
@@ -44,8 +46,8 @@ def test_llama_3_1_8b(target, name):
 
 @pytest.mark.parametrize("name", ["decode/1", "decode/128"])
 def test_one_launch_a_layer_writes_and_attends_where_the_cards_record_says_so(target, name, monkeypatch):
-    """The pool goes through 32 launches, each of which writes to it where it is, and nothing else does."""
-    config = read_config(model_shape("llama-3.1-8b"))
+    """The pool goes through each layer's launch, which writes to it where it is, and nothing else does."""
+    config = first_layers(read_config(model_shape("llama-3.1-8b")), 4)
     program = _compiled_by_record(monkeypatch, target, config, name, writes=True)
     assert num_kernels(program.compiled) == config.num_layers
     assert makers(program.compiled, _pool_shape(program)) == {"custom-call"}
@@ -65,8 +67,8 @@ def test_that_is_a_launch_less_a_layer(target, monkeypatch):
 
 def _compiled_by_record(monkeypatch, target: str, config: ArchitectureConfig, name: str, *, writes: bool) -> EngineProgram:
     record = {"tokens": 64, "stages": 6, "splits": 1, "writes": writes}
-    monkeypatch.setattr(mosaic_tiling, "tuned", lambda op, _: record if op == "write_and_attend" else None)
-    return compile_for(target, 1, config, MatrixFormat(BFLOAT16), name, num_pages=NUM_PAGES, context=CONTEXT)
+    monkeypatch.setattr(mosaic_tiling, "tuned_tiling", lambda op, _: record if op == "write_and_attend" else None)
+    return compile_for(target, 1, config, ModelWeightFormat(Plain(BFLOAT16)), name, num_pages=NUM_PAGES, context=CONTEXT)
 
 
 def _pool_shape(program: EngineProgram) -> tuple[int, ...]:

@@ -30,7 +30,7 @@ def test_shapes_of_models(compile_for, num_tokens, num_heads, num_kv_heads, head
     ("num_heads", "num_kv_heads", "head_size", "options"),
     [(32, 8, 128, {}), (9, 3, 64, {"pool_is_finite": False}), (16, 8, 256, {"span": Span(window=1024), "soft_cap": 50.0}), (4, 1, 128, {})],
 )
-def test_shares_of_long_contexts(compile_for, card, num_tokens, num_heads, num_kv_heads, head_size, options):
+def test_kv_splits_of_long_contexts(compile_for, card, num_tokens, num_heads, num_kv_heads, head_size, options):
     compiled = compile_ragged(compile_for, num_tokens, num_heads, num_kv_heads, head_size, **options)
     assert num_kernels(compiled) == 1
     q = num_tokens * num_heads * head_size * 2

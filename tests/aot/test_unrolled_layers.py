@@ -9,14 +9,15 @@ import pytest
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxinfer.decode.program import _AttentionKernels
+from jaxinfer.architecture.known_models import model_shape
 from jaxinfer.kv_cache.spec import LayerGroups
-from jaxinfer.layers.matrices import MatrixFormat
-from jaxinfer.layers.paged_attention import KVCacheLocation, PagedAttentionBackend
+from jaxinfer.layers.attention_kernels import DecodeKernels, KVCacheLocation
+from jaxinfer.layers.paged_attention import PagedAttentionBackend
 from jaxinfer.layers.rope import angles, inverse_frequencies
 from jaxinfer.models.llama import LlamaBlock
 from jaxinfer.models.registry import read_config
-from jaxinfer.models.shapes import model_shape
+from jaxinfer.weights.formats.plain import Plain
+from jaxinfer.weights.formats.weight_format import ModelWeightFormat
 from sharding.mesh import TENSOR
 from sharding.targets import target_devices
 
@@ -27,7 +28,7 @@ NUM_LAYERS = 4
 @pytest.mark.parametrize("batch", [1, 32])
 def test_unrolled_layers_copy_no_weights_and_scanned_ones_do(target, batch):
     config = read_config(model_shape("llama-3.1-8b"))
-    graph, state = nnx.split(nnx.eval_shape(lambda: LlamaBlock(config, 0, MatrixFormat(jnp.dtype("bfloat16")))))
+    graph, state = nnx.split(nnx.eval_shape(lambda: LlamaBlock(config, 0, ModelWeightFormat(Plain(jnp.dtype("bfloat16"))))))
     leaves, structure = jax.tree.flatten(state)
     mesh = Mesh(np.array(target_devices(target, 1)), (TENSOR,))
     whole = NamedSharding(mesh, PartitionSpec())
@@ -41,7 +42,7 @@ def test_unrolled_layers_copy_no_weights_and_scanned_ones_do(target, batch):
     def context(positions, page_ids, table, kv_len):
         cos_sin = angles(positions, inverse_frequencies(config.head_size, config.rope_theta, config.rope_scaling))
         groups = LayerGroups.of(config.layer_spans)
-        everywhere = PagedAttentionBackend(mesh, _AttentionKernels("mosaic_gpu"), groups, (table,), (page_ids,), positions % 16, kv_len)
+        everywhere = PagedAttentionBackend(mesh, DecodeKernels("mosaic_gpu"), groups, (table,), (page_ids,), positions % 16, kv_len)
         return cos_sin, lambda layer: everywhere.at(KVCacheLocation(layer, table, page_ids))
 
     def unrolled(weights, pages, x, *rows):

@@ -10,12 +10,12 @@ import pytest
 import tokenizers
 
 from benchmarks.guidellm_replay import GuidellmError, replay_with_guidellm
-from benchmarks.replay_plan import Asker, Replay
+from benchmarks.replay_plan import Replay, RequestBuilder
 from benchmarks.replay_trace import Prompts, Scale
-from jaxinfer.dry_run.trace import read_trace
+from jaxinfer.planner.trace import read_trace
 
 TRACE = Path(__file__).parent / "tiny_trace.jsonl"
-REPLAY = Replay(Asker("tiny", True), Prompts(Scale(16, 1 / 32, time=0.5), 1, 500), read_trace(TRACE), 0)
+REPLAY = Replay(RequestBuilder("tiny", True), Prompts(Scale(16, 1 / 32, time=0.5), 1, 500), read_trace(TRACE), 0)
 
 # A stand-in: keeps what it was given and writes a report as guidellm does.
 PROGRAM = """#!{python}

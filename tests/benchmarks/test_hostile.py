@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 
 import pytest
 
 from benchmarks import hostile
 from jaxinfer.request import DEFAULT_CONTEXT, FinishReason, OutputDelta, RequestContext, SamplingParams
+from jaxinfer.segments import Prompt
 from server.config import ServerConfig
 from server.openai.app import create_app
 from tests.server.fakes import FakeBackend, byte_tokenizer, device_usage
@@ -20,7 +21,7 @@ NAMES = ["a text of 3.9 MB", "a key of 3.9 MB", "300,000 unknown keys", "100,000
 
 class SteadyBackend(FakeBackend):
     async def generate(
-        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, context: RequestContext = DEFAULT_CONTEXT
+        self, request_id: str, prompt: Prompt, params: SamplingParams, context: RequestContext = DEFAULT_CONTEXT
     ) -> AsyncGenerator[OutputDelta]:
         for _ in range(params.max_tokens or 1):
             await asyncio.sleep(PERIOD)

@@ -8,15 +8,15 @@ import json
 import pytest
 from aiohttp import web
 
-from benchmarks.http_load import Outcome, Record, Request, closed_loop, connected, open_loop, send
+from benchmarks.http_load import LoadOutcome, LoadRequest, RequestRecord, closed_loop, open_loop, open_session, send
 from tests.benchmarks.scripted_server import answering, chunk, stream, usage
 
-BODY = Request.of("/v1/completions", {"prompt": [1]})
+BODY = LoadRequest.of("/v1/completions", {"prompt": [1]})
 
 
-def sent(handler, request: Request = BODY) -> Record:
-    async def one() -> Record:
-        async with answering(handler) as url, connected(url) as session:
+def sent(handler, request: LoadRequest = BODY) -> RequestRecord:
+    async def one() -> RequestRecord:
+        async with answering(handler) as url, open_session(url) as session:
             return await send(session, request)
 
     return asyncio.run(one())
@@ -24,7 +24,7 @@ def sent(handler, request: Request = BODY) -> Record:
 
 def test_a_stream_is_measured_token_by_token():
     record = sent(lambda r: stream(r, 0.05, chunk("a"), 0.1, chunk(""), chunk("b"), 0.02, chunk("c", "length"), usage(7, 4, 3), "[DONE]"))
-    assert record.outcome is Outcome.ANSWERED and record.choices == ["abc"]
+    assert record.outcome is LoadOutcome.ANSWERED and record.choices == ["abc"]
     assert record.ttft >= 0.05
     assert len(record.gaps) == 2  # a chunk without text is no token
     assert record.gaps[0] >= 0.1 > record.gaps[1] >= 0.02
@@ -39,7 +39,7 @@ def test_a_token_without_text_still_has_a_time():
 
 
 def test_latency_counts_from_when_a_request_was_due():
-    record = Record(due=10.0, sent=12.0, arrivals=[13.0, 14.0])
+    record = RequestRecord(due=10.0, sent=12.0, arrivals=[13.0, 14.0])
     assert record.ttft == 3.0
 
 
@@ -49,10 +49,16 @@ async def _refuses(request: web.Request) -> web.Response:
 
 @pytest.mark.parametrize(
     ("status", "outcome"),
-    [(429, Outcome.REFUSED), (503, Outcome.REFUSED), (400, Outcome.REJECTED), (413, Outcome.REJECTED), (500, Outcome.FAILED)],
+    [
+        (429, LoadOutcome.REFUSED),
+        (503, LoadOutcome.REFUSED),
+        (400, LoadOutcome.REJECTED),
+        (413, LoadOutcome.REJECTED),
+        (500, LoadOutcome.FAILED),
+    ],
 )
 def test_other_answers_have_their_names(status, outcome):
-    record = sent(_refuses, Request.of("/v1/completions", {"status": status}))
+    record = sent(_refuses, LoadRequest.of("/v1/completions", {"status": status}))
     assert (record.outcome, record.status) == (outcome, status)
     assert "full" in record.message
     assert record.ttft is None
@@ -61,10 +67,10 @@ def test_other_answers_have_their_names(status, outcome):
 @pytest.mark.parametrize(
     ("events", "outcome"),
     [
-        ([chunk("a"), "[BREAK]"], Outcome.BROKEN),
-        ([chunk("a"), chunk("b", "length")], Outcome.BROKEN),  # no [DONE]
-        ([chunk("a"), "no json", "[DONE]"], Outcome.BROKEN),
-        ([chunk("a"), {"error": {"message": "the engine failed"}}, "[DONE]"], Outcome.FAILED),
+        ([chunk("a"), "[BREAK]"], LoadOutcome.BROKEN),
+        ([chunk("a"), chunk("b", "length")], LoadOutcome.BROKEN),  # no [DONE]
+        ([chunk("a"), "no json", "[DONE]"], LoadOutcome.BROKEN),
+        ([chunk("a"), {"error": {"message": "the engine failed"}}, "[DONE]"], LoadOutcome.FAILED),
     ],
     ids=["cut", "no end", "garbage", "error event"],
 )
@@ -75,11 +81,11 @@ def test_a_stream_that_ends_badly_is_no_answer(events, outcome):
 
 
 def test_a_server_that_is_not_there():
-    async def one() -> Record:
-        async with connected("http://127.0.0.1:9") as session:
+    async def one() -> RequestRecord:
+        async with open_session("http://127.0.0.1:9") as session:
             return await send(session, BODY)
 
-    assert asyncio.run(one()).outcome is Outcome.BROKEN
+    assert asyncio.run(one()).outcome is LoadOutcome.BROKEN
 
 
 def test_whole_answers_are_read_too():
@@ -89,10 +95,10 @@ def test_whole_answers_are_read_too():
         return web.json_response(answer)
 
     record = sent(handler)
-    assert record.outcome is Outcome.ANSWERED and record.choices == ["hi"] and record.output_tokens == 2
+    assert record.outcome is LoadOutcome.ANSWERED and record.choices == ["hi"] and record.output_tokens == 2
 
 
-@pytest.mark.parametrize("leave", [{"leaves_after": 2}, {"leaves_at": 0.3}])
+@pytest.mark.parametrize("leave", [{"disconnects_after": 2}, {"disconnects_at": 0.3}])
 def test_a_client_that_leaves_closes_its_connection(leave):
     gone = asyncio.Event()
 
@@ -103,14 +109,14 @@ def test_a_client_that_leaves_closes_its_connection(leave):
             gone.set()
             raise
 
-    async def one() -> Record:
-        async with answering(handler) as url, connected(url) as session:
-            record = await send(session, Request(BODY.path, BODY.body, **leave))
+    async def one() -> RequestRecord:
+        async with answering(handler) as url, open_session(url) as session:
+            record = await send(session, LoadRequest(BODY.path, BODY.body, **leave))
             await asyncio.wait_for(gone.wait(), 5)
             return record
 
     record = asyncio.run(one())
-    assert record.outcome is Outcome.LEFT
+    assert record.outcome is LoadOutcome.LEFT
     assert record.arrivals
 
 
@@ -126,14 +132,14 @@ def test_an_open_loop_waits_for_no_answer_and_keeps_its_times():
         await all_came.wait()  # nobody is answered before the last has come
         return await stream(request, chunk("a", "length"), "[DONE]")
 
-    async def run() -> list[Record]:
-        records: list[Record] = []
-        async with answering(handler) as url, connected(url) as session:
+    async def run() -> list[RequestRecord]:
+        records: list[RequestRecord] = []
+        async with answering(handler) as url, open_session(url) as session:
             await asyncio.wait_for(open_loop(session, ((0.05 * i, BODY) for i in range(5)), records), 10)
         return records
 
     records = asyncio.run(run())
-    assert [r.outcome for r in records] == [Outcome.ANSWERED] * 5
+    assert [r.outcome for r in records] == [LoadOutcome.ANSWERED] * 5
     assert [round(r.due - records[0].due, 6) for r in records] == [0.0, 0.05, 0.1, 0.15, 0.2]
     assert all(r.sent >= r.due for r in records)
     assert records[0].ttft >= 0.2
@@ -143,14 +149,14 @@ def test_requests_that_are_never_answered_are_given_up_and_told():
     async def handler(request: web.Request) -> web.StreamResponse:
         return await stream(request, chunk("a"), 60.0)
 
-    async def run() -> list[Record]:
-        records: list[Record] = []
-        async with answering(handler) as url, connected(url) as session:
+    async def run() -> list[RequestRecord]:
+        records: list[RequestRecord] = []
+        async with answering(handler) as url, open_session(url) as session:
             await open_loop(session, [(0.0, BODY)], records, patience=0.3)
             await closed_loop(session, iter([BODY] * 9), records, concurrency=2, seconds=0.1, patience=0.2)
         return records
 
-    assert [r.outcome for r in asyncio.run(run())] == [Outcome.UNFINISHED] * 3
+    assert [r.outcome for r in asyncio.run(run())] == [LoadOutcome.UNFINISHED] * 3
 
 
 def test_a_closed_loop_keeps_as_many_under_way_as_it_is_told():
@@ -164,9 +170,9 @@ def test_a_closed_loop_keeps_as_many_under_way_as_it_is_told():
         under_way -= 1
         return await stream(request, chunk("a", "length"), "[DONE]")
 
-    async def run() -> list[Record]:
-        records: list[Record] = []
-        async with answering(handler) as url, connected(url) as session:
+    async def run() -> list[RequestRecord]:
+        records: list[RequestRecord] = []
+        async with answering(handler) as url, open_session(url) as session:
             await closed_loop(session, iter([BODY] * 12), records, concurrency=3, seconds=30)
         return records
 

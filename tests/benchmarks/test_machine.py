@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from benchmarks import machine
-from benchmarks.machine import Others, machine_slug, peak_memory
+from benchmarks.machine import BackgroundLoad, machine_slug, peak_memory
 
 
 @pytest.mark.parametrize(
@@ -27,8 +27,8 @@ def test_what_others_used_is_what_is_not_ours(monkeypatch: pytest.MonkeyPatch) -
     clock = {"now": 0.0, "machine": 1000.0, "own": 50.0}
     monkeypatch.setattr(machine.time, "perf_counter", lambda: clock["now"])
     monkeypatch.setattr(machine, "_machine_seconds", lambda: clock["machine"])
-    monkeypatch.setattr(Others, "_own_seconds", lambda self: clock["own"])
-    others = Others()
+    monkeypatch.setattr(BackgroundLoad, "_own_seconds", lambda self: clock["own"])
+    others = BackgroundLoad()
 
     def stretch(seconds: float, every: float, own: float) -> None:
         others.look()
@@ -44,7 +44,7 @@ def test_what_others_used_is_what_is_not_ours(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_child_counts_as_ours() -> None:
-    others = Others()
+    others = BackgroundLoad()
     child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
         before = others._own_seconds()

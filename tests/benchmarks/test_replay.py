@@ -14,20 +14,20 @@ from aiohttp import web
 from matplotlib.figure import Figure
 
 from benchmarks import replay, replay_plot
-from benchmarks.http_load import Outcome, Record
+from benchmarks.http_load import LoadOutcome, RequestRecord
 from benchmarks.replay_plan import choose_length
-from benchmarks.replay_report import IdealHits, Target, hit_ratio_so_far, ideal_hits, rows, summarize
-from jaxinfer.dry_run.trace import TraceRequest, read_trace
+from benchmarks.replay_report import IdealHits, LatencyTarget, hit_ratio_so_far, ideal_hits, rows, summarize
+from jaxinfer.planner.trace import TraceRequest, read_trace
 from tests.benchmarks.scripted_server import Handler, answering, chunk, stream, usage
 
 TRACE = Path(__file__).parent / "tiny_trace.jsonl"
 PAGE = 16
 
 
-def record(due: float, *arrivals: float, outcome=Outcome.ANSWERED, prompt=100, cached: int | None = 0, status=200) -> Record:
+def record(due: float, *arrivals: float, outcome=LoadOutcome.ANSWERED, prompt=100, cached: int | None = 0, status=200) -> RequestRecord:
     ended = arrivals[-1] if arrivals else due + 0.1
     tokens = {"prompt_tokens": prompt, "output_tokens": len(arrivals), "cached_tokens": cached}
-    return Record(due, due, ended, list(arrivals), outcome, status, **tokens)
+    return RequestRecord(due, due, ended, list(arrivals), outcome, status, **tokens)
 
 
 # Ideal caches
@@ -47,14 +47,14 @@ def test_what_is_still_being_computed_is_not_there_yet():
 
 
 def test_a_refused_prompt_is_in_no_cache():
-    records = [record(0, outcome=Outcome.REFUSED), record(1, 2)]
+    records = [record(0, outcome=LoadOutcome.REFUSED), record(1, 2)]
     assert ideal_hits(records, [[b"a"], [b"a"]], PAGE)[1] == IdealHits(0, 0)
 
 
 def test_hit_ratios_are_of_the_answered_prompts():
-    records = [record(0, 1, cached=0), record(1, outcome=Outcome.REFUSED, cached=None), record(2, 3, prompt=300, cached=80)]
+    records = [record(0, 1, cached=0), record(1, outcome=LoadOutcome.REFUSED, cached=None), record(2, 3, prompt=300, cached=80)]
     ideal = [IdealHits(0, 0), IdealHits(96, 96), IdealHits(200, 120)]
-    cache = summarize(records, ideal, Target(1, 1))["cache"]
+    cache = summarize(records, ideal, LatencyTarget(1, 1))["cache"]
     assert (cache["prompt_tokens"], cache["cached_tokens"]) == (400, 80)
     assert (cache["hit_ratio"], cache["ideal_endless"], cache["ideal_computed"]) == (0.2, 0.5, 0.3)
     assert hit_ratio_so_far(records, ideal) == [(0, 0.0, 0.0, 0.0), (2, 0.2, 0.5, 0.3)]
@@ -72,7 +72,7 @@ def test_lines_that_coincide_are_all_seen_and_named_with_where_they_end():
 
 
 def test_a_server_that_does_not_tell_has_no_hit_ratio():
-    summary = summarize([record(0, 1, cached=None), record(1, 2, cached=0)], [IdealHits(0, 0)] * 2, Target(1, 1))
+    summary = summarize([record(0, 1, cached=None), record(1, 2, cached=0)], [IdealHits(0, 0)] * 2, LatencyTarget(1, 1))
     assert summary["cache"]["hit_ratio"] is None
     assert dict(rows(summary))["prompt tokens found in the cache"] == "not told"
 
@@ -81,8 +81,8 @@ def test_a_server_that_does_not_tell_has_no_hit_ratio():
 
 
 def test_latencies_are_of_all_tokens_and_rates_of_the_whole_time():
-    records = [record(0, 1.0, 1.1, 1.5), record(1, 4.0, 4.2), record(2, outcome=Outcome.REFUSED, status=429)]
-    summary = summarize(records, [IdealHits(0, 0)] * 3, Target(10, 10))
+    records = [record(0, 1.0, 1.1, 1.5), record(1, 4.0, 4.2), record(2, outcome=LoadOutcome.REFUSED, status=429)]
+    summary = summarize(records, [IdealHits(0, 0)] * 3, LatencyTarget(10, 10))
     assert summary["ttft"]["p50"] == pytest.approx(2.0)
     assert summary["ttft"]["p99"] == pytest.approx(2.98)
     assert summary["inter_token_latency"]["p50"] == pytest.approx(0.2)  # of 0.1, 0.4 and 0.2
@@ -97,9 +97,9 @@ def test_latencies_are_of_all_tokens_and_rates_of_the_whole_time():
 
 def test_good_requests_met_both_targets_and_were_answered():
     fast, slow_start, slow_tokens = record(0, 1.0, 1.1), record(0, 2.5, 2.6), record(0, 1.0, 1.5)
-    one_token, cut = record(0, 1.0), record(0, 1.0, outcome=Outcome.BROKEN)
-    records = [fast, slow_start, slow_tokens, one_token, cut, record(0, outcome=Outcome.REFUSED)]
-    goodput = summarize(records, [IdealHits(0, 0)] * 6, Target(ttft=2.0, itl=0.2))["goodput"]
+    one_token, cut = record(0, 1.0), record(0, 1.0, outcome=LoadOutcome.BROKEN)
+    records = [fast, slow_start, slow_tokens, one_token, cut, record(0, outcome=LoadOutcome.REFUSED)]
+    goodput = summarize(records, [IdealHits(0, 0)] * 6, LatencyTarget(ttft=2.0, itl=0.2))["goodput"]
     assert goodput["share"] == pytest.approx(2 / 6)
     assert goodput["requests_per_second"] == pytest.approx(2 / 2.6)
 
@@ -107,7 +107,7 @@ def test_good_requests_met_both_targets_and_were_answered():
 def test_late_clients_are_told():
     late = record(1, 3.0)
     late.sent = 1.5
-    assert summarize([record(0, 1), late], [IdealHits(0, 0)] * 2, Target(1, 1))["client_lag"]["max"] == 0.5
+    assert summarize([record(0, 1), late], [IdealHits(0, 0)] * 2, LatencyTarget(1, 1))["client_lag"]["max"] == 0.5
 
 
 def test_the_chosen_length_fits_context_and_speed():

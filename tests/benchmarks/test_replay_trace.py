@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks.replay_trace import Prompts, Scale, pages_of, pick
-from jaxinfer.dry_run.trace import BLOCK, TraceError, TraceRequest, read_trace
+from jaxinfer.planner.trace import BLOCK, TraceError, TraceRequest, read_trace
 
 TRACE = Path(__file__).parent / "tiny_trace.jsonl"
 

@@ -5,7 +5,7 @@ from collections import Counter
 import jax
 import numpy as np
 
-from benchmarks.residual_split import Sizes, measure, ways
+from benchmarks.residual_split import MlpSizes, implementations, measure
 from sharding.collectives import collectives
 
 
@@ -14,12 +14,12 @@ def kinds(run) -> Counter[str]:
 
 
 def test_both_ways_give_the_same_by_other_collectives():
-    both = ways(jax.devices()[:4], 16, Sizes(32, 64, 2), "float32")
-    np.testing.assert_allclose(both.reduced(), both.scattered(), atol=1e-5)
-    assert kinds(both.reduced) == {"all-reduce": 4}
-    assert kinds(both.scattered) == {"reduce-scatter": 4, "all-gather": 4 + 1}  # one at the end
+    both = implementations(jax.devices()[:4], 16, MlpSizes(32, 64, 2), "float32")
+    np.testing.assert_allclose(both.all_reduce(), both.reduce_scatter(), atol=1e-5)
+    assert kinds(both.all_reduce) == {"all-reduce": 4}
+    assert kinds(both.reduce_scatter) == {"reduce-scatter": 4, "all-gather": 4 + 1}  # one at the end
 
 
 def test_a_round_is_a_measurement_of_each():
-    both = ways(jax.devices()[:2], 16, Sizes(32, 64, 1), "bfloat16")
+    both = implementations(jax.devices()[:2], 16, MlpSizes(32, 64, 1), "bfloat16")
     assert len(measure(both, 3)) == 3

@@ -9,19 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.scaling import predicted
+from benchmarks.scaling import predictions
 from benchmarks.scaling.__main__ import main, parse_arguments
 from benchmarks.scaling.charts import best_of
-from benchmarks.scaling.predicted import predict
-from benchmarks.scaling.work import KINDS, Work, all_layouts, kind, label, seconds
-from benchmarks.workload import Case
-from jaxinfer.dry_run.shapes import Shapes
-from jaxinfer.dry_run.target import Target
-from jaxinfer.models.shapes import read_shape
+from benchmarks.scaling.predictions import predict
+from benchmarks.scaling.workload import KINDS, ScalingWorkload, all_layouts, kind, label, seconds
+from benchmarks.workload import WorkloadCase
+from jaxinfer.architecture.known_models import read_shape
+from jaxinfer.planner.target import Target
+from jaxinfer.planner.target_model import TargetModel
 from sharding.hardware import HARDWARE
 from sharding.layout import Parallel
 
-ONE, MANY, PROMPTS = Case("decode", 1, 48), Case("decode", 32, 24), Case("throughput", 16, 1, 512)
+ONE, MANY, PROMPTS = WorkloadCase("decode", 1, 48), WorkloadCase("decode", 32, 24), WorkloadCase("throughput", 16, 1, 512)
 
 
 def test_every_layout_of_up_to_eight_devices_is_measured() -> None:
@@ -32,22 +32,22 @@ def test_every_layout_of_up_to_eight_devices_is_measured() -> None:
 
 def test_seconds_are_of_a_step_or_of_a_prompt() -> None:
     assert seconds(MANY, 64.0) == 0.5  # 32 tokens a step
-    assert seconds(Case("prefill", 512), 1024.0) == 0.5
+    assert seconds(WorkloadCase("prefill", 512), 1024.0) == 0.5
     assert seconds(PROMPTS, 2.0) == 0.5  # a token of each prompt
-    assert len({label(case) for case in Work.full((), 1, 50_000).cases}) == 4
+    assert len({label(case) for case in ScalingWorkload.full((), 1, 50_000).cases}) == 4
 
 
 def test_prompts_are_of_the_models_own_tokens() -> None:
-    assert {case.token_ids for case in Work.quick((), 512).cases} == {(0, 512)}
-    assert all(case.token_ids[1] <= 31_000 for case in Work.full((), 1, 50_000).cases)
+    assert {case.token_ids for case in ScalingWorkload.quick((), 512).cases} == {(0, 512)}
+    assert all(case.token_ids[1] <= 31_000 for case in ScalingWorkload.full((), 1, 50_000).cases)
 
 
 @pytest.fixture(scope="module")
-def smollm2() -> Shapes:
-    return Shapes(read_shape("smollm2-135m"), Target.of("cpu"))
+def smollm2() -> TargetModel:
+    return TargetModel(read_shape("smollm2-135m"), Target.of("cpu"))
 
 
-def test_virtual_devices_gain_nothing_by_being_more(smollm2: Shapes) -> None:
+def test_virtual_devices_gain_nothing_by_being_more(smollm2: TargetModel) -> None:
     cpu = replace(HARDWARE["cpu"], link_seconds=0.0, link_bandwidth=1e18, step_seconds=0.0, kernel_seconds=0.0, overlaps=False)
     one, two = (predict(smollm2, Parallel(pp=pp), ONE, cpu) for pp in (1, 2))
     assert two.seconds == pytest.approx(one.seconds, rel=0.01)  # stages work one after the other, with the machine to themselves
@@ -58,7 +58,7 @@ def test_virtual_devices_gain_nothing_by_being_more(smollm2: Shapes) -> None:
 
 
 def test_cards_are_told_apart_as_they_should_be_chosen() -> None:
-    far = predicted.elsewhere("llama-3.1-70b", "8xh100")
+    far = predictions.predict_target("llama-3.1-70b", "8xh100")
     one, many, prompt, prompts = far["cases"]
     nvlink, pcie = far["links"]["NVLink"], far["links"]["PCIe"]
     assert "tp=1" not in nvlink  # its weights do not fit on one
@@ -83,6 +83,7 @@ def test_a_layout_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) ->
     assert "'tp=zwei' is no part of a layout" in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive  # a minute of several engines; its parts have tests
 def test_a_look_runs_to_its_end(tiny_model_path: Path, tmp_path: Path) -> None:
     output = tmp_path / "of" / "look.json"
     main(["--quick", "--model", str(tiny_model_path), "--layouts", "tp=1", "tp=1,pp=2", "--output", str(output)])

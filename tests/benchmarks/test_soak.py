@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import soak
-from benchmarks.http_load import Outcome, Record, connected, send
+from benchmarks.http_load import LoadOutcome, RequestRecord, open_session, send
 from benchmarks.serving import parse_metrics
-from benchmarks.soak_traffic import KINDS, LEAVING, Traffic
+from benchmarks.soak_traffic import KINDS, LEAVING, SoakTraffic
 from server.config import ServerConfig
 from server.openai.app import create_app
 from tests.server.fakes import MAX_MODEL_LEN, FakeBackend, byte_tokenizer
@@ -22,8 +22,8 @@ from tests.server.serving import served
 LIMIT = 2**17
 
 
-def traffic(seed: int = 0) -> Traffic:
-    return Traffic("tiny", MAX_MODEL_LEN, LIMIT, (1_000, 31_000), seed)
+def traffic(seed: int = 0) -> SoakTraffic:
+    return SoakTraffic("tiny", MAX_MODEL_LEN, LIMIT, (1_000, 31_000), seed)
 
 
 @pytest.fixture
@@ -36,11 +36,11 @@ def front():
         yield backend, url
 
 
-def answers(url: str, sent) -> list[Record]:
+def answers(url: str, sent) -> list[RequestRecord]:
     """All asked at once."""
 
-    async def ask() -> list[Record]:
-        async with connected(url) as session:
+    async def ask() -> list[RequestRecord]:
+        async with open_session(url) as session:
             return await asyncio.gather(*(send(session, one.request) for one in sent))
 
     return asyncio.run(ask())
@@ -59,7 +59,7 @@ def test_every_kind_is_taken_and_answered_or_left(front):
     backend, url = front
     made = [traffic(seed).make(kind) for kind in KINDS if kind not in (*LEAVING, "bad") for seed in range(20)]
     records = answers(url, made)
-    assert [r.message for r in records if r.outcome is not Outcome.ANSWERED] == []
+    assert [r.message for r in records if r.outcome is not LoadOutcome.ANSWERED] == []
     assert len(backend.seen) == len(made)
     tiers = {sent.tier for sent in made}
     assert {"priority", "flex", None} <= tiers
@@ -70,13 +70,13 @@ def test_clients_that_leave_do_and_abort(front):
     backend.hold.clear()
     backend.hold_after = 5
     made = [traffic(seed).make("leaves early") for seed in range(3)]
-    assert [r.outcome for r in answers(url, made)] == [Outcome.LEFT] * 3
+    assert [r.outcome for r in answers(url, made)] == [LoadOutcome.LEFT] * 3
     half = traffic().make("half a body")
-    assert answers(url, [half])[0].outcome is Outcome.LEFT
+    assert answers(url, [half])[0].outcome is LoadOutcome.LEFT
     backend.hold.set()
-    middle = next(s for s in (traffic(seed).make("leaves mid-stream") for seed in range(99)) if s.request.leaves_after == 3)
+    middle = next(s for s in (traffic(seed).make("leaves mid-stream") for seed in range(99)) if s.request.disconnects_after == 3)
     (record,) = answers(url, [middle])
-    assert record.outcome is Outcome.LEFT and len(record.arrivals) == 3
+    assert record.outcome is LoadOutcome.LEFT and len(record.arrivals) == 3
 
 
 def test_traffic_is_of_every_kind_and_length_and_the_same_again():
@@ -116,7 +116,7 @@ def test_a_soak_from_end_to_end(tmp_path: Path, tiny_model_path: Path, capsys):
     with pytest.raises(SystemExit) as end:
         soak.main(["--minutes", "0.05", "--serve", flags, "--token-ids", "5", "500", "--output", str(output)])
     result = json.loads(output.read_text())
-    held = {check["name"]: check["is_held"] for check in result["checks"]}
+    held = {check["name"]: check["is_met"] for check in result["checks"]}
     assert end.value.code == 0, (held, result["wrong"], capsys.readouterr().out)
     assert held.pop("memory flat") is None and held.pop("throughput at 3x overload") is None
     assert all(held.values()) and len(held) == 7

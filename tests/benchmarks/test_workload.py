@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from benchmarks import workload
-from benchmarks.workload import Case, Prompts, measure, prompts
+from benchmarks.workload import Prompts, WorkloadCase, measure, prompts
 
 
 class Clock:
@@ -26,12 +26,12 @@ def test_decode_is_timed_while_the_whole_batch_runs(monkeypatch: pytest.MonkeyPa
             clock.now += seconds
             yield step
 
-    assert measure(Case("decode", 2, 4), 1, generate) == pytest.approx(6 / 1.5)
+    assert measure(WorkloadCase("decode", 2, 4), 1, generate) == pytest.approx(6 / 1.5)
 
 
 def test_a_batch_that_never_runs_whole_is_not_measured() -> None:
     with pytest.raises(AssertionError, match="before the last began"):
-        measure(Case("decode", 2, 1), 1, lambda batch, new_tokens: iter([[0], [0], [1], [1]]))
+        measure(WorkloadCase("decode", 2, 1), 1, lambda batch, new_tokens: iter([[0], [0], [1], [1]]))
 
 
 def test_prefill_is_timed_to_the_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,12 +43,12 @@ def test_prefill_is_timed_to_the_first_token(monkeypatch: pytest.MonkeyPatch) ->
             clock.now += 1
             yield step
 
-    assert measure(Case("prefill", 512), 1, generate) == pytest.approx(512 / 2)
+    assert measure(WorkloadCase("prefill", 512), 1, generate) == pytest.approx(512 / 2)
 
 
 def test_an_engine_that_gives_other_than_the_tokens_asked_for_is_not_measured() -> None:
     with pytest.raises(AssertionError, match=r"\[3\] tokens came"):
-        measure(Case("decode", 1, 4), 1, lambda batch, new_tokens: iter([[0], [0], [0]]))
+        measure(WorkloadCase("decode", 1, 4), 1, lambda batch, new_tokens: iter([[0], [0], [0]]))
 
 
 def test_engines_get_the_same_prompts_and_no_round_repeats_them() -> None:
@@ -66,11 +66,11 @@ def test_throughput_is_of_all_tokens_over_the_whole_time(monkeypatch: pytest.Mon
             clock.now += seconds
             yield step
 
-    assert measure(Case("throughput", 2, 2, 64), 1, generate) == pytest.approx(4 / 8)
+    assert measure(WorkloadCase("throughput", 2, 2, 64), 1, generate) == pytest.approx(4 / 8)
 
 
 def test_prompts_keep_to_the_token_ids_they_are_given() -> None:
-    case = Case("decode", 4, 1, 200, token_ids=(5, 9))
+    case = WorkloadCase("decode", 4, 1, 200, token_ids=(5, 9))
     seen: set[int] = set()
 
     def generate(batch: Prompts, new_tokens: int) -> Iterator[Sequence[int]]:
@@ -82,6 +82,6 @@ def test_prompts_keep_to_the_token_ids_they_are_given() -> None:
 
 
 def test_a_case_survives_json() -> None:
-    case = Case("throughput", 64, 128, 64)
-    assert measure(Case(**case.as_json()), 3, lambda batch, new: iter([range(64)] * new)) > 0
-    assert Case(**case.as_json()).label == case.label
+    case = WorkloadCase("throughput", 64, 128, 64)
+    assert measure(WorkloadCase(**case.as_json()), 3, lambda batch, new: iter([range(64)] * new)) > 0
+    assert WorkloadCase(**case.as_json()).label == case.label

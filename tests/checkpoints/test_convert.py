@@ -18,9 +18,9 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from checkpoints.convert import convert
+from checkpoints.converted_tensors import DTYPES, converted_tensors
 from checkpoints.hub import open_source
 from checkpoints.orbax_source import OrbaxSource
-from checkpoints.outgoing import DTYPES, outgoing
 from checkpoints.source import CheckpointError
 from jaxinfer.tokenizer import Tokenizer
 from tests.checkpoints import tiny
@@ -61,7 +61,7 @@ def write_folder(folder: Path, arrays: dict[str, np.ndarray] = MIXED, num_files:
 
 def converted(path: Path, to: Path, format: str, dtype: str | None = None, **options: Any) -> Path:
     source = open_source(path)
-    tensors = outgoing(source, None if dtype is None else DTYPES[dtype])
+    tensors = converted_tensors(source, None if dtype is None else DTYPES[dtype])
     save = Tokenizer.from_source(source).save if path.suffix == ".gguf" else refuse
     convert(source, tensors, to, format, **({"shard_size": 5 * 10**9, "save_tokenizer": save} | options))
     return to
@@ -193,14 +193,16 @@ def test_shards_are_of_the_size_asked_for_and_the_index_says_where_each_tensor_i
 
 @pytest.mark.parametrize("format", ["safetensors", "orbax"])
 def test_no_more_than_a_piece_of_a_tensor_is_read_at_a_time(tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("checkpoints.outgoing._PIECE_BYTES", 5000)
+    monkeypatch.setattr("checkpoints.converted_tensors._PIECE_BYTES", 5000)
     monkeypatch.setattr("checkpoints.orbax_writer._FILE_BYTES", 5000)
     monkeypatch.setattr("checkpoints.orbax_writer._SMALL_CHUNK_BYTES", 1000)
     source = open_source(write_folder(tmp_path / "first", ARRAYS))
     sizes, advanced = [], []
     read = source.read
     monkeypatch.setattr(source, "read", lambda *asked: (values := read(*asked), sizes.append(values.nbytes))[0])
-    convert(source, outgoing(source, None), tmp_path / "to", format, shard_size=10**9, save_tokenizer=refuse, advance=advanced.append)
+    convert(
+        source, converted_tensors(source, None), tmp_path / "to", format, shard_size=10**9, save_tokenizer=refuse, advance=advanced.append
+    )
     assert max(sizes) <= 5000 < max(array.nbytes for array in ARRAYS.values())
     assert sum(advanced) == sum(array.nbytes for array in ARRAYS.values())
     assert contents(tmp_path / "to") == contents(tmp_path / "first")
@@ -228,7 +230,7 @@ def test_a_conversion_that_fails_half_way_leaves_what_was_there(tmp_path: Path, 
     if was_there:
         converted(first, tmp_path / "to", "safetensors")
     source = open_source(first)
-    tensors, read = outgoing(source, None), source.read
+    tensors, read = converted_tensors(source, None), source.read
 
     def failing(name: str, index: Any = None, part: str | None = None) -> np.ndarray:
         if name == "model.layers.1.mlp.down_proj.weight":

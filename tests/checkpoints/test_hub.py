@@ -9,7 +9,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
-from checkpoints import embedded, hub, hugging_face
+from checkpoints import hub, hugging_face, wheel_models
 from checkpoints.gguf_source import GGUFSource
 from checkpoints.safetensors_source import SafetensorsSource
 from checkpoints.source import CheckpointError
@@ -17,12 +17,12 @@ from server.cli.model_name import check_name
 from tests.checkpoints import tiny
 
 
-@pytest.mark.parametrize(("name", "model"), [("default", embedded.DEFAULT), ("minilm", embedded.MINILM)])
+@pytest.mark.parametrize(("name", "model"), [("default", wheel_models.DEFAULT), ("minilm", wheel_models.MINILM)])
 def test_models_in_wheels_have_names_of_their_own(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, model: embedded.EmbeddedModel
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, model: wheel_models.EmbeddedModel
 ) -> None:
     asked = []
-    monkeypatch.setattr(embedded, "fetched", lambda *what: asked.append(what) or tmp_path)
+    monkeypatch.setattr(wheel_models, "fetch", lambda *what: asked.append(what) or tmp_path)
     assert hub.resolve(name) == tmp_path
     assert asked == [(model, hub.cache_dir())]
 

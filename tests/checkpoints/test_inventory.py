@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from checkpoints.inventory import Tensor, groups, take_inventory
+from checkpoints.inventory import TensorEntry, groups, take_inventory
 from checkpoints.source import CheckpointError
 from tests.checkpoints import tiny
 from tests.checkpoints.test_quantised_safetensors import FP8, FP8_TENSORS, INT4, INT4_TENSORS, NORM, X
@@ -19,8 +19,8 @@ from tests.checkpoints.test_quantised_safetensors import FP8, FP8_TENSORS, INT4,
 ARRAYS = tiny.tensors()
 
 
-def named(*names: str, shape: tuple[int, ...] = (2, 3), type: str = "float32") -> list[Tensor]:
-    return [Tensor(name, shape, type, 24) for name in names]
+def named(*names: str, shape: tuple[int, ...] = (2, 3), type: str = "float32") -> list[TensorEntry]:
+    return [TensorEntry(name, shape, type, 24) for name in names]
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_a_gguf_file_is_told_of_by_hugging_faces_names_and_its_own_types(tmp_pat
     assert (held.format, held.architecture, held.context, held.has_chat_template) == ("GGUF", "LlamaForCausalLM", 128, True)
     assert held.tokenizer == "in the file's metadata (gpt2)"
     found = {tensor.name: tensor for tensor in held.tensors}
-    assert found["model.layers.1.mlp.up_proj.weight"] == Tensor(
+    assert found["model.layers.1.mlp.up_proj.weight"] == TensorEntry(
         "model.layers.1.mlp.up_proj.weight", (tiny.MLP, tiny.HIDDEN), "Q4_0", tiny.MLP * tiny.HIDDEN // 32 * 18
     )
     assert found["model.norm.weight"].type == "float32"

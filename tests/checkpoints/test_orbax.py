@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from checkpoints.converted_tensors import ConvertedTensor
 from checkpoints.hub import open_source
 from checkpoints.loader import load
 from checkpoints.orbax_source import OrbaxSource
 from checkpoints.orbax_writer import chunk_shape, file_shape, write_orbax
-from checkpoints.outgoing import Outgoing
 from checkpoints.safetensors_source import SafetensorsSource
 from checkpoints.source import CheckpointError
 from checkpoints.weight_map import Weight, WeightMap
@@ -45,7 +45,7 @@ def write(folder: Path, arrays: dict[str, np.ndarray]) -> Path:
     tiny.write_safetensors(folder / "from", arrays)
     source = SafetensorsSource(folder / "from")
     (folder / "config.json").write_text(json.dumps(tiny.CONFIG))
-    write_orbax(folder / "weights", [Outgoing(name, a.shape, a.dtype, source) for name, a in arrays.items()], lambda num_bytes: None)
+    write_orbax(folder / "weights", [ConvertedTensor(name, a.shape, a.dtype, source) for name, a in arrays.items()], lambda num_bytes: None)
     return folder
 
 

@@ -10,9 +10,9 @@ import pytest
 
 from checkpoints import user_folders
 from checkpoints.hub import cache_dir
-from checkpoints.user_folders import cache_folder, expanded
-from jaxinfer.dry_run.target import calibration_path
-from jaxinfer.runtime.compilation import use_persistent_cache
+from checkpoints.user_folders import cache_folder, expand
+from jaxinfer.planner.target import calibration_path
+from jaxinfer.programs.compilation import use_persistent_cache
 
 
 @pytest.fixture
@@ -72,6 +72,6 @@ def test_a_home_and_a_folder_that_was_asked_for_come_first(nobody, monkeypatch):
 
 
 def test_a_path_with_a_tilde_is_only_a_path_for_a_user_without_a_home(nobody, monkeypatch):
-    assert expanded("~/model") == Path("~/model")
+    assert expand("~/model") == Path("~/model")
     monkeypatch.setenv("HOME", "/home/me")
-    assert expanded("~/model") == Path("/home/me/model")
+    assert expand("~/model") == Path("/home/me/model")

@@ -14,7 +14,7 @@ def scheduler(num_pages: int, num_slots: int = 4) -> tuple[DecodeScheduler, KVMa
 def joined(running: DecodeScheduler, manager: KVManager, length: int, **params: object) -> Sequence:
     sequence = sequences.make(length, **params)
     sequence.level = sequence.context.priority
-    assert manager.grow(sequence.decode_pages, length)
+    assert manager.grow(sequence.decode.pages, length)
     running.join(sequence)
     return sequence
 
@@ -28,27 +28,27 @@ def test_all_that_run_are_scheduled_with_a_page_for_the_token_they_feed():
     first, second = joined(running, manager, 4), joined(running, manager, 5)
     first.token_ids.append(1)  # sampled by prefill, not in the cache yet
     assert running.schedule(never) == [first, second]
-    assert (len(first.decode_pages), len(second.decode_pages)) == (2, 2)
-    assert {first.slot, second.slot} == {0, 1}
+    assert (len(first.decode.pages), len(second.decode.pages)) == (2, 2)
+    assert {first.decode.slot, second.decode.slot} == {0, 1}
 
 
 def test_tokens_in_flight_count():
     running, manager = scheduler(10)
     sequence = joined(running, manager, 4, max_tokens=3)
-    sequence.num_in_flight = 1
+    sequence.decode.num_in_flight = 1
     assert running.schedule(never) == [sequence]
-    assert len(sequence.decode_pages) == 2, "the token in flight is fed next"
+    assert len(sequence.decode.pages) == 2, "the token in flight is fed next"
     sequence.token_ids += [1, 2]
     assert running.schedule(never) == [], "two tokens and one in flight are all it may have"
 
 
-def test_the_least_urgent_gives_way_before_the_youngest() -> None:
+def test_the_least_urgent_is_preempted_before_the_youngest() -> None:
     running, manager = scheduler(10)
     batch, old, young = (joined(running, manager, 4, context=RequestContext(priority=p)) for p in (20, 0, 0))
     assert running.schedule(never) == [old, young, batch]
 
 
-def test_the_youngest_gives_way_when_pages_run_out():
+def test_the_youngest_is_preempted_when_pages_run_out():
     running, manager = scheduler(4)
     old, middle, young = (joined(running, manager, 4) for _ in range(3))
     for sequence in (old, middle, young):
@@ -56,7 +56,7 @@ def test_the_youngest_gives_way_when_pages_run_out():
     preempted = []
 
     def preempt() -> Sequence:
-        victim = max(running.running, key=lambda s: s.turn)
+        victim = max(running.running, key=lambda s: s.scheduling_order)
         running.leave(victim)
         victim.state = SequenceState.WAITING
         preempted.append(victim)
@@ -64,12 +64,12 @@ def test_the_youngest_gives_way_when_pages_run_out():
 
     assert running.schedule(preempt) == [old, middle]
     assert preempted == [young]
-    assert young.decode_pages == []
-    assert young.slot == -1
+    assert young.decode.pages == []
+    assert young.decode.slot == -1
     assert manager.num_used == 4
 
 
-def test_a_sequence_may_have_to_give_way_itself():
+def test_a_sequence_may_have_to_be_preempted_itself():
     running, manager = scheduler(1)
     alone = joined(running, manager, 4)
     alone.token_ids.append(1)
@@ -88,5 +88,5 @@ def test_slots_are_used_again_lowest_first():
     first, _, third = (joined(running, manager, 1) for _ in range(3))
     running.leave(third)
     running.leave(first)
-    assert joined(running, manager, 1).slot == 0
-    assert joined(running, manager, 1).slot == 2
+    assert joined(running, manager, 1).decode.slot == 0
+    assert joined(running, manager, 1).decode.slot == 2

@@ -13,6 +13,7 @@ from jaxinfer.decode.scheduler import DecodeScheduler
 from jaxinfer.kv_cache.manager import KVManager
 from jaxinfer.kv_cache.spec import PageSpec
 from jaxinfer.request import RequestContext
+from jaxinfer.segments import Prompt
 from jaxinfer.sequence import Sequence, SequenceState
 from tests import sequences
 
@@ -21,7 +22,7 @@ ANY = st.integers(0, 99)
 
 
 class DecodeSchedulerAgainstModel(RuleBasedStateMachine):
-    """Sequences are handed over, decode with a step under way, end, and are preempted; on a mesh that they share with prompts, or without.
+    """Sequences are handed over, decode with a step under way, are rolled back, end, and are preempted; on a mesh that they share with prompts, or without.
     Pages hold token ids; the token at a place is known before it is sampled."""
 
     def __init__(self) -> None:
@@ -32,6 +33,7 @@ class DecodeSchedulerAgainstModel(RuleBasedStateMachine):
         self.steps: deque[list[tuple[Sequence, int]]] = deque()  # under way: sequences and their epochs
         self.pool: dict[tuple[int, int], int] = {}  # by page and place in it
         self.victims: list[Sequence] = []
+        self.num_shared: dict[Sequence, int] = {}  # tokens at the start of a running one whose pages the prefix cache has
 
     @initialize(prefix_cache=st.booleans())
     def begin(self, prefix_cache: bool) -> None:
@@ -45,21 +47,21 @@ class DecodeSchedulerAgainstModel(RuleBasedStateMachine):
         return sequence.token_ids[place] if place < sequence.num_prompt else place % 3
 
     def can_go_on(self, sequence: Sequence) -> bool:
-        return len(sequence.token_ids) - sequence.num_prompt + sequence.num_in_flight < sequence.max_tokens
+        return len(sequence.token_ids) - sequence.num_prompt + sequence.decode.num_in_flight < sequence.max_tokens
 
     def pages_held(self) -> Counter[int]:
-        return Counter(page for sequence in (*self.running, *self.prefilling) for page in (*sequence.decode_pages, *sequence.prefill_pages))
+        return Counter(page for sequence in (*self.running, *self.prefilling) for page in (*sequence.decode.pages, *sequence.prefill.pages))
 
     def expected(self) -> tuple[list[Sequence], list[Sequence], list[int]]:
-        """Who is scheduled, who gives way in what order, and which of the scheduled get a page."""
-        tables: dict[Sequence, list[object]] = {s: [*s.decode_pages, *s.prefill_pages] for s in (*self.running, *self.prefilling)}
+        """Who is scheduled, who is preempted in what order, and which of the scheduled get a page."""
+        tables: dict[Sequence, list[object]] = {s: [*s.decode.pages, *s.prefill.pages] for s in (*self.running, *self.prefilling)}
         scheduled, victims, grown = [], [], []
-        for sequence in sorted(self.running, key=lambda s: s.turn):
+        for sequence in sorted(self.running, key=lambda s: s.scheduling_order):
             if sequence in victims or not self.can_go_on(sequence):
                 continue
-            needs_page = len(sequence.token_ids) + sequence.num_in_flight > len(tables[sequence]) * PAGE_SIZE
+            needs_page = len(sequence.token_ids) + sequence.decode.num_in_flight > len(tables[sequence]) * PAGE_SIZE
             while needs_page and len({page for table in tables.values() for page in table}) == NUM_PAGES and sequence in tables:
-                victims.append(max(tables, key=lambda s: s.turn))
+                victims.append(max(tables, key=lambda s: s.scheduling_order))
                 del tables[victims[-1]]
             if sequence not in tables:
                 continue
@@ -72,14 +74,14 @@ class DecodeSchedulerAgainstModel(RuleBasedStateMachine):
     # What an engine does.
 
     def preempt(self) -> Sequence | None:
-        victim = max((*self.running, *self.prefilling), key=lambda s: s.turn)
+        victim = max((*self.running, *self.prefilling), key=lambda s: s.scheduling_order)
         if victim in self.running:
             self.stop(victim)
         else:
             self.prefilling.remove(victim)
-            self.manager.free(victim.prefill_pages)
+            self.manager.free(victim.prefill.pages)
         victim.epoch += 1
-        victim.num_in_flight = 0
+        victim.decode.num_in_flight = 0
         victim.state = SequenceState.WAITING
         self.waiting.append(victim)
         self.victims.append(victim)
@@ -87,33 +89,34 @@ class DecodeSchedulerAgainstModel(RuleBasedStateMachine):
 
     def stop(self, sequence: Sequence) -> None:
         self.scheduler.leave(sequence)
-        assert sequence.decode_pages == []
-        assert sequence.slot == -1
+        assert sequence.decode.pages == []
+        assert sequence.decode.slot == -1
         self.running.remove(sequence)
         found: list[int] = []
         num_written = len(sequence.token_ids) - 1
-        num_found = self.manager.match_prefix(found, sequence.token_ids, num_written, sequence.context)
+        num_found = self.manager.match_prefix(found, sequence, num_written)
         assert num_found == (num_written // PAGE_SIZE * PAGE_SIZE if self.keeps else 0)
         self.manager.free(found)
 
     def hand_over(self, sequence: Sequence) -> bool:
-        table, num_tokens = sequence.decode_pages, len(sequence.token_ids) - 1
-        held = self.manager.match_prefix(table, sequence.token_ids, num_tokens, sequence.context)
+        table, num_tokens = sequence.decode.pages, len(sequence.token_ids) - 1
+        held = self.manager.match_prefix(table, sequence, num_tokens)
         if not self.manager.grow(table, num_tokens):
             self.manager.free(table)
             return False
         for place in range(held, num_tokens):
             self.write(sequence, place)
-        self.manager.insert(table, sequence.token_ids, num_tokens, sequence.context)
-        used = {other.slot for other in self.running}
+        self.manager.insert(table, sequence, num_tokens)
+        self.num_shared[sequence] = num_tokens // PAGE_SIZE * PAGE_SIZE if self.keeps else 0
+        used = {other.decode.slot for other in self.running}
         self.scheduler.join(sequence)
-        assert sequence.slot == min(set(range(NUM_SLOTS)) - used)
+        assert sequence.decode.slot == min(set(range(NUM_SLOTS)) - used)
         assert sequence.state is SequenceState.RUNNING
         self.running.append(sequence)
         return True
 
     def write(self, sequence: Sequence, place: int) -> None:
-        self.pool[sequence.decode_pages[place // PAGE_SIZE], place % PAGE_SIZE] = self.token(sequence, place)
+        self.pool[sequence.decode.pages[place // PAGE_SIZE], place % PAGE_SIZE] = self.token(sequence, place)
 
     # What happens.
 
@@ -122,7 +125,7 @@ class DecodeSchedulerAgainstModel(RuleBasedStateMachine):
     def join(self, num_prompt: int, own: int, level: int, max_tokens: int) -> None:
         sequence = sequences.make(num_prompt, max_tokens=max_tokens, context=RequestContext(priority=level))
         tokens = [0] * (num_prompt - 1) + [own]
-        sequence.request = dataclasses.replace(sequence.request, prompt_token_ids=tuple(tokens))
+        sequence.request = dataclasses.replace(sequence.request, prompt=Prompt.of_tokens(tokens))
         sequence.token_ids = tokens
         sequence.token_ids.append(self.token(sequence, num_prompt))
         sequence.level = level
@@ -143,13 +146,13 @@ class DecodeSchedulerAgainstModel(RuleBasedStateMachine):
     def prefill(self, num_prompt: int, level: int) -> None:
         sequence = sequences.make(num_prompt)
         sequence.level = level
-        if self.manager.grow(sequence.prefill_pages, num_prompt):
+        if self.manager.grow(sequence.prefill.pages, num_prompt):
             self.prefilling.append(sequence)
 
     @precondition(lambda self: self.prefilling)
     @rule(which=ANY)
     def prefill_ends(self, which: int) -> None:
-        self.manager.free(self.prefilling.pop(which % len(self.prefilling)).prefill_pages)
+        self.manager.free(self.prefilling.pop(which % len(self.prefilling)).prefill.pages)
 
     @rule()
     def step(self) -> None:
@@ -160,12 +163,12 @@ class DecodeSchedulerAgainstModel(RuleBasedStateMachine):
         assert self.victims == victims
         assert self.scheduler.grown == grown
         for sequence in scheduled:
-            place = len(sequence.token_ids) - 1 + sequence.num_in_flight
-            assert len(sequence.decode_pages) == place // PAGE_SIZE + 1
+            place = len(sequence.token_ids) - 1 + sequence.decode.num_in_flight
+            assert len(sequence.decode.pages) == place // PAGE_SIZE + 1
             self.write(sequence, place)
-            read = [self.pool[page, i] for page in sequence.decode_pages for i in range(PAGE_SIZE) if (page, i) in self.pool][: place + 1]
+            read = [self.pool[page, i] for page in sequence.decode.pages for i in range(PAGE_SIZE) if (page, i) in self.pool][: place + 1]
             assert read == [self.token(sequence, i) for i in range(place + 1)]
-            sequence.num_in_flight += 1
+            sequence.decode.num_in_flight += 1
         if scheduled:
             self.steps.append([(sequence, sequence.epoch) for sequence in scheduled])
         if len(self.steps) > (1 if scheduled else 0):
@@ -175,7 +178,7 @@ class DecodeSchedulerAgainstModel(RuleBasedStateMachine):
         for sequence, epoch in self.steps.popleft():
             if sequence.epoch != epoch or sequence not in self.running:
                 continue
-            sequence.num_in_flight -= 1
+            sequence.decode.num_in_flight -= 1
             sequence.token_ids.append(self.token(sequence, len(sequence.token_ids)))
             if len(sequence.token_ids) - sequence.num_prompt == sequence.max_tokens:
                 self.stop(sequence)
@@ -188,20 +191,38 @@ class DecodeSchedulerAgainstModel(RuleBasedStateMachine):
 
     @precondition(lambda self: self.running)
     @rule(which=ANY)
-    def give_way(self, which: int) -> None:
+    def preempt_for_admission(self, which: int) -> None:
         """To more urgent work that waits for its place."""
         sequence = self.running[which % len(self.running)]
         self.stop(sequence)
         sequence.epoch += 1
-        sequence.num_in_flight = 0
+        sequence.decode.num_in_flight = 0
         self.waiting.append(sequence)
+
+    @precondition(lambda self: self.running)
+    @rule(which=ANY, num_tokens=st.integers(1, 9))
+    def roll_back(self, which: int, num_tokens: int) -> None:
+        sequence = self.running[which % len(self.running)]
+        num_tokens = min(num_tokens, sequence.num_output)
+        newest = len(sequence.token_ids) - num_tokens - 1
+        is_own = newest >= self.num_shared.get(sequence, 0)
+        assert self.manager.can_rewrite(sequence.decode.pages, newest, sequence.num_prompt) == is_own
+        if not num_tokens or not is_own:
+            return
+        kept = sequence.decode.pages[: newest // PAGE_SIZE + 1]
+        self.scheduler.roll_back(sequence, num_tokens)
+        assert sequence.decode.pages == kept
+        assert len(sequence.token_ids) == newest + 1
+        for page in kept[newest // PAGE_SIZE :]:  # what was written from there on is nobody's any more
+            for place in range(newest % PAGE_SIZE, PAGE_SIZE):
+                self.pool.pop((page, place), None)
 
     # What always holds.
 
     @invariant()
     def all_run_that_should_in_turn_and_in_slots_of_their_own(self) -> None:
-        assert self.scheduler.running == sorted(self.running, key=lambda s: s.turn)
-        slots = [sequence.slot for sequence in self.running]
+        assert self.scheduler.running == sorted(self.running, key=lambda s: s.scheduling_order)
+        slots = [sequence.decode.slot for sequence in self.running]
         assert len(set(slots)) == len(slots)
         assert set(slots) <= set(range(NUM_SLOTS))
 

@@ -23,7 +23,9 @@ class Served:
     url: str
 
 
-@pytest.fixture(scope="module", params=["one device", "two devices"])  # module: its engine's thread ends with it
+@pytest.fixture(
+    scope="module", params=[pytest.param("one device", marks=pytest.mark.exhaustive), "two devices"]
+)  # module: its engine's thread ends with it
 def tiny_server(request: pytest.FixtureRequest, llms: MakeLLM) -> Iterator[Served]:
     """A server with an engine of its own, so that `llm` can be asked for what is expected meanwhile."""
     config = llms().engine.config

@@ -19,7 +19,18 @@ from server.cli import main
 from tests.engine.workload import workload
 
 PROMPTS, _ = workload()
-FLAGS = ["--kv-memory", "512KiB", "--decode-buckets", "1,8,32", "--prefill-buckets", "32,128", "--prefill-chunk-size", "128"]
+FLAGS = [
+    "--dtype",
+    "float32",
+    "--kv-memory",
+    "512KiB",
+    "--decode-buckets",
+    "8,32",
+    "--prefill-buckets",
+    "32,128",
+    "--prefill-chunk-size",
+    "128",
+]
 
 
 def run(*arguments: str) -> int:

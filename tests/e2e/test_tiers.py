@@ -22,6 +22,8 @@ from tests.server.serving import served
 
 PROMPT = next(prompt for prompt in workload()[0] if len(prompt) == 100)
 FLAGS = [
+    "--dtype",
+    "float32",
     "--kv-memory",
     "512KiB",
     "--max-batch-size",
@@ -67,7 +69,7 @@ def test_a_server_leaves_its_pages_in_the_file_and_the_next_one_uses_them(tiny_m
     answers = []
     for _ in range(2):
         engine = Engine(config)
-        engine._components.tiers._seconds_to_compute = lambda num_tokens: float("inf")
+        engine._components.prefill.tiers._seconds_to_compute = lambda num_tokens: float("inf")
         app = create_app(LocalBackend(engine), engine.tokenizer, ServerConfig(served_model_name=("tiny",)))
         with served(app) as url, openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0) as api:
             answers.append(

@@ -20,7 +20,7 @@ def embedders(tmp_path_factory: pytest.TempPathFactory) -> MakeEmbedder:
         key = (pooling, normalizes, *sorted(settings.items()))
         if key not in made:
             folder = tiny_encoder.write(tmp_path_factory.mktemp("encoder"), pooling=pooling, normalizes=normalizes)
-            made[key] = Embedder(str(folder), **settings)
+            made[key] = Embedder(str(folder), **{"dtype": "float32"} | settings)
         return made[key]
 
     return make

@@ -9,7 +9,7 @@ from jaxinfer.encode.batch import most_texts
 from jaxinfer.encode.queue import EncodeQueue
 from jaxinfer.encode.text_batching import TextReader
 from jaxinfer.encode.worker import EncodeWorker
-from jaxinfer.runtime.device_clock import DeviceClock
+from jaxinfer.pipeline.device_clock import DeviceClock
 from jaxinfer.stats import EngineStats
 from tests.server.fakes import byte_tokenizer
 

@@ -1,8 +1,9 @@
-"""The engine's host half over a make-believe device: pages hold token ids, and the next token is a checksum of all tokens that the
-page table leads to. A page given to two owners, lost, moved wrongly or written late changes the tokens.
+"""The engine's host half over a make-believe device: pages hold token ids, and the next token is a checksum of all
+tokens that the page table leads to. A page given to two owners, lost, moved wrongly or written late changes the
+tokens.
 
-A group of layers with a bounded span keeps of each token a checksum of it and of what the span before it holds, so that whatever was wrong
-when any token was computed shows in the end.
+A group of layers with a bounded span keeps of each token a checksum of it and of what the span before it holds, so
+that whatever was wrong when any token was computed shows in the end.
 """
 
 from __future__ import annotations
@@ -16,28 +17,20 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxinfer.builder import EngineComponents, of_lanes
 from jaxinfer.config import EngineConfig, parse_bytes, parse_disk
 from jaxinfer.decode.batch import ON_DEVICE, DecodeBatch
-from jaxinfer.decode.scheduler import DecodeScheduler
-from jaxinfer.decode.worker import DecodeWorker
 from jaxinfer.engine import Engine
-from jaxinfer.kv_cache.manager import KVManager
+from jaxinfer.engine.builder import micro_batch_buckets
+from jaxinfer.engine.components import EngineComponents, Runners, TierSettings, build_roles
 from jaxinfer.kv_cache.spec import PageSpec
 from jaxinfer.kv_tiers.tiers import Tiers
-from jaxinfer.kv_transfer.cross_mesh import CrossMeshTransfer
-from jaxinfer.kv_transfer.handoff import KVTransfer
-from jaxinfer.kv_transfer.same_mesh import SameMeshTransfer
-from jaxinfer.kv_transfer.tiers import TierTransfer
-from jaxinfer.plan import max_context_tokens
+from jaxinfer.kv_transfer.page_moves import MOVE_BUCKETS
+from jaxinfer.pipeline.device_clock import DeviceClock
+from jaxinfer.planner.kv_memory import max_context_tokens
 from jaxinfer.prefill.batch import PrefillBatch
 from jaxinfer.prefill.chunk_size import ChunkSizeController
-from jaxinfer.prefill.queue import WaitingQueue
 from jaxinfer.prefill.runner import PrefillResult
-from jaxinfer.prefill.scheduler import PrefillScheduler
-from jaxinfer.prefill.worker import PrefillWorker
 from jaxinfer.request import SamplingParams
-from jaxinfer.runtime.device_clock import DeviceClock
 from jaxinfer.sampling.params import SamplingRows
 from jaxinfer.sampling.sampler import Sampled
 from jaxinfer.sequence import Sequence as EngineSequence
@@ -144,13 +137,13 @@ class FakeRunner:
         self.num_groups = len(spans)
         self.table_width = -(-max_model_len // pool.shape[1]) * self.num_groups
         self.num_stages = config.devices.layout("prefill").pp
-        self.num_lanes = config.devices.layout("decode").pp
-        self.buckets = of_lanes(config.schedule, self.num_lanes)
+        self.num_micro_batches = config.devices.layout("decode").pp
+        self.buckets = micro_batch_buckets(config.schedule, self.num_micro_batches)
         self.num_slots = self.buckets[-1]
         self._device = device
-        self._last = np.zeros(self.num_lanes * self.num_slots, np.int64)
+        self._last = np.zeros(self.num_micro_batches * self.num_slots, np.int64)
         self._counted: dict[int, list[int]] = {}
-        self._page_table = np.zeros((self.num_lanes * self.num_slots, self.table_width), np.int64)
+        self._page_table = np.zeros((self.num_micro_batches * self.num_slots, self.table_width), np.int64)
 
     def count_tokens(self, row: int, token_ids: Sequence[int], num_prompt: int) -> None:
         assert 0 < num_prompt <= len(token_ids)
@@ -228,11 +221,11 @@ class FakeDecode(FakeRunner):
     def put(self, rows: SamplingRows, num_generated: np.ndarray) -> SamplingRows:
         return rows
 
-    def run(self, batch: DecodeBatch, rows: SamplingRows, lane: int) -> Sampled:
+    def run(self, batch: DecodeBatch, rows: SamplingRows, micro_batch: int) -> Sampled:
         tokens = np.zeros(len(batch.slots), np.int64)
-        for row, of_lane in enumerate(batch.slots):
-            if of_lane < self.num_slots:
-                slot = lane * self.num_slots + of_lane
+        for row, local_slot in enumerate(batch.slots):
+            if local_slot < self.num_slots:
+                slot = micro_batch * self.num_slots + local_slot
                 fed = int(self._last[slot]) if batch.tokens[row] == ON_DEVICE else int(batch.tokens[row])
                 position = int(batch.positions[row])
                 at = position // self.pool.shape[1] * self.num_groups
@@ -256,29 +249,25 @@ class StrictDeviceClock(DeviceClock):
         return super().ended(launched_at)
 
 
-class FakeCrossMesh(CrossMeshTransfer):
-    """The real hand-off between two meshes, over pools of token ids."""
+class FakeTransport:
+    """From one pool of token ids to another. The target's pages have what the source's had when the move was begun."""
 
-    def __init__(self, pools: list[np.ndarray], managers: list[KVManager]) -> None:
-        self._source, self._target = pools
-        self._prefill_manager, self._decode_manager = managers
-        self.num_pages_moved = 0
+    def __init__(self, source: np.ndarray, target: np.ndarray) -> None:
+        self._source, self._target = source, target
 
-    def _move_at_once(self, source: list[int], target: list[int], groups: list[int], back: bool) -> None:
-        assert len(source) == len(target) == len(groups)
-        here, there = (self._target, self._source) if back else (self._source, self._target)
-        there[target] = here[source]
+    def move(self, source_ids: Sequence[int], target_ids: Sequence[int], groups: Sequence[int]) -> None:
+        assert 0 < len(source_ids) == len(target_ids) == len(groups) <= MOVE_BUCKETS[-1]
+        self._target[list(target_ids)] = self._source[list(source_ids)]
 
 
-def fake_tiers(config: EngineConfig, pools: list[np.ndarray], managers: list[KVManager]) -> TierTransfer | None:
-    """The real tiers over pools of token ids, of 8 bytes each. Whatever is there is fetched."""
+def fake_tiers(config: EngineConfig, page_bytes: int) -> TierSettings | None:
+    """The real tiers for pages of token ids. Whatever is there is fetched."""
     host_size = parse_bytes("kv_host_memory", config.cache.kv_host_memory or "0")
     if not host_size:
         return None
     disk = parse_disk("kv_disk", config.cache.kv_disk) if config.cache.kv_disk else None
-    tiers = Tiers(pools[0][0].nbytes, host_size, disk, b"make-believe")
-    movers = [(FakeMover(pool), manager) for pool, manager in zip(pools, managers, strict=True)]
-    return TierTransfer(tiers, movers, lambda num_tokens: math.inf, most_fetched=host_size // pools[0][0].nbytes)  # type: ignore[arg-type]
+    tiers = Tiers(page_bytes, host_size, disk, b"make-believe")
+    return TierSettings(tiers, lambda num_tokens: math.inf, most_fetched=host_size // page_bytes)
 
 
 def fake_engine(
@@ -290,8 +279,9 @@ def fake_engine(
     clock: Callable[[], float] = time.monotonic,
     spans: Sequence[Span] = (FULL_ATTENTION,),
 ) -> Engine:
-    """An engine over pools of `num_pages` pages, that can hold one whole context at least. `devices` are those of the meshes, prefill's
-    first; if not given, `seed` decides what comes late. `spans` are those of the model's groups of layers."""
+    """An engine over pools of `num_pages` pages, that can hold one whole context at least. `devices` are those of the
+    meshes, prefill's first; if not given, `seed` decides what comes late. `spans` are those of the model's groups of
+    layers."""
     random = np.random.default_rng(seed)
     size = config.cache.page_size or 16
     spec, chunk_size = PageSpec(1, 1, 1, size, 8, tuple(spans)), config.schedule.prefill_buckets[-1]
@@ -301,49 +291,24 @@ def fake_engine(
 
     def build(config: EngineConfig, stats: EngineStats) -> EngineComponents:
         pools = [np.full((num_pages + 1, size), -1, np.int64) for _ in range(1 if shares_mesh else 2)]
-        cache = config.cache
-        managers = [
-            KVManager(
-                spec,
-                num_pages + 1,
-                prefix_cache=cache.prefix_cache,
-                session_seconds=cache.session_seconds,
-                chunk_size=chunk_size,
-                clock=clock,
-            )
-            for _ in pools
-        ]
-        clocks = [StrictDeviceClock(clock) for _ in pools]
         of_meshes = devices or [UnsteadyDevice(random)]
-        prefill = FakePrefill(pools[0], config, max_model_len, of_meshes[0], spans)
-        decode = FakeDecode(pools[-1], config, max_model_len, of_meshes[-1], spans)
-        schedule = config.schedule
+        runners = Runners(
+            FakePrefill(pools[0], config, max_model_len, of_meshes[0], spans),  # type: ignore[arg-type]
+            FakeDecode(pools[-1], config, max_model_len, of_meshes[-1], spans),  # type: ignore[arg-type]
+            [StrictDeviceClock(clock) for _ in pools],
+            [FakeMover(pool) for pool in pools],  # type: ignore[misc]
+            None if shares_mesh else FakeTransport(pools[0], pools[1]),
+            None if shares_mesh else FakeTransport(pools[1], pools[0]),
+        )
+        schedule, tiers = config.schedule, fake_tiers(config, pools[0][0].nbytes)
         chunk_controller = ChunkSizeController(
             schedule.prefill_buckets, schedule.target_ttft, schedule.target_itl, delays_decode=shares_mesh
         )
-        queue = WaitingQueue(schedule.ageing_seconds, schedule.prefill_chunk_size, clock)
-        scheduler = PrefillScheduler(managers[0], queue, schedule.prefill_buckets)
-        scheduler.copy_pages = prefill.copy_pages
-        transfer: KVTransfer = SameMeshTransfer()
-        if not shares_mesh:
-            transfer = cross_mesh = FakeCrossMesh(pools, managers)
-            scheduler.recall = cross_mesh.recall
-        tiers = scheduler.tiers = fake_tiers(config, pools, managers)
         stats.read_tiers = tiers and tiers.tiers.stats
-        return EngineComponents(
-            config,
-            SimpleNamespace(
-                max_model_len=max_model_len, shares_mesh=shares_mesh, template=SimpleNamespace(config=SimpleNamespace(vocab_size=VOCAB))
-            ),  # type: ignore[arg-type]
-            TOKENIZER,
-            PrefillWorker(scheduler, prefill, clocks[0], chunk_controller),  # type: ignore[arg-type]
-            DecodeWorker(DecodeScheduler(managers[-1], decode.num_slots, decode.num_lanes), decode, clocks[-1]),  # type: ignore[arg-type]
-            transfer,
-            managers[0],
-            managers[-1],
-            (),
-            tiers,
-        )
+        prefill, decode = build_roles(config, spec, [num_pages + 1] * len(pools), runners, chunk_controller, tiers, clock)
+        template = SimpleNamespace(config=SimpleNamespace(vocab_size=VOCAB))
+        plan = SimpleNamespace(max_model_len=max_model_len, shares_mesh=shares_mesh, template=template)
+        return EngineComponents(config, plan, TOKENIZER, prefill, decode, (), clock=clock)  # type: ignore[arg-type]
 
     return Engine(config, build=build)
 

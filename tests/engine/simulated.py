@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -12,6 +11,7 @@ from jaxinfer.config import EngineConfig
 from jaxinfer.engine import Engine
 from jaxinfer.prefill.scheduler import Chunk
 from jaxinfer.request import DEFAULT_CONTEXT, FinishReason, OutputDelta, RequestContext, RequestOutput, SamplingParams
+from jaxinfer.segments import Prompt
 from tests.engine.fake_device import expected_tokens, fake_engine
 from tests.engine.page_audit import audit
 
@@ -21,18 +21,13 @@ _CALL_SECONDS = 1e-7  # so that no two steps start at the same time
 
 
 class Clock:
-    """In place of the module `time` too, as the engine uses it."""
+    """Seconds; what a test adds to `now` has passed."""
 
     def __init__(self) -> None:
         self.now = 1000.0
 
     def __call__(self) -> float:
         return self.now
-
-    monotonic = __call__
-
-    def thread_time(self) -> float:
-        return time.thread_time()
 
 
 class SimulatedDevice:
@@ -67,6 +62,10 @@ class TimedArray:
         return self._values
 
 
+def _token_ids(prompt: Sequence[int] | Prompt) -> Sequence[int]:
+    return prompt.token_ids.tolist() if isinstance(prompt, Prompt) else prompt
+
+
 class Driver:
     """An engine in simulated time, whose requests' outputs are gathered. After each step its pages are counted. `meshes`: "shared" or
     "two"; others of the configuration's settings by their names."""
@@ -81,9 +80,11 @@ class Driver:
         self.params: dict[str, SamplingParams] = {}
         self.deltas: list[OutputDelta] = []
 
-    def add(self, request_id: str, prompt: Sequence[int], params: SamplingParams, context: RequestContext = DEFAULT_CONTEXT) -> None:
+    def add(
+        self, request_id: str, prompt: Sequence[int] | Prompt, params: SamplingParams, context: RequestContext = DEFAULT_CONTEXT
+    ) -> None:
         self.engine.add_request(request_id, prompt, params, context)
-        self.outputs[request_id] = RequestOutput.empty(request_id, None, list(prompt), params)
+        self.outputs[request_id] = RequestOutput.empty(request_id, None, list(_token_ids(prompt)), params)
         self.params[request_id] = params
 
     def step(self) -> list[OutputDelta]:
@@ -105,7 +106,7 @@ class Driver:
         raise AssertionError(f"no end in {most_steps} steps")
 
     def ask(
-        self, request_id: str, prompt: Sequence[int], params: SamplingParams, context: RequestContext = DEFAULT_CONTEXT
+        self, request_id: str, prompt: Sequence[int] | Prompt, params: SamplingParams, context: RequestContext = DEFAULT_CONTEXT
     ) -> RequestOutput:
         """Serve a request to its end."""
         self.add(request_id, prompt, params, context)

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import pytest
 
+from jaxinfer.architecture.known_models import model_shape
 from jaxinfer.config import ConfigError, EngineConfig
 from jaxinfer.kv_cache.spec import PageSpec
 from jaxinfer.models.registry import read_config
-from jaxinfer.models.shapes import model_shape
-from jaxinfer.plan import choose_attention
+from jaxinfer.planner.backends import choose_attention
 from tests.engine.test_token_equality import LAYOUTS
 
 FLOAT32, BFLOAT16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
@@ -31,7 +31,7 @@ def choose(role, name, device, dtype, head_size, page_size=16, buckets=(32, 512)
 
 @ROLES
 def test_auto_takes_the_devices_kernels_where_they_can_run_and_logs_the_reason_where_not(role, caplog):
-    caplog.set_level(logging.INFO, "jaxinfer.plan")
+    caplog.set_level(logging.INFO, "jaxinfer.planner.backends")
     for device, dtype, head_size, backend, reason in (
         (CPU, FLOAT32, 64, "llvm_cpu", "the best for cpu"),
         (CPU, BFLOAT16, 64, "xla", "bfloat16"),
@@ -62,7 +62,7 @@ def test_devices_that_share_latents_out_attend_to_their_part(page_size, num_devi
 
 
 def test_latents_that_prefill_has_no_kernel_for(caplog):
-    caplog.set_level(logging.INFO, "jaxinfer.plan")
+    caplog.set_level(logging.INFO, "jaxinfer.planner.backends")
     config = read_config(model_shape("kimi-k2.5"))
     pages = PageSpec.of(config, 16, 2)
     odd = replace(config.latent, rope_size=8)
@@ -92,7 +92,7 @@ def test_what_is_named_runs_or_is_refused(role):
 
 
 def test_prefill_buckets_of_tiles_that_no_kernel_has_are_xlas(caplog):
-    caplog.set_level(logging.INFO, "jaxinfer.plan")
+    caplog.set_level(logging.INFO, "jaxinfer.planner.backends")
     assert choose("prefill", "auto", HOPPER, BFLOAT16, 64, buckets=(32, 20)) == "xla"
     assert "tiles of 4 query tokens" in caplog.text
     assert choose("decode", "auto", HOPPER, BFLOAT16, 64, buckets=(32, 20)) == "mosaic_gpu"

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxinfer.architecture.model_config import UnsupportedModelError
 from jaxinfer.config import ConfigError, EngineConfig, flat_fields, format_bytes, parse_bytes, parse_disk
 from jaxinfer.llm import LLM
-from jaxinfer.models.config import UnsupportedModelError
 from jaxinfer.request import SamplingParams
 from server.config import ServerConfig
 from tests import tiny_model

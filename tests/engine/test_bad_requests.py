@@ -5,10 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import fields
 
+import numpy as np
 import pytest
 
+from jaxinfer.engine import intake
 from jaxinfer.request import RequestError, SamplingParams
+from jaxinfer.segments import Prompt
+from jaxinfer.token_ids import checked_tokens
 from tests.engine.page_audit import assert_all_free
+from tests.sequences import Picture, text
 from tests.tiny_model import CONTEXT, VOCAB
 
 WRONG = {
@@ -73,6 +78,9 @@ def test_the_edges_of_every_range_are_served(llm):
         ([-1], {}, "prompt", "token id -1"),
         ([1, "2"], {}, "prompt", "token id '2'"),
         ([1.0], {}, "prompt", "token id 1.0"),
+        ([5, 2**40], {}, "prompt", f"token id {2**40}"),
+        (np.array([1, VOCAB]), {}, "prompt", f"token id {VOCAB}"),
+        (np.array([1.0]), {}, "prompt", "token id 1.0"),
         ([1], {"logit_bias": {VOCAB: 1.0}}, "logit_bias", f"logit_bias has token id {VOCAB}"),
         ([1], {"stop_token_ids": (VOCAB + 5,)}, "stop_token_ids", f"stop_token_ids has token id {VOCAB + 5}"),
         ([1] * (CONTEXT + 1), {"max_tokens": 0}, "prompt", f"the prompt has {CONTEXT + 1} tokens: at most {CONTEXT} fit; shorten"),
@@ -87,6 +95,28 @@ def test_a_request_that_can_never_be_served_is_refused(llm, prompt, params, para
     assert caught.value.param == param
     assert (caught.value.code == "context_length_exceeded") == ("fit" in words)
     assert_all_free(llm.engine)
+
+
+def test_a_prompts_token_ids_are_looked_at_once(llm, monkeypatch):
+    looked_at = []
+
+    def counted(token_ids, vocab_size, name, param=None):
+        looked_at.append((name, len(token_ids)))
+        return checked_tokens(token_ids, vocab_size, name, param)
+
+    monkeypatch.setattr(intake, "checked_tokens", counted)
+    llm.generate([[1] * 20, np.arange(30), "text"], SamplingParams(max_tokens=1, stop_token_ids=[3]))
+    assert [length for name, length in looked_at if name == "prompt"] == [20, 30, len(llm.tokenizer.encode("text"))]
+    assert looked_at.count(("stop_token_ids", 1)) == 3, "with each prompt"
+
+
+def test_a_prompt_of_more_than_token_ids_is_checked_and_not_cut(llm):
+    pictured = Prompt((Picture(4, b"cat"), text([1, 2])))
+    assert llm.engine.validate(pictured, SamplingParams()) is pictured
+    with pytest.raises(RequestError, match=f"prompt has token id {VOCAB}"):
+        llm.engine.validate(Prompt((Picture(4, b"cat"), text([VOCAB]))), SamplingParams())
+    with pytest.raises(RequestError, match="truncate_prompt_tokens is 3: only a list of token ids can be cut"):
+        llm.engine.validate(pictured, SamplingParams(truncate_prompt_tokens=3))
 
 
 def test_the_longest_requests_there_can_be_are_served(llm):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxinfer import SamplingParams
-from jaxinfer.layers.linear import product
+from jaxinfer.weights.formats.plain import multiply
 from tests.engine.workload import workload
 
 PROMPTS, _ = workload()
@@ -17,11 +17,11 @@ def test_a_product_with_narrow_weights_sums_in_float32(num_rows):
     random = np.random.default_rng(0)
     x, kernel = random.standard_normal((num_rows, 256), np.float32), random.standard_normal((256, 96), np.float32)
     narrow = jnp.asarray(kernel, jnp.bfloat16)
-    found = jax.jit(product)(x, narrow)
+    found = jax.jit(multiply)(x, narrow)
     assert (found.dtype, found.shape) == (jnp.float32, (num_rows, 96))
     exact = np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64) @ np.asarray(narrow, np.float64)
     np.testing.assert_allclose(found, exact, atol=1e-3)  # of the rounded operands; sums of 256 rounded to bfloat16 would be off by 0.1
-    np.testing.assert_array_equal(jax.jit(product)(x, kernel), jax.jit(jnp.matmul)(x, kernel))
+    np.testing.assert_array_equal(jax.jit(multiply)(x, kernel), jax.jit(jnp.matmul)(x, kernel))
 
 
 def test_weights_are_half_the_bytes_and_pages_stay_float32(llms, llm):

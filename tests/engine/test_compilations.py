@@ -8,8 +8,8 @@ import pytest
 
 from jaxinfer.llm import LLM
 from jaxinfer.request import SamplingParams
-from tests.engine.test_builder import NUM_PROGRAMS
-from tests.engine.test_token_equality import LAYOUTS
+from tests.engine.test_builder import NUM_OF_ONE_SIZE
+from tests.engine.test_token_equality import LAYOUTS, chosen
 from tests.engine.workload import workload
 
 PROMPTS, KINDS = workload()
@@ -27,15 +27,22 @@ def use_every_feature(llm: LLM) -> None:
         engine.step()
     while engine.has_work:
         engine.step()
-    to_the_end = SamplingParams(max_tokens=None, ignore_eos=True, presence_penalty=1.0, logprobs=1)
-    llm.generate([prompt[:9] for prompt in PROMPTS[:8]], to_the_end)  # far more than the pages hold: some are preempted
+    llm.generate(PROMPTS[0], SamplingParams(max_tokens=None, ignore_eos=True))  # to the context's end
+    penalised = SamplingParams(max_tokens=200, ignore_eos=True, presence_penalty=1.0, logprobs=1)
+    llm.generate([prompt[:100] for prompt in PROMPTS if len(prompt) >= 100], penalised)  # more than the pages hold: some are preempted
     llm.generate(PROMPTS[0], SamplingParams(max_tokens=3))  # the smallest buckets
     llm.chat([{"role": "user", "content": "hello"}], SamplingParams(max_tokens=3))
     llm.logprobs(PROMPTS[12])  # a length of its own: compiles, as is expected
 
 
 @pytest.mark.usefixtures("prefills_are_read_soon")
-@pytest.mark.parametrize("layout", ["one device", "two devices", "two meshes of two", "one device to two", "chunks of 50"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        *chosen(["one device", "two devices", "chunks of 50"]),
+        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("two meshes of two", "one device to two")),
+    ],
+)
 def test_nothing_compiles_after_ready(llms, layout):
     llm = llms(**LAYOUTS.get(layout, {}))
     stats = llm.engine.stats
@@ -47,7 +54,7 @@ def test_nothing_compiles_after_ready(llms, layout):
 
 
 def test_an_engine_starts_with_the_counter_at_zero(llms):
-    assert llms(**LAYOUTS["two devices"]).engine.stats.num_programs == NUM_PROGRAMS + 8
+    assert llms(**LAYOUTS["two devices"]).engine.stats.num_programs == NUM_OF_ONE_SIZE + 8
     assert LLM(config=llms().engine.config).engine.stats.num_compilations_after_ready == 0
 
 
@@ -56,9 +63,9 @@ def compile_something(size):
 
 
 def test_a_compilation_in_a_step_is_counted(llm, monkeypatch):
-    engine, hand_over = llm.engine, llm.engine._hand_over
+    engine, launch = llm.engine, llm.engine._steps.launch
     before, compiled = engine.stats.num_compilations_after_ready, engine.stats.num_compilations
-    monkeypatch.setattr(engine, "_hand_over", lambda: (compile_something(17), hand_over()))
+    monkeypatch.setattr(engine._steps, "launch", lambda: (compile_something(17), launch())[1])
     engine.step()
     assert engine.stats.num_compilations_after_ready > before
     assert engine.stats.num_compilations >= compiled

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from checkpoints.convert import convert
+from checkpoints.converted_tensors import converted_tensors
 from checkpoints.digest import weights_digest
 from checkpoints.hub import open_source
-from checkpoints.outgoing import outgoing
 from jaxinfer import SamplingParams
 from jaxinfer.llm import LLM
 from jaxinfer.tokenizer import Tokenizer
@@ -23,7 +23,7 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 def orbax(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("converted") / "orbax"
     source = open_source(tiny_model_path)
-    convert(source, outgoing(source, None), folder, "orbax", shard_size=10**9, save_tokenizer=Tokenizer.from_source(source).save)
+    convert(source, converted_tensors(source, None), folder, "orbax", shard_size=10**9, save_tokenizer=Tokenizer.from_source(source).save)
     return folder
 
 

@@ -21,8 +21,8 @@ def test_in_whatever_state_a_request_ends_at_its_deadline_and_frees_everything(c
     prompts = {"old": [1] * 100, "middle": [2] * 250, "young": [3] * 30, "last": [4] * 100}
     seen = set()
     for num_steps in range(0, 60, 2):
-        run.engine._components.prefill_manager.forget()
-        run.engine._components.decode_manager.forget()
+        run.engine._components.prefill.manager.forget()
+        run.engine._components.decode.manager.forget()
         for name, prompt in prompts.items():
             context = RequestContext(deadline=clock.now + 100) if name != "young" else RequestContext()
             run.add(f"{name} {num_steps}", prompt, endless(90, n=2), context)

@@ -22,6 +22,7 @@ from tests.engine.simulated import Clock
 from tests.kv_tiers.made_pages import disk_size
 
 STEPS = 600  # of each of the runs below
+AUDITED = 4  # every so many steps, and after every abort: what is lost stays lost
 NUM_DISK_PAGES = 30
 
 
@@ -46,7 +47,8 @@ def take_step(engine: Engine, followed: dict[str, Followed], clock: Clock | None
         request.tokens[delta.index] += delta.token_ids
         if delta.finish_reason is not None:
             request.reasons[delta.index] = delta.finish_reason
-    audit(engine)
+    if (engine.stats.num_prefill_steps + engine.stats.num_decode_steps) % AUDITED == 0:
+        audit(engine)
 
 
 def random_params(random: np.random.Generator) -> SamplingParams:
@@ -157,7 +159,7 @@ def test_every_request_ends_once_with_its_tokens_and_no_page_is_lost(
     ],
 )
 @pytest.mark.parametrize(("num_pages", "max_batch_size"), [(12, 8), (40, 5), (200, 16)])
-def test_a_pipeline_has_a_step_of_each_lane_under_way(clock, layouts, num_pages, max_batch_size, seed):
+def test_a_pipeline_has_a_step_of_each_micro_batch_under_way(clock, layouts, num_pages, max_batch_size, seed):
     config = EngineConfig.of(
         max_model_len=min(120, num_pages * 8),
         page_size=8,
@@ -169,14 +171,14 @@ def test_a_pipeline_has_a_step_of_each_lane_under_way(clock, layouts, num_pages,
         **layouts,
     )
     engine = fake_engine(config, num_pages, seed=seed, clock=clock)
-    decode, most = engine._components.decode, 0
+    decode, most = engine._components.decode.worker, 0
 
     def watched(*arguments):
         nonlocal most
         launched = launch(*arguments)
-        lanes = [step.rows.lane for step in decode._in_flight]
-        most = max(most, len(set(lanes)))
-        assert len(lanes) <= config.devices.layout("decode").pp + 1
+        micro_batches = [step.rows.micro_batch for step in decode._in_flight]
+        most = max(most, len(set(micro_batches)))
+        assert len(micro_batches) <= config.devices.layout("decode").pp + 1
         return launched
 
     launch, decode.launch = decode.launch, watched

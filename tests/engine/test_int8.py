@@ -7,8 +7,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxinfer import SamplingParams
-from jaxinfer.layers import int8
-from jaxinfer.layers.matrices import InStack
+from jaxinfer.weights.formats import int8
+from jaxinfer.weights.formats.weight_format import StackedMatrix
 from pallas_kernels.packed_matmul.layout import unpack
 from sharding.mesh import TENSOR, make_mesh
 from tests import tiny_model
@@ -96,9 +96,9 @@ def test_two_devices_multiply_as_one_does(split, num_rows):
         np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-2)
 
 
-@pytest.fixture(scope="module", params=["auto", "xla"])
+@pytest.fixture(scope="module", params=["auto", pytest.param("xla", marks=pytest.mark.exhaustive)])
 def integers(llms, request):
-    return llms(weights="int8", matmul_backend=request.param)
+    return llms(weights="int8", matmul_backend=request.param, **SMALL)
 
 
 def test_the_engines_matrices_are_the_checkpoints_rounded(integers):
@@ -109,7 +109,9 @@ def test_the_engines_matrices_are_the_checkpoints_rounded(integers):
 
     def of(param, output_axes):
         kernel = param.get_value()
-        return unpack(jnp.asarray(np.asarray(kernel.stack)[int(kernel.place)]), output_axes) if isinstance(kernel, InStack) else kernel
+        return (
+            unpack(jnp.asarray(np.asarray(kernel.stack)[int(kernel.index)]), output_axes) if isinstance(kernel, StackedMatrix) else kernel
+        )
 
     block, prefix = model.blocks[1], "model.layers.1."
     for values, scale, tensor in (

@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 
 from jaxinfer.request import RequestContext
+from jaxinfer.segments import Prompt
 from jaxinfer.sequence import SequenceState
 from tests.engine.fake_device import sequences_of
 from tests.engine.page_audit import assert_all_free
 from tests.engine.simulated import Driver, endless, recorded_chunks
+from tests.sequences import Picture, text
 
 PAGE = 8
 
@@ -150,7 +152,7 @@ def test_who_computes_the_same_at_the_same_time_shares_the_pages_from_then_on(cl
         run.add(name, prompt(60), endless(40))
     while not all(sequence.state is SequenceState.RUNNING for sequence in sequences_of(run.engine)):
         run.step()
-    tables = [sequence.decode_pages for sequence in sequences_of(run.engine)]
+    tables = [sequence.decode.pages for sequence in sequences_of(run.engine)]
     assert tables[0][:7] == tables[1][:7] == tables[2][:7]
     assert run.engine.stats.decode_pages_used == 7 + sum(len(table) - 7 for table in tables)
     assert [run.outputs[name].cached_tokens for name in "abc"] == [0, 0, 0]
@@ -192,6 +194,21 @@ def test_a_namespace_is_not_part_of_the_text(clock):
     assert run.ask("c", [97] * 8 + prompt(40), endless(2), RequestContext(namespace="\x00")).cached_tokens == 0
 
 
+@pytest.mark.parametrize("meshes", ["shared", "two"])
+def test_the_same_placeholders_are_found_only_with_the_same_picture(clock, meshes):
+    run = Driver(clock, meshes)
+    asked = {
+        name: Prompt((text(prompt(20)), Picture(40, digest), text(prompt(30))))
+        for name, digest in (("cat", b"1"), ("dog", b"2"), ("cat again", b"1"), ("dog again", b"2"))
+    }
+    found = {name: run.ask(name, run.engine.validate(given, endless(9)), endless(9)).cached_tokens for name, given in asked.items()}
+    assert found == {"cat": 0, "dog": whole(20), "cat again": whole(89), "dog again": whole(89)}
+    answer = run.tokens("cat")
+    follow_up = Prompt((*asked["cat"].segments, text([*answer, 1, 2, 3])))
+    assert run.ask("go on", follow_up, endless(2)).cached_tokens == whole(90 + 8), "after a picture answers are found, too"
+    assert_all_served(run)
+
+
 # Which pages stay.
 
 
@@ -214,7 +231,7 @@ def test_a_sessions_pages_stay_warm_for_its_time(clock, meshes, session, seconds
     assert_all_served(run)
 
 
-def test_sessions_give_way_too_when_nothing_else_is_left(clock):
+def test_sessions_are_evicted_too_when_nothing_else_is_left(clock):
     run = Driver(clock, num_pages=60, max_model_len=60 * PAGE)
     for number in range(5):
         run.ask(f"{number}", prompt(160, number), endless(8), RequestContext(session=f"{number}"))
@@ -253,7 +270,7 @@ def test_a_pool_full_of_kept_pages_serves_just_as_an_empty_one(clock, meshes):
         assert_all_served(run)
         told.append((run.deltas, clock.now))
         if prefix_cache:
-            assert run.engine._components.prefill_manager.num_cached > 35
+            assert run.engine._components.prefill.manager.num_cached > 35
     assert told[0] == told[1]
 
 

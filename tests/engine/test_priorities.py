@@ -160,7 +160,7 @@ def test_batch_work_fills_what_is_left_and_no_more(clock):
 
 
 @pytest.mark.parametrize("meshes", ["shared", "two"])
-def test_each_level_gives_way_to_those_above_it(clock, meshes):
+def test_each_level_is_preempted_for_those_above_it(clock, meshes):
     run = Driver(clock, meshes, max_batch_size=1)
     run.add("batch", [1] * 30, endless(60), BATCH)
     run_until(run, "batch", 10)
@@ -179,7 +179,7 @@ def test_each_level_gives_way_to_those_above_it(clock, meshes):
 
 @pytest.mark.parametrize("meshes", ["shared", "two"])
 @pytest.mark.parametrize(("n_of_batch", "n_now"), [(4, 1), (1, 4), (3, 3)])
-def test_sequences_of_a_request_give_way_and_take_room_one_by_one(clock, meshes, n_of_batch, n_now):
+def test_sequences_of_a_request_are_preempted_and_admitted_one_by_one(clock, meshes, n_of_batch, n_now):
     run = Driver(clock, meshes, max_batch_size=4)
     run.add("batch", [1] * 60, endless(100, n=n_of_batch), BATCH)
     run_until(run, "batch", 20)

@@ -9,8 +9,8 @@ import jax
 import pytest
 
 from jaxinfer.config import ConfigError, EngineConfig
-from jaxinfer.runtime import profile
-from jaxinfer.runtime.profile import Profile
+from jaxinfer.programs import profile
+from jaxinfer.programs.profile import Profile
 
 RUN = """
 import sys

@@ -21,7 +21,7 @@ from jaxinfer.stats import TierStats
 from tests import tiny_model
 from tests.conftest import TINY, MakeLLM
 from tests.engine.page_audit import assert_all_free
-from tests.engine.test_token_equality import LAYOUTS, SMALL
+from tests.engine.test_token_equality import LAYOUTS, SMALL, chosen
 from tests.engine.workload import tokens_of, workload
 
 PROMPTS, PARAMS = workload()
@@ -39,7 +39,7 @@ def make(tiny_model_path: Path) -> Iterator[Make]:
 
     def make_llm(model: Path = tiny_model_path, seconds_to_compute: float = float("inf"), **settings: Any) -> LLM:
         made.append(LLM(str(model), **TINY | SMALL | {"kv_host_memory": "4MiB"} | settings))
-        made[-1].engine._components.tiers._seconds_to_compute = lambda num_tokens: seconds_to_compute
+        made[-1].engine._components.prefill.tiers._seconds_to_compute = lambda num_tokens: seconds_to_compute
         return made[-1]
 
     yield make_llm
@@ -63,7 +63,7 @@ def fill(make: Make, path: Path, **settings: Any) -> None:
         llm.generate(LONG, GREEDY)
 
 
-@pytest.mark.parametrize("layout", ["one device", "two devices", "one mesh of two", "two meshes of two"])
+@pytest.mark.parametrize("layout", chosen(["one device", "two devices", "one mesh of two", "two meshes of two"]))
 def test_tokens_are_the_same_when_pages_go_down_and_come_back(make, expected, layout):
     # Two devices hold twice as many pages.
     llm = make(**LAYOUTS.get(layout, {}) | SMALL | {"kv_memory": "256KiB" if layout.endswith("of two") else "512KiB"})
@@ -100,7 +100,7 @@ def test_what_is_dearer_to_fetch_than_to_compute_is_computed(make, long_tokens):
 def test_rates_are_measured_before_the_first_request(make):
     """What is slow to read is not fetched, what is quick is, by the engine's own numbers."""
     llm = make()
-    tiers, chunk_controller = llm.engine._components.tiers, llm.engine._components.prefill.chunk_controller
+    tiers, chunk_controller = llm.engine._components.prefill.tiers, llm.engine._components.prefill.chunk_controller
     assert 0 < chunk_controller.seconds_to_compute(16) < 1
     assert 0 < tiers._seconds_to_move * 7 < 1
     tiers._seconds_to_compute = chunk_controller.seconds_to_compute
@@ -225,7 +225,7 @@ def test_a_disk_that_is_full_or_fails_costs_pages_and_nothing_else(make, long_to
 
 def test_host_memory_is_for_pages_kept_and_pages_on_their_way_up(make):
     llm = make(kv_host_memory="1MiB")
-    tiers = llm.engine._components.tiers
+    tiers = llm.engine._components.prefill.tiers
     assert tier_stats(llm).host_size + tiers._most_fetched * 8192 == 1 << 20
     assert tiers._most_fetched == 32
 

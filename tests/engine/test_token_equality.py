@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,33 +14,47 @@ from jaxinfer.engine import Engine
 from jaxinfer.llm import LLM
 from jaxinfer.request import RequestContext, RequestOutput, SamplingParams
 from jaxinfer.sequence import Sequence
+from tests.covering import axes_of_layout, covered
 from tests.engine.page_audit import assert_all_free
 from tests.engine.simulated import recorded_chunks
 from tests.engine.workload import NUM_TOKENS, alone, tokens_of, workload
 
 PROMPTS, PARAMS = workload()
 SMALL = {"max_batch_size": 8, "decode_buckets": (8,), "prefill_buckets": (128,)}  # fewer programs to compile
+ONE_SIZE = {"decode_buckets": (32,), "prefill_buckets": (128,)}
 LAYOUTS = {
-    "two devices": {"prefill_devices": (1,), "decode_devices": (0,)},
+    "two devices": {"prefill_devices": (1,), "decode_devices": (0,), **ONE_SIZE},
     "two meshes of two": {"prefill_devices": (0, 1), "decode_devices": (2, 3), **SMALL},
     "one mesh of two": {"prefill_devices": (0, 1), "decode_devices": (0, 1), **SMALL},
     "one device to two": {"prefill_devices": (4,), "decode_devices": (2, 3), **SMALL},
     "two devices to one": {"prefill_devices": (0, 1), "decode_devices": (4,), **SMALL},
-    "chunks of 16": {"prefill_chunk_size": 16, "prefill_buckets": (16,)},
+    "chunks of 16": {"prefill_chunk_size": 16, "prefill_buckets": (16,), "decode_buckets": (32,)},
     "chunks of 32": {"prefill_chunk_size": 32, "prefill_buckets": (32,)},
     "chunks of 64": {"prefill_chunk_size": 64, "prefill_buckets": (64,)},
-    "chunks of 50": {"prefill_chunk_size": 50, "prefill_buckets": (32, 50)},
+    "chunks of 50": {"prefill_chunk_size": 50, "prefill_buckets": (50,), "decode_buckets": (32,)},
     "pages of 4": {"page_size": 4, **SMALL},
     "pages of 32": {"page_size": 32, **SMALL},
     "XLA alone": {"matmul_backend": "xla", "attention_backend": "xla", **SMALL},
     "the reference's attention": {"attention_backend": "reference", **SMALL},
-    "no prefix cache": {"prefix_cache": False},
+    "no prefix cache": {"prefix_cache": False, **ONE_SIZE},
 }
+
+
+def chosen(names: Iterable[str]) -> list[Any]:
+    """Of these layouts as many as have what any of them has; of sizes of chunks only where they end counts."""
+    rows = {}
+    for name in names:
+        settings = dict(LAYOUTS.get(name, {}))
+        chunk = settings.pop("prefill_chunk_size", 0)
+        sizes = {"max_batch_size", "decode_buckets", "prefill_buckets"} & set(settings)
+        axes = axes_of_layout({key: value for key, value in settings.items() if key not in sizes})
+        rows[name] = axes | ({"one page a chunk"} if chunk == 16 else {"chunks end within pages"} if chunk % 16 else set())
+    return covered(rows)
 
 
 def forget(llm: LLM) -> None:
     """Empty the prefix cache, of which other tests have left something."""
-    for manager in (llm.engine._components.prefill_manager, llm.engine._components.decode_manager):
+    for manager in (llm.engine._components.prefill.manager, llm.engine._components.decode.manager):
         manager.forget()
 
 
@@ -78,14 +94,21 @@ def test_a_batch_of_32_gives_each_request_what_it_gets_alone(llm):
     assert most == 32
 
 
+# Short prompts, so that many are let in, and long answers, for which there is no room.
+BEGINNINGS, LONGER = [prompt[:15] for prompt in PROMPTS], [replace(p, max_tokens=80) for p in PARAMS]
+
+
+@pytest.fixture(scope="module")
+def longer_answers(llms):
+    return alone(llms(), BEGINNINGS, LONGER)
+
+
 @pytest.mark.usefixtures("prefills_are_read_soon")
 @pytest.mark.parametrize("layout", ["one device", "two devices", "no prefix cache"])
-def test_preemption_changes_nothing(llms, llm, layout):
+def test_preemption_changes_nothing(llms, longer_answers, layout):
     of_layout = llms(**LAYOUTS.get(layout, {}))
-    # Short prompts, so that many are let in, and long answers, for which there is no room.
-    prompts, params = [prompt[:15] for prompt in PROMPTS], [replace(p, max_tokens=90) for p in PARAMS]
     preempted = of_layout.engine.stats.num_preemptions
-    assert tokens_of(of_layout.generate(prompts, params)) == alone(llm, prompts, params)
+    assert tokens_of(of_layout.generate(BEGINNINGS, LONGER)) == longer_answers
     assert of_layout.engine.stats.num_preemptions - preempted > 10
     assert_all_free(of_layout.engine)
 
@@ -106,7 +129,7 @@ def test_joining_a_running_batch_changes_nothing(llm, expected):
     assert_all_free(engine)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", chosen(LAYOUTS))
 def test_every_layout_gives_the_same_tokens(llms, expected, layout):
     llm = llms(**LAYOUTS[layout])
     assert tokens_of(llm.generate(PROMPTS, PARAMS)) == expected
@@ -132,7 +155,7 @@ def test_sequences_of_one_request_share_its_prompt_and_draw_by_seeds_in_a_row(ll
     for chunk in chunks:
         computed[chunk.sequence] += chunk.length
     # The prompt is computed once; that is the request's own doing, not the cache's.
-    assert all(num_tokens == (s.num_prompt if s.leader is None else 0) for s, num_tokens in computed.items())
+    assert all(num_tokens == (s.num_prompt if s.prefill.leader is None else 0) for s, num_tokens in computed.items())
     assert len(computed) == 5 * len(prompts)
     assert [output.cached_tokens for output in outputs] == [0] * len(prompts)
     assert_all_free(of_layout.engine)
@@ -148,6 +171,8 @@ def test_requests_without_a_seed_differ(llm):
 
 CACHED_LAYOUTS = ["one device", "two devices", "two meshes of two", "one mesh of two", "one device to two", "chunks of 16", "chunks of 50"]
 LONG = range(7, 15)  # of PROMPTS, with parameters of every kind
+NUM_BEGUN = 12  # tokens of each answer: a step costs what it does, and these tests are about where answers begin
+SHORT = [replace(params, max_tokens=NUM_BEGUN) for params in PARAMS]
 
 
 def whole(num_tokens: int) -> int:
@@ -155,14 +180,14 @@ def whole(num_tokens: int) -> int:
     return num_tokens // 16 * 16
 
 
-@pytest.mark.parametrize("layout", CACHED_LAYOUTS)
+@pytest.mark.parametrize("layout", chosen(CACHED_LAYOUTS))
 def test_a_hit_changes_no_token(llms, expected, layout):
     llm = llms(**LAYOUTS.get(layout, {}))
     for i in LONG:
         forget(llm)
-        first, again = (llm.generate([PROMPTS[i]], PARAMS[i])[0] for _ in range(2))
+        first, again = (llm.generate([PROMPTS[i]], SHORT[i])[0] for _ in range(2))
         assert (first.cached_tokens, again.cached_tokens) == (0, whole(len(PROMPTS[i]) - 1))
-        assert tokens_of([first, again]) == [expected[i]] * 2
+        assert tokens_of([first, again]) == [[expected[i][0][:NUM_BEGUN]]] * 2
         if PARAMS[i].logprobs is not None:
             [told], [told_again] = ([output.logprobs for output in of_request.outputs] for of_request in (first, again))
             assert [t.logprob for t in told_again] == pytest.approx([t.logprob for t in told], abs=1e-4)
@@ -170,39 +195,51 @@ def test_a_hit_changes_no_token(llms, expected, layout):
     assert_all_free(llm.engine)
 
 
-@pytest.mark.parametrize("layout", CACHED_LAYOUTS)
-def test_a_conversation_goes_on_as_if_it_were_computed_anew(llms, expected, layout):
-    llm, plain = llms(**LAYOUTS.get(layout, {})), llms(prefix_cache=False)
-    second = [PROMPTS[i] + expected[i][0] + PROMPTS[i][:9] for i in LONG]
-    params = [PARAMS[i] for i in LONG]
-    for prompt, of_prompt, i, tokens in zip(second, params, LONG, alone(plain, second, params), strict=True):
+@pytest.fixture(scope="module")
+def second_turns(llms, expected):
+    """Prompts of conversations that go on, and their answers without a prefix cache."""
+    prompts = [PROMPTS[i] + expected[i][0][:NUM_BEGUN] + PROMPTS[i][:9] for i in LONG]
+    return prompts, alone(llms(**LAYOUTS["no prefix cache"]), prompts, [SHORT[i] for i in LONG])
+
+
+@pytest.mark.parametrize("layout", chosen(CACHED_LAYOUTS))
+def test_a_conversation_goes_on_as_if_it_were_computed_anew(llms, second_turns, layout):
+    llm = llms(**LAYOUTS.get(layout, {}))
+    for i, prompt, tokens in zip(LONG, *second_turns, strict=True):
         forget(llm)
-        llm.generate([PROMPTS[i]], PARAMS[i])
-        output = llm.generate([prompt], of_prompt)[0]
-        assert output.cached_tokens == whole(len(PROMPTS[i] + expected[i][0]) - 1), "the answer's tokens too"
+        llm.generate([PROMPTS[i]], SHORT[i])
+        output = llm.generate([prompt], SHORT[i])[0]
+        assert output.cached_tokens == whole(len(PROMPTS[i]) + NUM_BEGUN - 1), "the answer's tokens too"
         assert tokens_of([output]) == [tokens]
     assert_all_free(llm.engine)
 
 
+ALIKE = [PROMPTS[12][:70] + prompt[:20] for prompt in PROMPTS[:16]]
+
+
+@pytest.fixture(scope="module")
+def answers_alike(llms):
+    """Without a prefix cache."""
+    return alone(llms(**LAYOUTS["no prefix cache"]), ALIKE, PARAMS[:16])
+
+
 @pytest.mark.parametrize("layout", ["one device", "two devices", "chunks of 16"])
-def test_requests_that_begin_alike_and_come_one_by_one_get_what_they_get_alone(llms, layout):
-    llm, plain = llms(**LAYOUTS.get(layout, {})), llms(prefix_cache=False)
-    prompts = [PROMPTS[12][:70] + prompt[:20] for prompt in PROMPTS[:16]]
-    expected = alone(plain, prompts, PARAMS[:16])
+def test_requests_that_begin_alike_and_come_one_by_one_get_what_they_get_alone(llms, answers_alike, layout):
+    llm = llms(**LAYOUTS.get(layout, {}))
     forget(llm)
     outputs = {}
-    for number, (prompt, params) in enumerate(zip(prompts, PARAMS, strict=False)):
+    for number, (prompt, params) in enumerate(zip(ALIKE, PARAMS, strict=False)):
         outputs[f"{number}"] = RequestOutput.empty(f"{number}", None, prompt, params)
         llm.engine.add_request(f"{number}", prompt, params)
         take_steps(llm.engine, outputs, 2)
     take_steps(llm.engine, outputs)
-    assert tokens_of(outputs.values()) == expected
+    assert tokens_of(outputs.values()) == answers_alike
     assert sum(output.cached_tokens == 64 for output in outputs.values()) > 8
     assert_all_free(llm.engine)
 
 
 @pytest.mark.usefixtures("prefills_are_read_soon")
-@pytest.mark.parametrize("layout", ["one mesh of two", "two meshes of two"])
+@pytest.mark.parametrize("layout", chosen(["one mesh of two", "two meshes of two"]))
 def test_batch_work_that_gave_way_gets_what_it_gets_alone(llms, expected, layout):
     llm = llms(**LAYOUTS[layout])
     outputs = {str(i): RequestOutput.empty(str(i), None, PROMPTS[i], PARAMS[i]) for i in range(12)}

@@ -5,12 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from checkpoints.hub import open_source
 from checkpoints.source import CheckpointError
-from jaxinfer.models.config import UnsupportedModelError
-from jaxinfer.models.registry import read_config
+from jaxinfer.architecture.model_config import UnsupportedModelError
+from jaxinfer.models.deepseek_v3 import DeepseekV3
+from jaxinfer.models.registry import config_of, read_config
+from jaxinfer.weights.formats.plain import Plain
+from jaxinfer.weights.formats.weight_format import ModelWeightFormat
+from jaxinfer.weights.load import check_tensors, load_weights, weight_bytes
+from jaxinfer.weights.template import make_template, template_of
+from sharding.mesh import make_mesh
+from sharding.rules import TENSOR_PARALLEL
 from tests import model_on_mesh
 from tests.families import checkpoint, deepseek
 from tests.golden.family_logits.read import load
@@ -28,14 +37,20 @@ def write(folder: Path, left_out: tuple[str, ...] = (), **config: Any) -> Path:
 
 @pytest.mark.parametrize("left_out", [(), (MODULE + "embed_tokens", MODULE + "shared_head.head")])
 @pytest.mark.parametrize("is_packed", [True, False])
-def test_a_module_is_loaded_and_changes_nothing(tmp_path: Path, left_out: tuple[str, ...], is_packed: bool) -> None:
-    on_mesh = model_on_mesh.put(write(tmp_path, left_out), (0, 1), is_packed=is_packed)
+def test_no_device_holds_a_module(tmp_path: Path, left_out: tuple[str, ...], is_packed: bool) -> None:
+    on_mesh = model_on_mesh.put(write(tmp_path / "with", left_out), (0, 1), is_packed=is_packed)
+    without = model_on_mesh.put(write(tmp_path / "without", (MODULE,)), (0, 1), is_packed=is_packed)
     (golden, *_) = load("deepseek_v3")
     assert golden.prefill.difference(on_mesh.plain_logits(golden.prompt_ids)[golden.prefill_positions]) < 2e-3
-    assert {path.split(".")[1] for leaf in on_mesh.template.leaves for path in leaf.paths if path.startswith("mtp.")} == {"3"}
-    if is_packed:
-        return
-    module = on_mesh.template.merge(on_mesh.weights).mtp["3"]
+    assert weight_bytes(on_mesh.weights) == weight_bytes(without.weights)
+
+
+def test_a_module_can_be_loaded(tmp_path: Path) -> None:
+    """For what will run it."""
+    source = open_source(write(tmp_path))
+    form, mesh = ModelWeightFormat(Plain(jnp.dtype("float32"))), make_mesh((0, 1))
+    template = template_of(DeepseekV3, config_of(source).on_devices(2), form, form.vector_dtype, has_unread=True)
+    module = template.merge(load_weights(template, source, mesh, TENSOR_PARALLEL)).mtp["3"]
 
     def has(parameter: Any, *names: str, transpose: bool = True) -> None:
         tensors = [TENSORS[f"{MODULE}{name}.weight"] for name in names]
@@ -65,8 +80,9 @@ def test_a_module_is_loaded_and_changes_nothing(tmp_path: Path, left_out: tuple[
 
 
 def test_a_checkpoint_without_modules_is_served_though_its_configuration_has_them(tmp_path: Path) -> None:
-    on_mesh = model_on_mesh.put(write(tmp_path, (MODULE,)), (0,))
-    assert not any(path.startswith("mtp.") for leaf in on_mesh.template.leaves for path in leaf.paths)
+    source = open_source(write(tmp_path, (MODULE,)))
+    assert config_of(source).family.num_mtp == 0
+    check_tensors(make_template(config_of(source), ModelWeightFormat(Plain(jnp.dtype("float32")))), source)
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from jaxinfer.layers.matrices import MatrixFormat
-from jaxinfer.models.config import LinearScaling, UnsupportedModelError
+from jaxinfer.architecture.model_config import LinearScaling, UnsupportedModelError
 from jaxinfer.models.gemma3 import Gemma3
 from jaxinfer.models.registry import read_config
+from jaxinfer.weights.formats.plain import Plain
+from jaxinfer.weights.formats.weight_format import ModelWeightFormat
 from pallas_kernels.span import FULL_ATTENTION, Span
 from tests.families import checkpoint
 
@@ -83,6 +84,6 @@ def test_what_is_not_supported_is_named_with_its_value(changes: dict[str, Any], 
 
 @pytest.mark.parametrize(("dtype", "scale"), [("float32", 2560**0.5), ("bfloat16", 50.5)])
 def test_embeddings_are_scaled_by_a_root_that_is_rounded_as_the_weights_are(dtype: str, scale: float) -> None:
-    config, form = read_config(PUBLISHED), MatrixFormat(jnp.dtype(dtype))
-    model = nnx.eval_shape(lambda: Gemma3(config, form, jnp.dtype("float32")))
+    config, weight_format = read_config(PUBLISHED), ModelWeightFormat(Plain(jnp.dtype(dtype)))
+    model = nnx.eval_shape(lambda: Gemma3(config, weight_format, jnp.dtype("float32")))
     assert model.embedding_scale == pytest.approx(scale, rel=1e-7)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jaxinfer.models.config import Routing, UnsupportedModelError
+from jaxinfer.architecture.model_config import Routing, UnsupportedModelError
 from jaxinfer.models.qwen3 import Qwen3Experts
 from jaxinfer.models.registry import read_config
 from pallas_kernels.span import FULL_ATTENTION, Span

@@ -58,7 +58,7 @@ def expected(folder: Path) -> list[Any]:
 
 
 @pytest.mark.usefixtures("prefills_are_read_soon")
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [pytest.param("two", marks=pytest.mark.exhaustive), "four to two"])
 def test_tokens_are_one_devices_with_hits_and_preemption(folder: Path, expected: list[Any], layout: str) -> None:
     llm = LLM(str(folder), **SETTINGS | LAYOUTS[layout])
     assert tokens_of(llm.generate(PROMPTS, GREEDY)) == expected
@@ -75,12 +75,13 @@ def test_tokens_are_one_devices_with_hits_and_preemption(folder: Path, expected:
     assert_all_free(llm.engine)
 
 
+@pytest.mark.exhaustive  # tests/parallel/test_heads_on_meshes.py has pages of heads
 def test_pages_on_disk_are_of_use_to_another_mesh(folder: Path, expected: list[Any], tmp_path: Path) -> None:
     tiers = {"kv_host_memory": "4MiB", "kv_disk": f"{tmp_path / 'kv'}:4MiB", "page_size": 16}
     restored = []
     for layout in ({}, LAYOUTS["two"]):
         with LLM(str(folder), **SETTINGS | layout | tiers) as llm:
-            llm.engine._components.tiers._seconds_to_compute = lambda num_tokens: float("inf")  # whatever there is, is fetched
+            llm.engine._components.prefill.tiers._seconds_to_compute = lambda num_tokens: float("inf")  # whatever there is, is fetched
             assert tokens_of(llm.generate(PROMPTS[-2:], GREEDY)) == expected[-2:]
             restored.append(llm.engine.stats.num_restored_tokens)
     assert restored[0] == 0 and restored[1] >= len(PROMPTS[-1]) // 16 * 16

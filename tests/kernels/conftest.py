@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import jax
 import pytest
 
-from benchmarks.gpu import interpreted
+from benchmarks.gpu import interpreter
 
 
 @pytest.fixture(autouse=True, scope="session")
 def interpreted_kernels_are_compiled_once() -> None:
-    interpreted.compile_once()
+    interpreter.compile_once()
 
 
 @pytest.fixture(autouse=True, scope="module")

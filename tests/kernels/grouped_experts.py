@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.grouped_matmul import formats
-from pallas_kernels.grouped_matmul.cases import Case
+from pallas_kernels.grouped_matmul.cases import ExpertsCase
 
 
 class Experts(NamedTuple):
@@ -16,7 +16,7 @@ class Experts(NamedTuple):
     matrices: np.ndarray  # [E, D, F]: what the checkpoint says, in float64
 
 
-def experts(case: Case, random: np.random.Generator) -> Experts:
+def experts(case: ExpertsCase, random: np.random.Generator) -> Experts:
     """Random ones; scales differ by a factor of 8."""
     shape = (case.num_experts, case.outputs, case.inputs)
     if case.format == "int4":

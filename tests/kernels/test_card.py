@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from pallas_kernels.mosaic.card import HOPPER, Card, capability_of, card_of, miscompiled_reason, unsupported_reason
+from pallas_kernels.mosaic.card import HOPPER, Card, card_for, compute_capability, miscompiled_reason, unsupported_reason
 
 
 def device(kind: str, capability: str | None = None, **numbers: int) -> SimpleNamespace:
@@ -31,13 +31,13 @@ def device(kind: str, capability: str | None = None, **numbers: int) -> SimpleNa
     ids=lambda value: getattr(value, "device_kind", ""),
 )
 def test_a_card(of, expected):
-    assert card_of(of) == expected
+    assert card_for(of) == expected
 
 
 def test_a_card_that_is_there_is_asked_rather_than_its_name(monkeypatch):
     there = device("NVIDIA H200 of another make", "12.0", core_count=170)
     monkeypatch.setattr(jax, "devices", lambda: [there])
-    assert card_of(device(there.device_kind, num_cores=170)) == Card(False, 101_376, 170)
+    assert card_for(device(there.device_kind, num_cores=170)) == Card(False, 101_376, 170)
 
 
 def test_what_is_too_old_or_says_nothing_of_itself():
@@ -60,7 +60,7 @@ def test_what_is_too_old_or_says_nothing_of_itself():
     ],
 )
 def test_cards_that_are_called_rtx_are_told_apart(kind, expected):
-    assert capability_of(device(kind)) == expected
+    assert compute_capability(device(kind)) == expected
 
 
 def test_versions_of_cuda_that_miscompile_causal_masks_are_refused():

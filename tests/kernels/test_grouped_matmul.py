@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels.grouped_matmul import formats, mosaic_gpu
-from pallas_kernels.grouped_matmul.cases import CASES, TINY, Case
+from pallas_kernels.grouped_matmul.cases import CASES, TINY, ExpertsCase
 from pallas_kernels.grouped_matmul.op import grouped_matmul, unsupported_reason
-from pallas_kernels.grouped_matmul.work import num_pieces, piece, tile_for, work_for
+from pallas_kernels.grouped_matmul.row_pieces import num_pieces, piece, piece_bounds, tile_for
 from tests.kernels.grouped_experts import compressed_tensors_words, experts
 
 # Of 21 rows: one expert has all, all have an expert and the last one's tile would end after the rows do, some have none, all have none.
@@ -22,7 +22,7 @@ NUM_ROWS = 21
 run = jax.jit(grouped_matmul, static_argnames="backend")
 
 
-def rows(case: Case, random: np.random.Generator, num_rows: int = NUM_ROWS) -> jax.Array:
+def rows(case: ExpertsCase, random: np.random.Generator, num_rows: int = NUM_ROWS) -> jax.Array:
     return jnp.asarray(random.standard_normal((num_rows, case.inputs)), jnp.bfloat16)
 
 
@@ -76,9 +76,9 @@ def test_float32_rows_come_out_in_float32(case, backend, num_rows):
     x = random.standard_normal((num_rows, matrices.shape[1])).astype(np.float32)
     is_rounded = case is not None and case.format != "fp8"
     for sizes in SIZES:
-        of_rows = tuple(np.array(sizes) * num_rows // NUM_ROWS)
-        out = run(jnp.asarray(x), weights, jnp.array(of_rows), backend=backend)
-        expected = plain(x.astype(jnp.bfloat16) if is_rounded else x, matrices, of_rows)
+        for_rows = tuple(np.array(sizes) * num_rows // NUM_ROWS)
+        out = run(jnp.asarray(x), weights, jnp.array(for_rows), backend=backend)
+        expected = plain(x.astype(jnp.bfloat16) if is_rounded else x, matrices, for_rows)
         assert out.dtype == jnp.float32
         np.testing.assert_allclose(out, expected, atol=1e-5 * max(np.abs(expected).max(), 1), rtol=1e-5)
 
@@ -88,8 +88,8 @@ def test_float32_rows_come_out_in_float32(case, backend, num_rows):
 def test_on_a_cpu_no_more_than_one_experts_matrix_is_copied(dtype, num_rows):
     x, weights = jax.ShapeDtypeStruct((num_rows, 256), jnp.float32), jax.ShapeDtypeStruct((64, 256, 512), dtype)
     compiled = run.lower(x, weights, jax.ShapeDtypeStruct((64,), jnp.int32), backend="xla").compile()
-    of_rows = num_rows * (256 + 512) * 4
-    assert compiled.memory_analysis().temp_size_in_bytes < 2 * 256 * 512 * 4 + 2 * of_rows + 100_000
+    for_rows = num_rows * (256 + 512) * 4
+    assert compiled.memory_analysis().temp_size_in_bytes < 2 * 256 * 512 * 4 + 2 * for_rows + 100_000
 
 
 def nothing_of(weights: formats.Weights, expert: int) -> formats.Weights:
@@ -100,8 +100,10 @@ def nothing_of(weights: formats.Weights, expert: int) -> formats.Weights:
 
 
 # Tiles of 8 rows, in two stages. JAX's interpreter compiles a kernel anew for each block of each call: few calls, of few blocks.
-interpreted = functools.partial(mosaic_gpu.grouped_matmul, tiling=mosaic_gpu.Tiling(8, 2, blocks=1), interpreted=True)
-of_many_rows = functools.partial(interpreted, tiling=mosaic_gpu.Tiling(32, 2, blocks=1))  # packed weights by one tile a step instead of two
+interpreted = functools.partial(mosaic_gpu.grouped_matmul, tiling=mosaic_gpu.GroupedMatmulTiling(8, 2, blocks=1), interpreted=True)
+of_many_rows = functools.partial(
+    interpreted, tiling=mosaic_gpu.GroupedMatmulTiling(32, 2, blocks=1)
+)  # packed weights by one tile a step instead of two
 
 
 @pytest.mark.parametrize(
@@ -131,7 +133,11 @@ def test_the_gpus_kernel_with_one_experts_rows_and_with_few_and_with_none(num_ro
     weights, matrices = experts(TINY[0], random)
     x = rows(TINY[0], random, num_rows)
     out = mosaic_gpu.grouped_matmul(
-        x, weights, jnp.array(sizes), tiling=mosaic_gpu.Tiling(16, 3, blocks, splits, together=1), interpreted=True
+        x,
+        weights,
+        jnp.array(sizes),
+        tiling=mosaic_gpu.GroupedMatmulTiling(16, 3, blocks, splits, output_tiles_together=1),
+        interpreted=True,
     )
     assert_close(out, plain(x, matrices, sizes))
 
@@ -142,7 +148,7 @@ def test_work_is_each_row_once_and_nothing_for_experts_without_rows(align):
 
     @functools.partial(jax.jit, static_argnums=(1, 2))
     def pieces_of(sizes, num_rows, tile):
-        work = work_for(sizes, num_rows, tile, align)
+        work = piece_bounds(sizes, num_rows, tile, align)
         places = jnp.arange(len(work.owner))
         return num_pieces(work, num_rows, tile, align), jax.vmap(lambda i: piece(work, i, num_rows, tile, align))(places)
 
@@ -177,8 +183,8 @@ def test_few_tiles_are_split_so_that_every_multiprocessor_has_one():
 def test_packed_weights_are_the_checkpoints(case):
     """Every number: `experts` makes them without these functions."""
     weights, matrices = experts(case, np.random.default_rng(6))
-    assert formats.shape_of(weights) == matrices.shape
-    np.testing.assert_array_equal(np.asarray(formats.dequantised(weights), np.float64), matrices.astype(np.float32))
+    assert formats.expert_shape(weights) == matrices.shape
+    np.testing.assert_array_equal(np.asarray(formats.dequantise(weights), np.float64), matrices.astype(np.float32))
 
 
 def test_every_code_is_read_as_what_it_stands_for():
@@ -187,12 +193,12 @@ def test_every_code_is_read_as_what_it_stands_for():
     integers = np.tile(np.arange(-8, 8), 128 * 8).reshape(1, 128, 128)
     words = jnp.asarray(compressed_tensors_words(integers))
     packed = formats.int4_from_compressed_tensors(words, jnp.ones((1, 128, 4), jnp.bfloat16))
-    np.testing.assert_array_equal(formats.dequantised(packed)[0].T, integers[0])
+    np.testing.assert_array_equal(formats.dequantise(packed)[0].T, integers[0])
     np.testing.assert_array_equal(run(one_each, packed, jnp.array([128]), backend="xla").T, integers[0])
     codes = np.tile(np.delete(np.arange(256, dtype=np.uint8), (127, 255)), 65)[: 128 * 128]  # without NaN
     numbers = codes.view(jnp.float8_e4m3fn).reshape(1, 128, 128)
     packed = formats.fp8_from_blocks(jnp.asarray(numbers), jnp.ones((1, 1, 1), jnp.float32))
-    np.testing.assert_array_equal(formats.dequantised(packed)[0].T, numbers[0].astype(np.float32))
+    np.testing.assert_array_equal(formats.dequantise(packed)[0].T, numbers[0].astype(np.float32))
     np.testing.assert_array_equal(run(one_each, packed, jnp.array([128]), backend="xla").T, numbers[0].astype(np.float32))
 
 

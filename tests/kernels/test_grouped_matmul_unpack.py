@@ -91,10 +91,10 @@ def test_each_thread_has_the_weights_that_its_share_of_a_product_needs(case, num
         parts = [words[first + 64 * half :][:64] for first in ((0,) if case.format == "int4" else (0, 128))]
         if case.format == "int4":
             expected = formats.int4_tile(parts[0], jnp.asarray(scale[half]))
-            found = mosaic_unpack.int4_in_registers(parts[0].view(np.uint32), scale[half])
+            found = mosaic_unpack.unpack_int4(parts[0].view(np.uint32), scale[half])
         else:
             expected = formats.fp8_tile(jnp.concatenate(parts))
-            found = mosaic_unpack.fp8_in_registers(*(part.view(np.uint32) for part in parts))
+            found = mosaic_unpack.unpack_fp8(*(part.view(np.uint32) for part in parts))
         for first, of_half in zip((0, 64), found, strict=True):
             registers = np.stack(of_half().reshape(-1), 2)
             assert registers.dtype == BFLOAT16

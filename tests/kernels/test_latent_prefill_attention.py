@@ -13,15 +13,15 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels.latent_prefill_attention import xla
-from pallas_kernels.latent_prefill_attention.cases import CASES, Case
+from pallas_kernels.latent_prefill_attention.cases import CASES, LatentPrefillCase
 from pallas_kernels.latent_prefill_attention.op import latent_prefill_attention, unsupported_reason
 from sharding.mesh import TENSOR, make_mesh
 from tests.kernels.poisoned_pool import LAYER, poisoned_pool
 
-SMALL = Case("small", 3, 8, 6, 4, 5, 4, 24, 8, ((0, 5), (9, 3), (2, 8)))
+SMALL = LatentPrefillCase("small", 3, 8, 6, 4, 5, 4, 24, 8, ((0, 5), (9, 3), (2, 8)))
 
 
-def over_devices(case: Case, inputs: list[jax.Array], num_devices: int, backend: str = "xla") -> np.ndarray:
+def over_devices(case: LatentPrefillCase, inputs: list[jax.Array], num_devices: int, backend: str = "xla") -> np.ndarray:
     """Devices have a part of every page, and the heads among them."""
     heads, tokens, whole = PartitionSpec(None, TENSOR), PartitionSpec(None, None, None, None, TENSOR), PartitionSpec()
 
@@ -40,7 +40,7 @@ def run(q, latents, *others, **options):
     return latent_prefill_attention(q, latents, LAYER, *others, **options)
 
 
-def arguments(case: Case, seed: int, dtype: Any = jnp.float32, num_rows: int | None = None) -> list[jax.Array]:
+def arguments(case: LatentPrefillCase, seed: int, dtype: Any = jnp.float32, num_rows: int | None = None) -> list[jax.Array]:
     """Rows one after another, each at the next whole tile; queries that belong to none are NaN."""
     random = np.random.default_rng(seed)
     cached, new = zip(*case.rows, strict=True)
@@ -58,16 +58,16 @@ def arguments(case: Case, seed: int, dtype: Any = jnp.float32, num_rows: int | N
     return [*(jnp.asarray(a, dtype) for a in (q, pool[:, :1])), *map(jnp.asarray, (table, *rows)), jnp.asarray(up, dtype)]
 
 
-def options(case: Case) -> dict[str, Any]:
+def options(case: LatentPrefillCase) -> dict[str, Any]:
     return {"scale": (case.nope_size + case.rope_size) ** -0.5, "query_tile": case.query_tile}
 
 
-def both(case: Case, inputs: list[jax.Array]) -> tuple[np.ndarray, np.ndarray]:
+def both(case: LatentPrefillCase, inputs: list[jax.Array]) -> tuple[np.ndarray, np.ndarray]:
     """What XLA finds, and the reference."""
     return np.asarray(run(*inputs, **options(case), backend="xla")), np.asarray(run(*inputs, **options(case), backend="reference"))
 
 
-def plain(case: Case, q, latents, table, query_start, query_len, kv_len, up) -> np.ndarray:
+def plain(case: LatentPrefillCase, q, latents, table, query_start, query_len, kv_len, up) -> np.ndarray:
     """One token and one head at a time, in float64."""
     out = np.zeros((*q.shape[:2], case.value_size))
     for row, length in enumerate(query_len):
@@ -108,7 +108,7 @@ def test_xla_is_the_reference_whatever_the_lengths():
             rows.append((int(random.choice([0, random.integers(0, 256 - length + 1)])), length))
             left -= -(-length // 16) * 16
         order = random.permutation(len(rows))
-        case = Case("ragged", 3, 16, 8, 4, 8, 8, 96, 16, tuple(rows[i] for i in order))
+        case = LatentPrefillCase("ragged", 3, 16, 8, 4, 8, 8, 96, 16, tuple(rows[i] for i in order))
         q, latents, *others = arguments(case, seed, num_rows=7)
         latents = jnp.pad(latents, ((0, 0), (0, 0), (0, -latents.shape[2] % 200), *[(0, 0)] * 3), constant_values=jnp.nan)
         np.testing.assert_allclose(*both(case, [q, latents, *others]), atol=2e-5)
@@ -116,12 +116,12 @@ def test_xla_is_the_reference_whatever_the_lengths():
 
 # Several chunks of queries and several runs of context, cut where no request ends; pages of odd sizes, and of more than a run.
 CUT = (
-    Case("long-rows", 2, 16, 8, 4, 8, 16, 1408, 32, ((0, 700), (900, 200), (300, 460))),
-    Case("many-rows", 2, 16, 8, 4, 8, 8, 1024, 32, tuple((37 * i, 100 + i) for i in range(8))),
-    Case("chunks-of-parts", 2, 16, 8, 4, 8, 8, 608, 16, ((0, 300), (50, 290))),
-    Case("odd-pages", 2, 16, 8, 4, 8, 5, 64, 32, ((161, 64),)),
-    Case("wide-pages", 2, 16, 8, 4, 8, 256, 64, 16, ((300, 7), (0, 16), (126, 9))),
-    Case("nothing-shared", 2, 16, 8, 0, 8, 8, 32, 32, ((10, 20),)),
+    LatentPrefillCase("long-rows", 2, 16, 8, 4, 8, 16, 1408, 32, ((0, 700), (900, 200), (300, 460))),
+    LatentPrefillCase("many-rows", 2, 16, 8, 4, 8, 8, 1024, 32, tuple((37 * i, 100 + i) for i in range(8))),
+    LatentPrefillCase("chunks-of-parts", 2, 16, 8, 4, 8, 8, 608, 16, ((0, 300), (50, 290))),
+    LatentPrefillCase("odd-pages", 2, 16, 8, 4, 8, 5, 64, 32, ((161, 64),)),
+    LatentPrefillCase("wide-pages", 2, 16, 8, 4, 8, 256, 64, 16, ((300, 7), (0, 16), (126, 9))),
+    LatentPrefillCase("nothing-shared", 2, 16, 8, 0, 8, 8, 32, 32, ((10, 20),)),
 )
 
 
@@ -137,10 +137,10 @@ def test_every_way_work_is_cut(case):
     [
         (2, replace(CUT[0], num_heads=2)),
         (4, replace(CASES[1], num_heads=4, page_size=8)),
-        (4, Case("parts-of-five", 4, 16, 8, 4, 8, 20, 96, 16, ((130, 33), (0, 16), (7, 9)))),
+        (4, LatentPrefillCase("parts-of-five", 4, 16, 8, 4, 8, 20, 96, 16, ((130, 33), (0, 16), (7, 9)))),
         # Gathered twice: more than eight runs of 128 tokens.
-        (8, Case("long-context", 8, 16, 8, 4, 8, 16, 64, 32, ((1500, 9), (300, 30)))),
-        (8, Case("wide-pages", 8, 16, 8, 4, 8, 256, 64, 16, ((2300, 7), (0, 16), (126, 9)))),
+        (8, LatentPrefillCase("long-context", 8, 16, 8, 4, 8, 16, 64, 32, ((1500, 9), (300, 30)))),
+        (8, LatentPrefillCase("wide-pages", 8, 16, 8, 4, 8, 256, 64, 16, ((2300, 7), (0, 16), (126, 9)))),
     ],
     ids=lambda value: getattr(value, "name", value),
 )
@@ -174,7 +174,7 @@ def test_no_context_is_expanded_twice_and_no_query_goes_by_in_vain(monkeypatch):
 
         return count
 
-    for name in ("_expanded", "_attend"):
+    for name in ("_expand", "_attend"):
         monkeypatch.setattr(xla, name, counting(name))
     for rows, runs, chunks in (  # runs of 512 tokens of context, chunks of 128 queries
         (((0, 1000),), 2, 8 + 4),
@@ -187,7 +187,7 @@ def test_no_context_is_expanded_twice_and_no_query_goes_by_in_vain(monkeypatch):
         table = jnp.pad(table, ((0, 0), (0, 500)))  # room for contexts that are not there
         jax.block_until_ready(latent_prefill_attention(q, latents, LAYER, table, *others, up, **options(case), backend="xla"))
         jax.effects_barrier()
-        assert (done.count("_expanded"), done.count("_attend")) == (runs, chunks), rows
+        assert (done.count("_expand"), done.count("_attend")) == (runs, chunks), rows
         done.clear()
 
 
@@ -223,7 +223,7 @@ def test_tokens_of_no_row_come_out_as_zeros(backend):
 
 
 def test_the_only_row_may_begin_anywhere():
-    case = Case("late", 2, 16, 8, 4, 8, 8, 96, 32, ((20, 40),))
+    case = LatentPrefillCase("late", 2, 16, 8, 4, 8, 8, 96, 32, ((20, 40),))
     q, latents, table, query_start, *others = arguments(case, 7)
     found, reference = both(case, [jnp.roll(q, 32, axis=0), latents, table, query_start.at[0].set(32), *others])
     np.testing.assert_allclose(found, reference, atol=2e-5)
@@ -242,7 +242,7 @@ def test_where_the_pool_is_promised_finite_its_unused_places_may_hold_any_number
 
 def test_a_request_that_overflows_spoils_no_other():
     """In one run of context with it, and one chunk of queries."""
-    case = Case("two", 2, 16, 8, 4, 8, 8, 64, 32, ((10, 20), (30, 17)))
+    case = LatentPrefillCase("two", 2, 16, 8, 4, 8, 8, 64, 32, ((10, 20), (30, 17)))
     q, latents, table, *others = arguments(case, 9)
     sound, _ = both(case, [q, latents, table, *others])
     latents = latents.at[LAYER, 0, table[0, 1]].set(3e38)  # whose keys and values are infinite

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from pallas_kernels.latent_prefill_attention.cases import Case
+from pallas_kernels.latent_prefill_attention.cases import LatentPrefillCase
 from pallas_kernels.latent_prefill_attention.mosaic_gpu import latent_prefill_attention
 from pallas_kernels.latent_prefill_attention.op import latent_prefill_attention as op
 from pallas_kernels.latent_prefill_attention.op import unsupported_reason
 from pallas_kernels.latent_prefill_attention.page_list import PageList
 from pallas_kernels.mosaic.card import HOPPER
-from pallas_kernels.ragged_prefill_attention.mosaic_work import Tiling
+from pallas_kernels.ragged_prefill_attention.mosaic_tile_work import PrefillTiling
 from sharding.mesh import TENSOR, make_mesh
 from tests.kernels.compiled import compiled
 from tests.kernels.poisoned_pool import LAYER
@@ -26,12 +26,12 @@ from tests.kernels.test_latent_prefill_attention import arguments, options
 op = compiled(op)
 
 # Two requests, of which the second has a prefix; the end of each is within a page.
-TWO = Case("two", 1, 32, 16, 16, 16, 16, 64, 32, ((0, 20), (70, 31)))
+TWO = LatentPrefillCase("two", 1, 32, 16, 16, 16, 16, 64, 32, ((0, 20), (70, 31)))
 
 
 def attend(case, inputs, **given):
     q, latents, *others = inputs
-    given = {"tiling": Tiling(1, 64, 2), "interpreted": True, "pool_is_finite": False, **options(case), **given}
+    given = {"tiling": PrefillTiling(1, 64, 2), "interpreted": True, "pool_is_finite": False, **options(case), **given}
     run = functools.partial(latent_prefill_attention, **given)
     return np.asarray(jax.jit(run)(q, latents, jnp.int32(LAYER), *others), np.float32)
 
@@ -49,7 +49,7 @@ def check(case, inputs, found):
     [
         # Three runs: the first has all of one request and begins the other, the last begins before that one's queries end.
         (TWO, {"run_tokens": 48, "splits": 2}),
-        (Case("kimi", 1, 512, 128, 64, 128, 16, 32, 32, ((9, 20),)), {"tiling": Tiling(1, 128, 2)}),
+        (LatentPrefillCase("kimi", 1, 512, 128, 64, 128, 16, 32, 32, ((9, 20),)), {"tiling": PrefillTiling(1, 128, 2)}),
     ],
     ids=["runs-in-shares", "kimis-sizes"],
 )
@@ -63,7 +63,7 @@ def test_it_is_attention_over_expanded_latents(case, given):
     [
         (TWO, {}),
         (TWO, {"run_tokens": 32}),  # of two pages each, of which the first has one request whole
-        (Case("own", 1, 32, 16, 0, 16, 16, 32, 32, ((40, 20),)), {"run_tokens": 32}),  # of a key nothing is shared
+        (LatentPrefillCase("own", 1, 32, 16, 0, 16, 16, 32, 32, ((40, 20),)), {"run_tokens": 32}),  # of a key nothing is shared
     ],
     ids=["one-run", "runs", "nothing-shared"],
 )
@@ -72,7 +72,7 @@ def test_however_context_is_cut_and_keys_are_shared(case, given):
 
 
 def test_a_batch_with_an_unused_row_and_tokens_of_no_request():
-    case = Case("gap", 2, 32, 16, 16, 16, 16, 96, 32, ((0, 5), (3, 40)))
+    case = LatentPrefillCase("gap", 2, 32, 16, 16, 16, 16, 96, 32, ((0, 5), (3, 40)))
     q, latents, table, start, *others = arguments(case, 1, jnp.float16)
     inputs = [jnp.roll(q, 32, axis=0).at[:32].set(jnp.nan), latents, table, jnp.where(start < 32, 32, 64).at[2].set(0), *others]
     inputs[0] = inputs[0][:96]
@@ -88,7 +88,7 @@ def test_devices_that_have_a_part_of_each_page_gather_what_one_would_read():
     mesh, spec = make_mesh(range(2)), PartitionSpec()
 
     def read(latents, table, kv_len, *, axis):
-        return PageList.of_rows(latents, jnp.int32(LAYER), table, kv_len, axis).read_whole(place)
+        return PageList.for_rows(latents, jnp.int32(LAYER), table, kv_len, axis).read_whole(place)
 
     of_parts = functools.partial(read, axis=TENSOR)
     run = jax.shard_map(of_parts, mesh=mesh, in_specs=(tokens, spec, spec), out_specs=spec, check_vma=False)

@@ -6,7 +6,7 @@ import numpy as np
 
 from pallas_kernels.llvm.custom_call import handler, load_data, load_dim
 from pallas_kernels.llvm.exponential import exponential
-from pallas_kernels.llvm.machine import register, this_machine
+from pallas_kernels.llvm.host import host_target, register
 
 # y = e to x, 16 numbers a chunk.
 KERNEL = f"""
@@ -30,7 +30,7 @@ define internal void @chunk(ptr %job, i64 %c) {{
 
 
 def powers(x: np.ndarray) -> np.ndarray:
-    name = register("jaxinfer_test_exponential", lambda: handler(this_machine(), 1, 1, KERNEL))
+    name = register("jaxinfer_test_exponential", lambda: handler(host_target(), 1, 1, KERNEL))
     return np.asarray(jax.ffi.ffi_call(name, jax.ShapeDtypeStruct(x.shape, jnp.float32))(x))
 
 

@@ -7,16 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.llvm import machine
+from pallas_kernels.llvm import host
 from pallas_kernels.packed_matmul import llvm_cpu, op
-from pallas_kernels.packed_matmul.cases import CASES, Case
+from pallas_kernels.packed_matmul.cases import CASES, PackedMatmulCase
 from pallas_kernels.packed_matmul.layout import pack, unpack
 from pallas_kernels.packed_matmul.op import packed_matmul, unsupported_reason
 
 KINDS = ("float32", "bfloat16", "int8")
 
 
-def arguments(case: Case, kind: str, seed: int = 0) -> tuple[jax.Array, jax.Array]:
+def arguments(case: PackedMatmulCase, kind: str, seed: int = 0) -> tuple[jax.Array, jax.Array]:
     """x, and the matrices as they are before they are packed."""
     random = np.random.default_rng(seed)
     shapes = (case.num_rows, case.num_inputs), (case.num_matrices, case.num_outputs, case.num_inputs)
@@ -62,7 +62,7 @@ def test_each_matrix_of_a_stack_as_numpy_multiplies_it(case, kind, backend):
 def test_any_number_of_rows(kind):
     """Every way in which rows are cut into tiles, and rows into chunks."""
     needs(kind)
-    x, matrices = arguments(Case("", 300, 64, 80), kind, 1)
+    x, matrices = arguments(PackedMatmulCase("", 300, 64, 80), kind, 1)
     packed = pack(matrices[0], matrices.dtype)[None]
     wanted = exact(x, matrices[0])
     for num_rows in (*range(1, 20), 127, 128, 129, 135, 256, 300):
@@ -73,7 +73,7 @@ def test_any_number_of_rows(kind):
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
 def test_rows_do_not_touch_each_other(kind):
     """Rows of one step belong to several requests."""
-    x, matrices = arguments(Case("", 19, 64, 80), kind, 2)
+    x, matrices = arguments(PackedMatmulCase("", 19, 64, 80), kind, 2)
     packed = pack(matrices[0], matrices.dtype)[None]
     sound = np.asarray(packed_matmul(x, packed, jnp.int32(0)))
     broken = np.asarray(packed_matmul(x.at[3].set(jnp.nan), packed, jnp.int32(0)))
@@ -83,7 +83,7 @@ def test_rows_do_not_touch_each_other(kind):
 
 def test_a_row_is_the_same_in_any_batch():
     for kind in ("float32", "bfloat16"):
-        x, matrices = arguments(Case("", 45, 192, 208), kind, 3)
+        x, matrices = arguments(PackedMatmulCase("", 45, 192, 208), kind, 3)
         packed = pack(matrices[0], matrices.dtype)[None]
         together = np.asarray(packed_matmul(x, packed, jnp.int32(0)))
         for row in (0, 7, 44):
@@ -92,7 +92,7 @@ def test_a_row_is_the_same_in_any_batch():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_pack_and_unpack_over_several_axes(kind):
-    _, matrices = arguments(Case("", 1, 24, 96), kind)
+    _, matrices = arguments(PackedMatmulCase("", 1, 24, 96), kind)
     matrix = matrices[0].reshape(3, 32, 2, 12)
     packed = pack(matrix, matrix.dtype, 2)
     assert packed.shape == (3, 2, 2, *{"float32": (12, 16, 1), "bfloat16": (6, 16, 2), "int8": (3, 16, 4)}[kind])
@@ -102,7 +102,7 @@ def test_pack_and_unpack_over_several_axes(kind):
 
 def test_many_products_at_once():
     """Programs of several meshes share one pool of threads: calls that wait for helpers must not wait for each other."""
-    x, matrices = arguments(Case("", 64, 256, 256), "float32", 4)
+    x, matrices = arguments(PackedMatmulCase("", 64, 256, 256), "float32", 4)
     packed, wanted = pack(matrices[0], matrices.dtype)[None], exact(x, matrices[0])
     multiply = jax.jit(lambda x: packed_matmul(x, packed, jnp.int32(0)))
     rows = [jax.device_put(x, device) for device in jax.devices("cpu")[:4]]
@@ -140,9 +140,9 @@ def test_what_can_not_be_packed_is_refused(shape):
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
 def test_code_for_processors_without_avx512(kind, monkeypatch):
     """What this machine's processor can run too: plain multiplications and additions, fewer sums at a time."""
-    plain = replace(machine.this_machine(), avx512=False, avx512_bf16=False, avx512_vnni=False)
+    plain = replace(host.host_target(), avx512=False, avx512_bf16=False, avx512_vnni=False)
     for module in (llvm_cpu, op):
-        monkeypatch.setattr(module, "this_machine", lambda: plain)
+        monkeypatch.setattr(module, "host_target", lambda: plain)
     monkeypatch.setattr(llvm_cpu, "NAME", f"{llvm_cpu.NAME}_plain")
     for case in CASES[:4]:
         x, matrices = arguments(case, kind)

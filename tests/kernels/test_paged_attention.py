@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.llvm import machine
+from pallas_kernels.llvm import host
 from pallas_kernels.page_write import write
 from pallas_kernels.paged_attention import llvm_cpu
-from pallas_kernels.paged_attention.cases import CASES, Case
+from pallas_kernels.paged_attention.cases import CASES, DecodeCase
 from pallas_kernels.paged_attention.op import paged_attention, paged_attention_and_lse, unsupported_reason, write_and_attend
 from pallas_kernels.span import Span
 from tests.kernels.compiled import compiled
@@ -25,7 +25,7 @@ def run(q, kv, *others, **options):
     return paged_attention(q, kv, LAYER, *others, **options)
 
 
-def arguments(case: Case, context: tuple[int, ...], seed: int, dtype: jnp.dtype = jnp.float32):
+def arguments(case: DecodeCase, context: tuple[int, ...], seed: int, dtype: jnp.dtype = jnp.float32):
     random = np.random.default_rng(seed)
     kv, table = poisoned_pool(random, context, case.num_kv_heads, case.page_size, case.head_size)
     q = random.standard_normal((len(context), case.num_heads, case.head_size), np.float32)
@@ -49,7 +49,7 @@ def plain(q, kv, table, kv_len, scale, seen=lambda query, key: True, soft_cap=No
 
 
 def test_the_reference_is_attention():
-    case = Case("small", 4, 2, 8, 4, (1, 4, 5, 11))
+    case = DecodeCase("small", 4, 2, 8, 4, (1, 4, 5, 11))
     q, kv, table, kv_len = arguments(case, case.context, 0)
     out = run(q, kv, table, kv_len, scale=0.3, backend="reference")
     np.testing.assert_allclose(out, plain(*map(np.asarray, (q, kv, table, kv_len)), 0.3), atol=1e-5)
@@ -67,7 +67,7 @@ SPANS = {
 @pytest.mark.parametrize("span", SPANS)
 @pytest.mark.parametrize("backend", ["reference", "xla"])
 def test_windows_and_chunks(span, backend):
-    case = Case("", 4, 2, 16, 4, (1, 7, 8, 9, 64, 65, 128, 300, 0))
+    case = DecodeCase("", 4, 2, 16, 4, (1, 7, 8, 9, 64, 65, 128, 300, 0))
     q, kv, table, kv_len = arguments(case, case.context, 14)
     out = np.asarray(run(q, kv, table, kv_len, scale=0.3, backend=backend, span=span))
     np.testing.assert_allclose(out[:-1], plain(*map(np.asarray, (q, kv, table, kv_len)), 0.3, SPANS[span])[:-1], atol=1e-5)
@@ -76,7 +76,7 @@ def test_windows_and_chunks(span, backend):
 
 def test_pages_before_a_span_are_not_read():
     """They may be another request's by now: promised finite, yet NaN, which would come out if it were read."""
-    case = Case("", 4, 2, 16, 4, (1000, 900))
+    case = DecodeCase("", 4, 2, 16, 4, (1000, 900))
     for span, first in ((Span(window=50), 850), (Span(chunk=400), 800)):
         q, kv, table, kv_len = arguments(case, case.context, 15)
         expected = run(q, kv, table, kv_len, scale=0.3, backend="reference", span=span)
@@ -88,7 +88,7 @@ def test_pages_before_a_span_are_not_read():
 
 @pytest.mark.parametrize("backend", ["reference", "xla"])
 def test_soft_caps(backend):
-    case = Case("", 4, 2, 16, 4, (1, 9, 64))
+    case = DecodeCase("", 4, 2, 16, 4, (1, 9, 64))
     q, kv, table, kv_len = arguments(case, case.context, 16)
     q *= 5
     out = run(q, kv, table, kv_len, scale=1.0, backend=backend, soft_cap=3.0)
@@ -103,7 +103,7 @@ def quantized(kv, num_kv_heads, seed):
 
 @pytest.mark.parametrize("backend", ["reference", "xla"])
 def test_float8_pages_with_scales(backend):
-    case = Case("", 4, 2, 16, 4, (1, 9, 64))
+    case = DecodeCase("", 4, 2, 16, 4, (1, 9, 64))
     q, kv, table, kv_len = arguments(case, case.context, 17)
     narrow, scales = quantized(kv, 2, 17)
     wide = np.asarray(narrow.astype(jnp.float32) * scales[:, :, None, :, None, None])
@@ -115,7 +115,7 @@ def test_float8_pages_with_scales(backend):
 
 @pytest.mark.parametrize("backend", ["reference", "xla"])
 def test_values_that_are_columns_of_latents(backend):
-    case = Case("", 8, 1, 24, 4, (1, 9, 64))
+    case = DecodeCase("", 8, 1, 24, 4, (1, 9, 64))
     q, kv, table, kv_len = arguments(case, case.context, 18)
     latents = kv[:, :1]
     out = paged_attention(q, latents, jnp.int32(LAYER), table, kv_len, scale=0.3, backend=backend, value_size=16)
@@ -136,7 +136,7 @@ def in_parts(pool: np.ndarray, num_parts: int) -> list[np.ndarray]:
 @pytest.mark.parametrize("value_size", [None, 16])
 def test_the_logarithm_of_the_sum_puts_parts_of_a_context_together(backend, value_size):
     """Tokens of every page are dealt out to four; some contexts have none in a part, one has none at all."""
-    case, random = Case("", 8, 1 if value_size else 2, 24, 8, (1, 2, 5, 9, 64, 300, 0)), np.random.default_rng(20)
+    case, random = DecodeCase("", 8, 1 if value_size else 2, 24, 8, (1, 2, 5, 9, 64, 300, 0)), np.random.default_rng(20)
     q, kv, table, kv_len = arguments(case, tuple(random.permutation(case.context).tolist()), 19)
     q *= 4  # weights that differ by much
     pool = kv if value_size is None else kv[:, :1]
@@ -157,7 +157,7 @@ def test_the_logarithm_of_the_sum_puts_parts_of_a_context_together(backend, valu
 
 
 def test_the_logarithm_is_of_the_scores_exponentials():
-    q, kv, table, kv_len = arguments(Case("", 4, 2, 16, 4, ()), (5, 11), 21)
+    q, kv, table, kv_len = arguments(DecodeCase("", 4, 2, 16, 4, ()), (5, 11), 21)
     _, lse = paged_attention_and_lse(q, kv, jnp.int32(LAYER), table, kv_len, scale=0.3, backend="reference")
     for row, head in ((0, 3), (1, 0)):
         keys = [np.asarray(kv)[LAYER, 0, table[row, p // 4], head // 2, p % 4].astype(np.float64) for p in range(int(kv_len[row]))]
@@ -167,7 +167,7 @@ def test_the_logarithm_is_of_the_scores_exponentials():
         paged_attention_and_lse(q, kv, jnp.int32(LAYER), table, kv_len, scale=0.3, backend="llvm_cpu")
 
 
-FEW = Case("", 6, 2, 24, 8, (1, 3, 8, 9, 64, 70, 300, 0))
+FEW = DecodeCase("", 6, 2, 24, 8, (1, 3, 8, 9, 64, 70, 300, 0))
 OPTIONS = [{}, {"span": Span(window=2)}, {"span": Span(window=50)}, {"span": Span(chunk=4)}, {"soft_cap": 3.0}, {"value_size": 16}]
 
 
@@ -208,7 +208,7 @@ def test_several_tokens_have_a_logarithm_of_a_sum_each():
 
 def test_pages_before_several_tokens_spans_are_not_read():
     """The first of them begins the earliest; what lies before it is NaN in a pool that is promised finite."""
-    case = Case("", 4, 2, 16, 4, (1000,))
+    case = DecodeCase("", 4, 2, 16, 4, (1000,))
     _, kv, table, kv_len = arguments(case, case.context, 24)
     q = jnp.asarray(np.random.default_rng(24).standard_normal((1, 8, 4, 16)), jnp.float32)
     for span, first in ((Span(window=50), 943), (Span(chunk=331), 662)):  # tokens 992 to 999: their chunks begin at 662 and 993
@@ -239,7 +239,7 @@ def test_the_shapes_of_real_models_as_the_reference_has_them(case, backend):
 
 @pytest.mark.parametrize("backend", FAST)
 def test_any_lengths_as_the_reference_has_them(backend):
-    case, random = Case("ragged", 6, 2, 16, 8, ()), np.random.default_rng(2)
+    case, random = DecodeCase("ragged", 6, 2, 16, 8, ()), np.random.default_rng(2)
     for seed in range(12):
         # The longest is always there, so that all seeds share one program.
         context = (*random.integers(1, 300, 6).tolist(), 300)
@@ -254,13 +254,13 @@ def test_any_lengths_as_the_reference_has_them(backend):
 @pytest.mark.parametrize("num_heads", [1, 5, 12])
 def test_pages_and_groups_of_any_size(page_size, num_heads):
     """Tiles that span pages and pages that span tiles; query heads that registers hold at once, and more; part of a run, a whole one, more."""
-    case = Case("", num_heads, 1, 48, page_size, (1, 16, 31, 64, 65, 129))
+    case = DecodeCase("", num_heads, 1, 48, page_size, (1, 16, 31, 64, 65, 129))
     inputs = arguments(case, case.context, 7)
     out = run(*inputs, scale=0.2, backend="llvm_cpu")
     np.testing.assert_allclose(out, run(*inputs, scale=0.2, backend="reference"), atol=2e-5)
 
 
-LONG = Case("long", 4, 2, 16, 32, (4096, 1, 4097, 0, 128, 8300, 129))
+LONG = DecodeCase("long", 4, 2, 16, 32, (4096, 1, 4097, 0, 128, 8300, 129))
 
 
 def test_long_contexts_are_put_together_from_their_parts():
@@ -304,8 +304,8 @@ def test_many_calls_at_once():
 
 def test_code_for_processors_without_avx512(monkeypatch):
     """What this machine's processor can run too: fewer query heads at a time."""
-    plain = replace(machine.this_machine(), avx512=False, avx512_bf16=False, avx512_vnni=False)
-    monkeypatch.setattr(llvm_cpu, "this_machine", lambda: plain)
+    plain = replace(host.host_target(), avx512=False, avx512_bf16=False, avx512_vnni=False)
+    monkeypatch.setattr(llvm_cpu, "host_target", lambda: plain)
     monkeypatch.setattr(llvm_cpu, "NAME", f"{llvm_cpu.NAME}_plain")
     for case in CASES:
         q, kv, table, kv_len = arguments(case, case.context, 12)
@@ -374,11 +374,11 @@ def test_what_a_backend_has_no_kernel_for_is_refused():
         ("mosaic_gpu", jnp.dtype("float8_e4m3fn"), 80, 16, "heads of 80: they must be a multiple of 32"),
     ):
         assert words in unsupported_reason(backend, dtype, head_size, page_size)
-        q, kv, table, kv_len = arguments(Case("", 1, 1, head_size, page_size, ()), (5, 64), 13, dtype)
+        q, kv, table, kv_len = arguments(DecodeCase("", 1, 1, head_size, page_size, ()), (5, 64), 13, dtype)
         with pytest.raises(ValueError, match=words):
             paged_attention(q, kv, LAYER, table, kv_len, scale=1.0, backend=backend)
         paged_attention(q, kv, LAYER, table, kv_len, scale=1.0, backend="xla")
-    q, kv, table, kv_len = arguments(Case("", 2, 2, 64, 8, ()), (5, 64), 13)
+    q, kv, table, kv_len = arguments(DecodeCase("", 2, 2, 64, 8, ()), (5, 64), 13)
     with pytest.raises(ValueError, match="no kernel for several tokens"):
         paged_attention(q[:, None], kv, LAYER, table, kv_len, scale=1.0, backend="llvm_cpu")
     for options in ({"span": Span(window=4)}, {"soft_cap": 3.0}, {"kv_scales": jnp.ones((kv.shape[0], 2, 2))}):
@@ -388,7 +388,7 @@ def test_what_a_backend_has_no_kernel_for_is_refused():
 
 @pytest.mark.parametrize("backend", ["reference", "xla", "llvm_cpu"])
 def test_new_tokens_are_written_and_attended_to(backend):
-    case = Case("small", 4, 2, 16, 8, (1, 8, 9, 0))
+    case = DecodeCase("small", 4, 2, 16, 8, (1, 8, 9, 0))
     q, kv, table, kv_len = arguments(case, case.context, 0)
     k, v = jnp.asarray(np.random.default_rng(1).standard_normal((2, 4, 2, 16)), jnp.float32)
     page_ids, offsets = jnp.where(kv_len > 0, table[jnp.arange(4), (kv_len - 1) // 8], 0), (kv_len - 1) % 8
@@ -401,7 +401,7 @@ def test_new_tokens_are_written_and_attended_to(backend):
 
 
 def test_new_tokens_that_do_not_fit_are_refused():
-    q, kv, table, kv_len = arguments(Case("small", 4, 2, 16, 8, (1,)), (1,), 0)
+    q, kv, table, kv_len = arguments(DecodeCase("small", 4, 2, 16, 8, (1,)), (1,), 0)
     k = jnp.zeros((1, 2, 16))
     with pytest.raises(ValueError, match=r"q .* must be \[B, N, H\]: several tokens are written by page_write.write before"):
         write_and_attend(q[:, None], k, k, kv, LAYER, table, kv_len, kv_len, kv_len, scale=1.0)

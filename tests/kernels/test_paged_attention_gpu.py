@@ -12,7 +12,7 @@ from pallas_kernels.mosaic.card import Card
 from pallas_kernels.paged_attention import mosaic_tiling
 from pallas_kernels.paged_attention.cases import CASES
 from pallas_kernels.paged_attention.mosaic_gpu import paged_attention_and_lse
-from pallas_kernels.paged_attention.mosaic_tiling import Tiling, tiling_for
+from pallas_kernels.paged_attention.mosaic_tiling import DecodeTiling, tiling_for
 from pallas_kernels.paged_attention.op import paged_attention as op
 from pallas_kernels.paged_attention.op import paged_attention_and_lse as op_and_lse
 from pallas_kernels.span import Span
@@ -49,28 +49,35 @@ def check_lse(found, expected):
     np.testing.assert_allclose(np.asarray(found)[~is_nothing], np.asarray(expected)[~is_nothing], rtol=1e-5, atol=2e-3)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=case.name, marks=pytest.mark.exhaustive if case.num_heads > 8 else ()) for case in CASES]
+)
 def test_the_shapes_of_real_models(case):
     shape = {"num_heads": case.num_heads, "num_kv_heads": case.num_kv_heads, "head_size": case.head_size, "page_size": case.page_size}
-    check(case.context, **shape, tiling=Tiling(64, 2, 1))
+    check(case.context, **shape, tiling=DecodeTiling(64, 2, 1))
 
 
+@pytest.mark.exhaustive  # the next test's are of each kind
 def test_random_lengths():
     random = np.random.default_rng(4)
-    check(tuple(random.integers(1, 400, 5).tolist()), tiling=Tiling(64, 4, 2), seed=4)
+    check(tuple(random.integers(1, 400, 5).tolist()), tiling=DecodeTiling(64, 4, 2), seed=4)
 
 
 def test_contexts_of_any_length():
     """Shorter than a page, a tile to the token, more tiles than stages; one of no token at all."""
-    check((1, 64, 0, 65, 250), tiling=Tiling(64, 2, 1))
+    check((1, 64, 0, 65, 250), tiling=DecodeTiling(64, 2, 1))
 
 
-def test_shares_of_a_context_are_put_together():
+def test_kv_splits_are_combined():
     """Some shares have no tile; a whole context has none."""
-    check((300, 70, 0), tiling=Tiling(64, 2, 3))
-    check((300,), tiling=Tiling(64, 3, 2, warpgroups=1))
-    check((300,), tiling=Tiling(64, 1, 2, warpgroups=1))
-    check((300, 0), tiling=Tiling(64, 2, 3), head_size=128)
+    check((300, 70, 0), tiling=DecodeTiling(64, 2, 3))
+    check((300,), tiling=DecodeTiling(64, 1, 2, warpgroups=1))
+
+
+@pytest.mark.exhaustive
+def test_kv_splits_of_more_stages_and_wider_heads_are_combined():
+    check((300,), tiling=DecodeTiling(64, 3, 2, warpgroups=1))
+    check((300, 0), tiling=DecodeTiling(64, 2, 3), head_size=128)
 
 
 @pytest.mark.parametrize(
@@ -84,21 +91,21 @@ def test_groups_heads_and_pages_of_every_size(num_heads, num_kv_heads, head_size
 @pytest.mark.parametrize("options", [{"span": Span(window=70)}, {"span": Span(chunk=100)}, {"soft_cap": 2.0}, {"dtype": jnp.float16}])
 def test_spans_caps_and_types(options):
     """A window of the second context begins with the second token of a tile."""
-    check((20, 199), tiling=Tiling(64, 2, 2), **options)
+    check((20, 199), tiling=DecodeTiling(64, 2, 2), **options)
 
 
 @pytest.mark.parametrize(
     ("tokens", "options"),
     [
-        (2, {}),
-        (4, {"span": Span(window=70), "tiling": Tiling(64, 2, 2)}),  # the last one's begins in a later tile than the first one's
-        (3, {"span": Span(chunk=100), "num_heads": 10, "num_kv_heads": 2}),
+        pytest.param(2, {}, marks=pytest.mark.exhaustive),
+        (4, {"span": Span(window=70), "tiling": DecodeTiling(64, 2, 2)}),  # the last one's begins in a later tile than the first one's
+        pytest.param(3, {"span": Span(chunk=100), "num_heads": 10, "num_kv_heads": 2}, marks=pytest.mark.exhaustive),
         (5, {"num_heads": 15, "soft_cap": 2.0}),  # 75 rows: of several tiles
     ],
 )
 def test_each_of_several_tokens_sees_what_comes_before_it(tokens, options):
-    """Contexts that have them in one tile, in two, in two shares of which the first tokens see one; fewer than the tokens; none."""
-    check((64, 65, 202, 130, 2, 0), tokens=tokens, **{"tiling": Tiling(64, 2, 3), **options})
+    """Contexts that have them in two tiles, in two shares of which the first tokens see one; fewer than the tokens; none."""
+    check((65, 130, 2, 0), tokens=tokens, **{"tiling": DecodeTiling(64, 2, 3), **options})
 
 
 def test_pages_before_a_span_are_not_read():
@@ -111,7 +118,7 @@ def test_pages_before_a_span_are_not_read():
     expected = op(q, clean, *rest, scale=0.1, span=span, backend="reference")
     spoilt = clean.at[:, :, table[0, :16]].set(jnp.nan)  # the first 256 of 300 tokens; the span starts at 260
     found, _ = paged_attention_and_lse(
-        q, spoilt, *rest, scale=0.1, pool_is_finite=True, span=span, tiling=Tiling(64, 2, 1), interpreted=True
+        q, spoilt, *rest, scale=0.1, pool_is_finite=True, span=span, tiling=DecodeTiling(64, 2, 1), interpreted=True
     )
     np.testing.assert_allclose(found.astype(jnp.float32), expected.astype(jnp.float32), atol=0.02)
 
@@ -120,10 +127,10 @@ def test_a_scale_that_turns_scores_around_is_refused():
     kv, table = poisoned_pool(np.random.default_rng(2), (5,), 1, 16, 64)
     arguments = jnp.zeros((1, 1, 64), jnp.bfloat16), jnp.asarray(kv, jnp.bfloat16), jnp.int32(0), jnp.asarray(table), jnp.full(1, 5)
     with pytest.raises(ValueError, match="scale -1 must be positive"):
-        paged_attention_and_lse(*arguments, scale=-1, pool_is_finite=False, tiling=Tiling(64, 2, 1), interpreted=True)
+        paged_attention_and_lse(*arguments, scale=-1, pool_is_finite=False, tiling=DecodeTiling(64, 2, 1), interpreted=True)
 
 
-@pytest.mark.parametrize(("is_finite", "head_size"), [(False, 64), (True, 96), (True, 128)])
+@pytest.mark.parametrize(("is_finite", "head_size"), [(False, 64), pytest.param(True, 96, marks=pytest.mark.exhaustive), (True, 128)])
 def test_float8_pages_are_widened_and_scaled(is_finite, head_size):
     """A head's keys by 0, so that all tokens count the same, but for those that are none."""
     random, context, num_kv_heads = np.random.default_rng(2), (70, 5), 2
@@ -136,7 +143,7 @@ def test_float8_pages_are_widened_and_scaled(is_finite, head_size):
     arguments = q, narrow, jnp.int32(LAYER), jnp.asarray(table), jnp.asarray(context, jnp.int32)
     options = {"scale": 0.125, "pool_is_finite": is_finite, "kv_scales": scales}
     expected = op(q.astype(jnp.float32), *arguments[1:], backend="reference", **options)
-    found, _ = jax.jit(functools.partial(paged_attention_and_lse, interpreted=True, tiling=Tiling(64, 2, 1), **options))(*arguments)
+    found, _ = jax.jit(functools.partial(paged_attention_and_lse, interpreted=True, tiling=DecodeTiling(64, 2, 1), **options))(*arguments)
     np.testing.assert_allclose(found.astype(jnp.float32), expected, rtol=0.02, atol=0.02)
 
 
@@ -154,13 +161,13 @@ def test_latents(num_heads, head_size, value_size, page_size, splits):
     options = {"scale": head_size**-0.5, "pool_is_finite": False, "value_size": value_size}
     wide = *(a.astype(jnp.float32) for a in arguments[:2]), *arguments[2:]
     expected, expected_lse = op_and_lse(*wide, backend="reference", **options)
-    tiling = Tiling(64, 2, splits, warpgroups=1)
+    tiling = DecodeTiling(64, 2, splits, warpgroups=1)
     found, lse = jax.jit(functools.partial(paged_attention_and_lse, interpreted=True, tiling=tiling, **options))(*arguments)
     np.testing.assert_allclose(found.astype(jnp.float32), expected, rtol=0.02, atol=0.02)
     check_lse(lse, expected_lse)
     if value_size > 256:
         with pytest.raises(ValueError, match=f"{value_size} columns of a result leave no warpgroups to take turns, not 2"):
-            paged_attention_and_lse(*arguments, interpreted=True, tiling=Tiling(64, 2, splits, warpgroups=2), **options)
+            paged_attention_and_lse(*arguments, interpreted=True, tiling=DecodeTiling(64, 2, splits, warpgroups=2), **options)
 
 
 def test_latents_of_several_tokens():
@@ -171,7 +178,7 @@ def test_latents_of_several_tokens():
     options = {"scale": 192**-0.5, "pool_is_finite": False, "value_size": 128}
     wide = *(a.astype(jnp.float32) for a in arguments[:2]), *arguments[2:]
     expected, expected_lse = op_and_lse(*wide, backend="reference", **options)
-    tiling = Tiling(64, 2, 2, warpgroups=1)
+    tiling = DecodeTiling(64, 2, 2, warpgroups=1)
     found, lse = jax.jit(functools.partial(paged_attention_and_lse, interpreted=True, tiling=tiling, **options))(*arguments)
     np.testing.assert_allclose(found.astype(jnp.float32), expected, rtol=0.02, atol=0.02)
     check_lse(lse, expected_lse)
@@ -179,20 +186,20 @@ def test_latents_of_several_tokens():
 
 def test_a_tiling_fills_the_gpu_and_no_more():
     dtype = jnp.dtype("bfloat16")
-    assert tiling_for(1, 8, 4, 128, 16, 131072, dtype) == Tiling(64, 6, 16)
+    assert tiling_for(1, 8, 4, 128, 16, 131072, dtype) == DecodeTiling(64, 6, 16)
     assert tiling_for(32, 8, 4, 128, 16, 131072, dtype).splits == 1
     assert tiling_for(1, 8, 4, 128, 16, 512, dtype).splits == 2, "a share is worth its block"
     assert tiling_for(1, 8, 4, 128, 128, 512, dtype).tokens == 128
     for page_size in (16, 64, 128, 256):
-        assert tiling_for(1, 1, 128, 576, page_size, 131072, dtype, is_latent=True) == Tiling(64, 2, 66, warpgroups=1)
+        assert tiling_for(1, 1, 128, 576, page_size, 131072, dtype, is_latent=True) == DecodeTiling(64, 2, 66, warpgroups=1)
 
 
 def test_a_tiling_fits_a_card_with_less_shared_memory(monkeypatch):
     """A tile for all of a page where there is room, then one warpgroup, then one stage."""
-    monkeypatch.setattr(mosaic_tiling, "card_of", lambda _: Card(False, 101_376, 188))
+    monkeypatch.setattr(mosaic_tiling, "card_for", lambda _: Card(False, 101_376, 188))
     bfloat16, float8 = jnp.dtype("bfloat16"), jnp.dtype("float8_e4m3fn")
-    assert tiling_for(1, 8, 4, 128, 16, 131072, bfloat16) == Tiling(64, 2, 23)
-    assert tiling_for(1, 8, 4, 64, 128, 131072, bfloat16) == Tiling(128, 2, 23)
-    assert tiling_for(1, 8, 4, 128, 128, 131072, bfloat16) == Tiling(64, 2, 23)
-    assert tiling_for(1, 8, 4, 96, 16, 131072, float8) == Tiling(64, 4, 23, warpgroups=1)
-    assert tiling_for(1, 8, 4, 128, 16, 131072, float8) == Tiling(64, 1, 23, warpgroups=1)
+    assert tiling_for(1, 8, 4, 128, 16, 131072, bfloat16) == DecodeTiling(64, 2, 23)
+    assert tiling_for(1, 8, 4, 64, 128, 131072, bfloat16) == DecodeTiling(128, 2, 23)
+    assert tiling_for(1, 8, 4, 128, 128, 131072, bfloat16) == DecodeTiling(64, 2, 23)
+    assert tiling_for(1, 8, 4, 96, 16, 131072, float8) == DecodeTiling(64, 4, 23, warpgroups=1)
+    assert tiling_for(1, 8, 4, 128, 16, 131072, float8) == DecodeTiling(64, 1, 23, warpgroups=1)

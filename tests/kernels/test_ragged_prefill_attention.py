@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.llvm import machine
+from pallas_kernels.llvm import host
 from pallas_kernels.ragged_prefill_attention import llvm_cpu
-from pallas_kernels.ragged_prefill_attention.cases import CASES, Case
+from pallas_kernels.ragged_prefill_attention.cases import CASES, PrefillCase
 from pallas_kernels.ragged_prefill_attention.op import ragged_prefill_attention, unsupported_reason
 from pallas_kernels.span import Span
 from tests.kernels.poisoned_pool import LAYER, poisoned_pool
@@ -21,7 +21,7 @@ def run(q, kv, *others, **options):
     return ragged_prefill_attention(q, kv, LAYER, *others, **options)
 
 
-def arguments(case: Case, seed: int, dtype: jnp.dtype = jnp.float32, num_rows: int | None = None):
+def arguments(case: PrefillCase, seed: int, dtype: jnp.dtype = jnp.float32, num_rows: int | None = None):
     """Rows one after another, each at the next whole tile; queries that belong to none are NaN."""
     random = np.random.default_rng(seed)
     cached, new = zip(*case.rows, strict=True)
@@ -38,7 +38,7 @@ def arguments(case: Case, seed: int, dtype: jnp.dtype = jnp.float32, num_rows: i
     return [jnp.asarray(a, dtype) for a in (q, kv)] + [jnp.asarray(a) for a in (table, *rows)]
 
 
-def both(case: Case, inputs, backend: str):
+def both(case: PrefillCase, inputs, backend: str):
     """What a backend finds, and the reference."""
     options = {"scale": case.head_size**-0.5, "query_tile": case.query_tile}
     return (np.asarray(run(*inputs, **options, backend=backend)) for backend in (backend, "reference"))
@@ -63,7 +63,7 @@ def plain(q, kv, table, query_start, query_len, kv_len, scale, seen=lambda query
 
 
 def test_the_reference_is_causal_attention_over_cache_and_chunk():
-    case = Case("small", 4, 2, 8, 4, 24, 8, ((0, 5), (9, 3), (2, 8)))
+    case = PrefillCase("small", 4, 2, 8, 4, 24, 8, ((0, 5), (9, 3), (2, 8)))
     inputs = arguments(case, 0)
     out = run(*inputs, scale=0.3, query_tile=8, backend="reference")
     np.testing.assert_allclose(out, plain(*map(np.asarray, inputs), 0.3), atol=1e-5)
@@ -76,7 +76,7 @@ SPANS = {
     Span(chunk=8): lambda query, key: query // 8 == key // 8,
     Span(chunk=50): lambda query, key: query // 50 == key // 50,
 }
-SPANNED = Case("spanned", 4, 2, 8, 4, 96, 32, ((0, 20), (150, 9), (300, 21)))
+SPANNED = PrefillCase("spanned", 4, 2, 8, 4, 96, 32, ((0, 20), (150, 9), (300, 21)))
 
 
 @pytest.mark.parametrize("span", SPANS)
@@ -125,7 +125,7 @@ def test_every_backend_is_the_reference_on_the_shapes_of_real_models(case, backe
 
 @pytest.mark.parametrize("backend", ["xla", "llvm_cpu"])
 def test_the_only_row_may_begin_anywhere_and_there_may_be_none(backend):
-    case = Case("late", 4, 2, 16, 8, 96, 32, ((20, 40),))
+    case = PrefillCase("late", 4, 2, 16, 8, 96, 32, ((20, 40),))
     q, kv, table, query_start, query_len, kv_len = arguments(case, 3)
     late = (jnp.roll(q, 32, axis=0), kv, table, query_start.at[0].set(32), query_len, kv_len)
     found, reference = both(case, late, backend)
@@ -148,7 +148,7 @@ def test_every_backend_is_the_reference_whatever_the_lengths(backend):
             rows.append((int(random.choice([0, random.integers(0, 256 - length + 1)])), length))
             left -= -(-length // 16) * 16
         order = random.permutation(len(rows))
-        case = Case("ragged", 6, 2, 16, 8, 96, 16, tuple(rows[i] for i in order))
+        case = PrefillCase("ragged", 6, 2, 16, 8, 96, 16, tuple(rows[i] for i in order))
         q, kv, *others = arguments(case, seed, num_rows=7)
         kv = jnp.pad(kv, ((0, 0), (0, 0), (0, -kv.shape[2] % 200), (0, 0), (0, 0), (0, 0)), constant_values=jnp.nan)
         found, reference = both(case, (q, kv, *others), backend)
@@ -157,12 +157,12 @@ def test_every_backend_is_the_reference_whatever_the_lengths(backend):
 
 # Head sizes that are cut into unequal parts, groups that fill no whole number of tiles, pages of odd sizes and of more than a run.
 ODD = (
-    Case("five-vectors", 7, 1, 80, 16, 64, 32, ((0, 30), (70, 32))),
-    Case("odd-pages", 4, 4, 16, 5, 64, 32, ((61, 64),)),
-    Case("wide-pages", 6, 2, 48, 128, 64, 16, ((300, 7), (0, 16), (126, 9))),
-    Case("wide-heads", 8, 1, 256, 16, 32, 32, ((40, 25),)),
-    Case("a-tile-of-several-rows", 64, 64, 16, 8, 256, 32, ((0, 40), (20, 33), (5, 20), (100, 70))),
-    Case("one-kv-head-of-many", 71, 1, 64, 16, 8, 4, ((100, 7),)),
+    PrefillCase("five-vectors", 7, 1, 80, 16, 64, 32, ((0, 30), (70, 32))),
+    PrefillCase("odd-pages", 4, 4, 16, 5, 64, 32, ((61, 64),)),
+    PrefillCase("wide-pages", 6, 2, 48, 128, 64, 16, ((300, 7), (0, 16), (126, 9))),
+    PrefillCase("wide-heads", 8, 1, 256, 16, 32, 32, ((40, 25),)),
+    PrefillCase("a-tile-of-several-rows", 64, 64, 16, 8, 256, 32, ((0, 40), (20, 33), (5, 20), (100, 70))),
+    PrefillCase("one-kv-head-of-many", 71, 1, 64, 16, 8, 4, ((100, 7),)),
 )
 
 
@@ -174,8 +174,8 @@ def test_every_way_a_cpu_kernel_cuts_its_work(case):
 
 
 def test_code_for_processors_without_avx512(monkeypatch):
-    plain = replace(machine.this_machine(), avx512=False, avx512_bf16=False, avx512_vnni=False)
-    monkeypatch.setattr(llvm_cpu, "this_machine", lambda: plain)
+    plain = replace(host.host_target(), avx512=False, avx512_bf16=False, avx512_vnni=False)
+    monkeypatch.setattr(llvm_cpu, "host_target", lambda: plain)
     monkeypatch.setattr(llvm_cpu, "NAME", f"{llvm_cpu.NAME}_plain")
     for case in (CASES[0], ODD[0]):
         inputs = arguments(case, 8)
@@ -187,14 +187,14 @@ def test_code_for_processors_without_avx512(monkeypatch):
 @pytest.mark.parametrize("factor", [1e-4, 8.0, 60.0, 1e4])
 def test_scores_of_any_size(factor):
     """A row's maximum is found anew only when scores grow by much: by a little, by more, and by so much that all before is nothing."""
-    case = Case("two", 6, 2, 32, 8, 64, 32, ((40, 30), (390, 20)))
+    case = PrefillCase("two", 6, 2, 32, 8, 64, 32, ((40, 30), (390, 20)))
     q, kv, *others = arguments(case, 9)
     found, reference = both(case, (q * factor, kv, *others), "llvm_cpu")
     np.testing.assert_allclose(found, reference, atol=2e-6 * max(factor, 1))
 
 
 def test_a_query_that_is_broken_breaks_no_other():
-    case = Case("two", 6, 2, 32, 8, 64, 32, ((40, 30), (90, 20)))
+    case = PrefillCase("two", 6, 2, 32, 8, 64, 32, ((40, 30), (90, 20)))
     q, *others = arguments(case, 9)
     sound, _ = both(case, (q, *others), "llvm_cpu")
     broken, _ = both(case, (q.at[3, 1].set(jnp.nan), *others), "llvm_cpu")
@@ -208,7 +208,7 @@ def test_what_the_cpu_kernel_can_not_do_is_said():
     assert unsupported_reason("llvm_cpu", jnp.dtype("float32"), 64, 8, 32) is None
     for dtype, head_size in (("bfloat16", 64), ("float32", 24)):
         assert str(head_size if dtype == "float32" else dtype) in (unsupported_reason("llvm_cpu", jnp.dtype(dtype), head_size, 8, 32) or "")
-        case = Case("", 2, 2, head_size, 8, 32, 32, ((0, 20),))
+        case = PrefillCase("", 2, 2, head_size, 8, 32, 32, ((0, 20),))
         q, kv, *others = arguments(case, 10, jnp.dtype(dtype))
         with pytest.raises(ValueError, match="llvm_cpu can't run"):
             ragged_prefill_attention(q, kv, LAYER, *others, scale=1.0, query_tile=32, backend="llvm_cpu")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from pallas_kernels.mosaic.warp_products import InMemory, InRegisters, Tiles, add_product
+from pallas_kernels.mosaic.warp_products import InterleavedTiles, RegisterFactor, SharedMemoryFactor, add_product
 from tests.ptx.instructions import matrix_of, product
 
 LANES, WARPS = 32, 4
@@ -20,7 +20,7 @@ class Shared:
 
     words: np.ndarray  # by address / 2; NaN where nothing lies
     start: int
-    tiles: Tiles
+    tiles: InterleavedTiles
 
     @classmethod
     def of(cls, matrix: np.ndarray, swizzle: int, start: int) -> Shared:
@@ -31,7 +31,7 @@ class Shared:
         for row, column in np.ndindex(rows, columns):
             address = start + (row // 8 * (columns // wide) + column // wide) * tile + row % 8 * swizzle + column % wide * 2
             words[(address ^ (address >> 3 & swizzle - 16)) // 2] = matrix[row, column]
-        return cls(words, start, Tiles("unset", swizzle, columns // wide * tile, tile))
+        return cls(words, start, InterleavedTiles("unset", swizzle, columns // wide * tile, tile))
 
 
 class NumpyMachine:
@@ -45,10 +45,10 @@ class NumpyMachine:
         assert not (address % 16).any(), "rows of 16 bytes"
         found = []
         for i in range(num_matrices):
-            of_rows = address[:, 8 * i : 8 * i + 8]
-            banks = (of_rows // 4 % 32) // 4  # that 16 bytes lie in, four of them
+            for_rows = address[:, 8 * i : 8 * i + 8]
+            banks = (for_rows // 4 % 32) // 4  # that 16 bytes lie in, four of them
             assert all(len(set(row)) == 8 for row in banks), "no two rows in the same banks"
-            rows = memory.words[of_rows[..., None] // 2 + np.arange(8)]
+            rows = memory.words[for_rows[..., None] // 2 + np.arange(8)]
             found.append(matrix_of(rows, is_transposed=is_transposed))
         return tuple(found)
 
@@ -69,19 +69,19 @@ def from_registers(totals) -> np.ndarray:
     return np.concatenate(columns, axis=1)
 
 
-def to_registers(matrix: np.ndarray) -> InRegisters:
+def to_registers(matrix: np.ndarray) -> RegisterFactor:
     """[64, K] as it lies in registers after the softmax: as accumulators do."""
     of_warps = matrix.reshape(WARPS, 16, -1)
     blocks = [
         tuple(of_warps[:, i % 2 * 8 :, k + i // 2 * 8 :][:, :8, :8].reshape(WARPS, LANES, 2) for i in range(4))
         for k in range(0, matrix.shape[1], 16)
     ]
-    return InRegisters(blocks)
+    return RegisterFactor(blocks)
 
 
-def in_memory(matrix: np.ndarray, swizzle: int, start: int = 4096) -> Tiles:
+def in_memory(matrix: np.ndarray, swizzle: int, start: int = 4096) -> InterleavedTiles:
     shared = Shared.of(matrix, swizzle, start)
-    return Tiles(shared, swizzle, shared.tiles.below, shared.tiles.beside)
+    return InterleavedTiles(shared, swizzle, shared.tiles.row_stride, shared.tiles.column_stride)
 
 
 def zeros(columns: int):
@@ -93,7 +93,7 @@ def zeros(columns: int):
 def test_a_product_of_shared_memory_with_a_transposed_one(depth, swizzle, columns):
     a, b = random(64, depth), random(columns, depth)
     totals = add_product(
-        NumpyMachine(), zeros(columns), InMemory(in_memory(a, swizzle)), in_memory(b, swizzle), depth, b_is_transposed=True
+        NumpyMachine(), zeros(columns), SharedMemoryFactor(in_memory(a, swizzle)), in_memory(b, swizzle), depth, b_is_transposed=True
     )
     np.testing.assert_array_equal(from_registers(totals), a.astype(np.float32) @ b.T.astype(np.float32))
 
@@ -110,12 +110,14 @@ def test_a_product_of_registers_with_shared_memory_adds_to_what_there_is(columns
 @pytest.mark.parametrize("columns", [8, 16, 128])
 def test_a_product_whose_first_factor_lies_transposed(columns):
     a, b = random(64, 64), random(columns, 64)
-    totals = add_product(NumpyMachine(), zeros(columns), InMemory(in_memory(a, 128), True), in_memory(b, 128), 64, b_is_transposed=True)
+    totals = add_product(
+        NumpyMachine(), zeros(columns), SharedMemoryFactor(in_memory(a, 128), True), in_memory(b, 128), 64, b_is_transposed=True
+    )
     np.testing.assert_array_equal(from_registers(totals), a.T.astype(np.float32) @ b.T.astype(np.float32))
 
 
 def test_what_is_loaded_lies_anywhere_that_tiles_may_begin():
     a, b = random(64, 64), random(64, 64)
-    tiles = InMemory(in_memory(a, 128, start=3 * 1024)), in_memory(b, 128, start=17 * 1024)
+    tiles = SharedMemoryFactor(in_memory(a, 128, start=3 * 1024)), in_memory(b, 128, start=17 * 1024)
     totals = add_product(NumpyMachine(), zeros(64), *tiles, 64, b_is_transposed=True)
     np.testing.assert_array_equal(from_registers(totals), a.astype(np.float32) @ b.T.astype(np.float32))

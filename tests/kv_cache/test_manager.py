@@ -1,7 +1,8 @@
+from jaxinfer.kv_cache.block_keys import block_keys, digests
 from jaxinfer.kv_cache.manager import KVManager
-from jaxinfer.kv_cache.radix_cache import digests, token_bytes
 from jaxinfer.kv_cache.spec import PageSpec
 from jaxinfer.request import DEFAULT_CONTEXT, RequestContext
+from tests.sequences import History
 
 SPEC = PageSpec(num_layers=2, num_kv_heads=1, head_size=4, page_size=4, bytes_per_value=4)
 
@@ -35,10 +36,10 @@ def test_a_finished_sequences_pages_are_found_by_the_next_and_go_when_room_is_ne
     pages, table, tokens = manager(), [], list(range(13))
     pages.grow(table, 13)
     first = list(table)
-    pages.insert(table, tokens, 13, DEFAULT_CONTEXT)
+    pages.insert(table, History(tokens), 13)
     pages.free(table)
     assert (pages.num_used, pages.num_cached, pages.num_free) == (0, 3, 10)
-    assert pages.match_prefix(table, [*tokens[:8], 99, 99, 99, 99, 99], 12, DEFAULT_CONTEXT) == 8
+    assert pages.match_prefix(table, History([*tokens[:8], 99, 99, 99, 99, 99]), 12) == 8
     assert table == first[:2]
     other: list[int] = []
     assert not pages.grow(other, 4 * 9), "two of ten are read"
@@ -52,12 +53,12 @@ def test_a_finished_sequences_pages_are_found_by_the_next_and_go_when_room_is_ne
 def test_no_more_is_taken_than_asked_for_and_only_within_a_namespace():
     pages, table, tokens = manager(), [], list(range(12))
     pages.grow(table, 12)
-    pages.insert(table, tokens, 12, DEFAULT_CONTEXT)
+    pages.insert(table, History(tokens), 12)
     found: list[int] = []
-    assert pages.match_prefix(found, tokens, 11, DEFAULT_CONTEXT) == 8
+    assert pages.match_prefix(found, History(tokens), 11) == 8
     pages.free(found)
-    assert pages.match_prefix(found, tokens, 3, DEFAULT_CONTEXT) == 0
-    assert pages.match_prefix(found, tokens, 12, RequestContext(namespace="another")) == 0
+    assert pages.match_prefix(found, History(tokens), 3) == 0
+    assert pages.match_prefix(found, History(tokens, RequestContext(namespace="another")), 12) == 0
     assert pages.num_used == 3
 
 
@@ -66,11 +67,11 @@ def test_pages_that_are_about_to_be_used_anew_can_be_saved():
     pages.save_evicted = saved.extend
     pages.grow(table, 12)
     held = list(table)
-    pages.insert(table, list(range(12)), 12, DEFAULT_CONTEXT)
+    pages.insert(table, History(list(range(12))), 12)
     pages.free(table)
     pages.grow(table, 40)
     assert [node.page for node in saved] == held[::-1], "leaves first"
-    assert saved[-1].digest == digests("", token_bytes(range(12)), 4, 1)[0]
+    assert saved[-1].digest == digests("", block_keys(History(range(12)), 4, 1))[0]
 
 
 def test_pages_of_a_session_stay_longer():
@@ -79,21 +80,21 @@ def test_pages_of_a_session_stay_longer():
     for start, context in ((0, RequestContext(session="s")), (100, DEFAULT_CONTEXT)):
         table: list[int] = []
         pages.grow(table, 20)
-        pages.insert(table, range(start, start + 20), 20, context)
+        pages.insert(table, History(range(start, start + 20), context), 20)
         pages.free(table)
     table = []
     pages.grow(table, 20)
-    assert pages.match_prefix([], range(100, 120), 20, DEFAULT_CONTEXT) == 0, "younger, but of no session"
+    assert pages.match_prefix([], History(range(100, 120)), 20) == 0, "younger, but of no session"
     pages.free(table)
     kept: list[int] = []
-    assert pages.match_prefix(kept, range(20), 20, DEFAULT_CONTEXT) == 20
+    assert pages.match_prefix(kept, History(range(20)), 20) == 20
     pages.free(kept)
 
 
 def test_without_a_prefix_cache_nothing_is_kept():
     pages, table = KVManager(SPEC, 11, prefix_cache=False), []
     pages.grow(table, 12)
-    pages.insert(table, range(12), 12, DEFAULT_CONTEXT)
+    pages.insert(table, History(range(12)), 12)
     pages.free(table)
-    assert pages.match_prefix(table, range(12), 12, DEFAULT_CONTEXT) == 0
+    assert pages.match_prefix(table, History(range(12)), 12) == 0
     assert pages.num_cached == 0

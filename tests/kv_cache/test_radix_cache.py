@@ -15,7 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from jaxinfer.kv_cache import radix_cache
 from jaxinfer.kv_cache.allocator import PageAllocator
-from jaxinfer.kv_cache.radix_cache import CachedBlock, RadixCache, digests, token_bytes
+from jaxinfer.kv_cache.block_keys import digests
+from jaxinfer.kv_cache.radix_cache import CachedBlock, RadixCache
 
 PAGE_SIZE = 2
 
@@ -32,7 +33,7 @@ class Pool:
         """A sequence that computes all its pages, makes them known and goes on; its page table. A letter is a token."""
         table = self.allocator.allocate(-(-len(text) // PAGE_SIZE))
         assert table is not None
-        self.cache.insert(tokens(text), namespace, table, len(text) // PAGE_SIZE, warm_until)
+        self.cache.insert(keys(text), namespace, table, len(text) // PAGE_SIZE, warm_until)
         return table
 
     def serve(self, *texts: str, namespace: str = "", warm_until: float = 0.0) -> list[int]:
@@ -43,19 +44,20 @@ class Pool:
         return table
 
     def match(self, text: str, namespace: str = "", max_pages: int = 99, warm_until: float = 0.0) -> list[int]:
-        return self.cache.match(tokens(text), namespace, max_pages, warm_until)
+        return self.cache.match(keys(text)[:max_pages], namespace, warm_until)
 
     def evict(self, count: int) -> list[str]:
         """The letters that each evicted page held."""
         return [text_of(node) for node in self.cache.evict(count)]
 
 
-def tokens(text: str) -> bytes:
-    return token_bytes(map(ord, text))
+def keys(text: str, size: int = PAGE_SIZE) -> list[bytes]:
+    """Of its whole blocks."""
+    return [text[start : start + size].encode("utf-32-le") for start in range(0, len(text) - size + 1, size)]
 
 
 def text_of(node: CachedBlock) -> str:
-    return node.tokens.decode("utf-32-le")
+    return node.key.decode("utf-32-le")
 
 
 def test_the_longest_known_run_of_whole_pages_is_found():
@@ -97,7 +99,7 @@ def test_a_sequence_that_computed_a_known_run_takes_the_known_pages():
     first = pool.compute("aabbc")
     second = pool.allocator.allocate(3)
     own = list(second)
-    pool.cache.insert(tokens("aabbd"), "", second, 2)
+    pool.cache.insert(keys("aabbd"), "", second, 2)
     assert second == [*first[:2], own[2]]
     assert [pool.allocator.references(page) for page in (*second, *own[:2])] == [2, 2, 1, 0, 0]
 
@@ -108,11 +110,11 @@ def test_pages_that_siblings_start_from_are_not_exchanged_under_them():
     table = pool.allocator.allocate(2)
     sibling = list(table)
     pool.allocator.retain(sibling)
-    pool.cache.insert(tokens("aabb"), "", table, 2)
+    pool.cache.insert(keys("aabb"), "", table, 2)
     assert table == sibling, "else the sibling would lock the second page and not the first before it"
     assert pool.cache.num_pages == 1
     pool.allocator.release(sibling)
-    pool.cache.insert(tokens("aabb"), "", table, 2)
+    pool.cache.insert(keys("aabb"), "", table, 2)
     assert pool.match("aabb") == table != sibling
 
 
@@ -185,7 +187,7 @@ def test_forgetting_everything_leaves_sequences_their_pages():
     pool.cache.clear()
     assert (pool.cache.num_pages, pool.allocator.num_evictable, pool.allocator.num_used) == (0, 0, 2)
     assert pool.match("aabb") == pool.match("cc") == pool.evict(9) == []
-    pool.cache.insert(tokens("aabb"), "", table, 2)
+    pool.cache.insert(keys("aabb"), "", table, 2)
     pool.allocator.release(table)
     assert pool.evict(9) == ["bb", "aa"]
 
@@ -203,30 +205,30 @@ def test_evicted_pages_say_what_they_held():
     pool = Pool()
     pool.serve("aabbcc", namespace="ours")
     evicted = pool.cache.evict(3)
-    assert [node.digest for node in reversed(evicted)] == digests("ours", tokens("aabbcc"), PAGE_SIZE, 3)
+    assert [node.digest for node in reversed(evicted)] == digests("ours", keys("aabbcc"))
     assert len({node.page for node in evicted}) == 3
 
 
 def test_digests_tell_runs_namespaces_and_page_sizes_apart():
     runs = [("", "aabbcc", 2), ("", "xxbbcc", 2), ("ours", "aabbcc", 2), ("", "aabbcc", 3), ("", "aabbcc", 6)]
-    found = [digest for namespace, text, size in runs for digest in digests(namespace, tokens(text), size, len(text) // size)]
+    found = [digest for namespace, text, size in runs for digest in digests(namespace, keys(text, size))]
     assert len(set(found)) == len(found) == 3 + 3 + 3 + 2 + 1
     assert all(len(digest) == 16 for digest in found)
-    assert digests("", tokens("aabbcc"), 2, 2) == found[:2]
+    assert digests("", keys("aabb")) == found[:2]
 
 
 def test_no_namespace_poses_as_a_run_of_another():
     for number in itertools.count():
         with contextlib.suppress(UnicodeDecodeError):
-            posing = (digests(str(number), tokens("aa"), PAGE_SIZE, 1)[0] + tokens("bb")).decode()
+            posing = (digests(str(number), keys("aa"))[0] + keys("bb")[0]).decode()
             break
-    assert digests(posing, tokens("cc"), PAGE_SIZE, 1)[0] != digests(str(number), tokens("aabbcc"), PAGE_SIZE, 3)[2]
+    assert digests(posing, keys("cc"))[0] != digests(str(number), keys("aabbcc"))[2]
 
 
 def test_a_very_long_run_has_a_digest():
     pool = Pool(20_000)
     pool.serve("ab" * 20_000)
-    assert pool.cache.evict(1)[0].digest == digests("", tokens("ab" * 20_000), PAGE_SIZE, 20_000)[-1]
+    assert pool.cache.evict(1)[0].digest == digests("", keys("ab" * 20_000))[-1]
 
 
 @pytest.mark.parametrize("num_locked", [0, 200])
@@ -340,14 +342,14 @@ class RadixCacheAgainstModel(RuleBasedStateMachine):
         warm_until = sequence.warm_for and self.pool.now + sequence.warm_for
         expected = self.expect_insert(sequence, warm_until)
         num_pages = len(sequence.text) // PAGE_SIZE
-        self.pool.cache.insert(tokens(sequence.text), sequence.namespace, sequence.table, num_pages, warm_until)
+        self.pool.cache.insert(keys(sequence.text), sequence.namespace, sequence.table, num_pages, warm_until)
         assert sequence.table == expected
 
     def evict_pages(self, count: int) -> int:
         expected = self.expect_evicted(count)
         evicted = self.pool.cache.evict(count)
         assert [(text_of(node), node.digest) for node in evicted] == [
-            (run[-PAGE_SIZE:], digests(namespace, tokens(run), PAGE_SIZE, len(run) // PAGE_SIZE)[-1]) for namespace, run in expected
+            (run[-PAGE_SIZE:], digests(namespace, keys(run))[-1]) for namespace, run in expected
         ]
         return len(evicted)
 
@@ -450,7 +452,7 @@ class RadixCacheAgainstModel(RuleBasedStateMachine):
         found, readers = {}, self.readers()
         for root in self.pool.cache._roots.values():
             assert root.children, "no root without pages"
-            below = [(root, root.tokens.decode(), "", 1)]
+            below = [(root, root.key.decode(), "", 1)]
             while below:
                 node, namespace, run, num_readers = below.pop()
                 if run:

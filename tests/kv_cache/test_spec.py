@@ -1,8 +1,8 @@
 import pytest
 
+from jaxinfer.architecture.known_models import model_shape
 from jaxinfer.kv_cache.spec import LayerGroups, PageSpec, default_page_size
 from jaxinfer.models.registry import read_config
-from jaxinfer.models.shapes import model_shape
 from pallas_kernels.span import FULL_ATTENTION, Span
 
 SPEC = PageSpec(num_layers=30, num_kv_heads=3, head_size=64, page_size=16, bytes_per_value=4)

@@ -51,7 +51,7 @@ def test_a_full_disk_is_used_as_far_as_it_goes(tiers, monkeypatch, caplog, error
     stats = tiers.stats()
     assert (stats.num_failed_writes, stats.num_dropped, stats.refused) == (1, 1, {})
     [record] = caplog.records
-    assert f"{os.strerror(error)}; it goes on with 3 pages" in record.message
+    assert f"{os.strerror(error)}; it is used up to 3 pages" in record.message
 
 
 def test_a_disk_that_was_full_is_asked_again(tiers, monkeypatch):
@@ -132,7 +132,7 @@ tiers.close()
 """
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "([5], [2, 4]) 1 1\n"
-    assert "File too large; it goes on with 3 pages" in done.stderr
+    assert "File too large; it is used up to 3 pages" in done.stderr
     after = Tiers(8192, 8192, (str(tmp_path / "kv"), disk_size(6, 8192)), MODEL)
     assert held(after, range(6)) == ([], [2, 4, 5])
     assert fetch(after, 2) == fetch(after, 4) == fetch(after, 5) == 1

@@ -23,9 +23,9 @@ def test_tiers_are_off_unless_given():
         ({"kv_disk": "/tmp/kv.bin", "kv_host_memory": "1GiB"}, "kv_disk is '/tmp/kv.bin': give PATH:SIZE, such as"),
         ({"kv_disk": ":20GiB", "kv_host_memory": "1GiB"}, "kv_disk is ':20GiB': give PATH:SIZE"),
         ({"kv_disk": "/tmp/a:b", "kv_host_memory": "1GiB"}, "kv_disk's size is 'b': give a size such as"),
-        ({"kv_disk": "/tmp/kv.bin:1GiB"}, "kv_disk is /tmp/kv.bin:1GiB, but its pages come by way of host memory: give kv_host_memory"),
+        ({"kv_disk": "/tmp/kv.bin:1GiB"}, "kv_disk is /tmp/kv.bin:1GiB, but pages reach it through host memory: give kv_host_memory"),
         ({"kv_disk": "/tmp/kv.bin:1GiB", "kv_host_memory": "0"}, "give kv_host_memory too"),
-        ({"kv_host_memory": "1GiB", "prefix_cache": False}, "kv_host_memory is 1GiB, but without prefix_cache no page is kept"),
+        ({"kv_host_memory": "1GiB", "prefix_cache": False}, "kv_host_memory is 1GiB, but without prefix_cache no page is cached"),
     ],
     ids=str,
 )

@@ -54,6 +54,9 @@ class Settled(RuleBasedStateMachine):
     def into_host(self, number):
         if number not in self.host:
             self.host = [*self.host[max(0, len(self.host) - self.num_host + 1) :], number]
+        self.onto_disk(number)
+
+    def onto_disk(self, number):
         if number not in self.disk:
             free = set(range(self.num_disk)) - set(self.slot_of.values())
             if not free:
@@ -72,6 +75,10 @@ class Settled(RuleBasedStateMachine):
 
     @rule(numbers=PREFIXES)
     def fetch(self, numbers):
+        damaged = next((n for n in numbers if n not in self.host and n in self.disk and not self.slots[self.slot_of[n]][-1]), None)
+        if damaged is not None:  # what follows it in host memory is saved again, while what came before it takes others' places there
+            place = numbers.index(damaged)
+            numbers = numbers[: place + 1] + [n for n in numbers[place + 1 :] if place == 0 or n not in self.host]
         present = [n in self.host or n in self.disk for n in numbers]
         numbers_here = numbers[: (*present, False).index(False)]
         assert self.tiers.find([key_of(n) for n in numbers]).num_pages == len(numbers_here)
@@ -84,12 +91,23 @@ class Settled(RuleBasedStateMachine):
                     self.disk.remove(number)
                     del self.slot_of[number]
                     self.refused["damaged"] += 1
+                    self.drop_from_disk(numbers[numbers.index(number) + 1 :])
                     break
                 from_disk.append(number)
             good += 1
         for number in reversed(from_disk[: self.num_host]):
             self.into_host(number)
         assert fetch(self.tiers, *numbers) == good
+        assert self.tiers.flush(20)  # pages after a damaged one are written again
+
+    def drop_from_disk(self, numbers):
+        """What follows a damaged page, to be computed again; of what host memory has the file gets another copy."""
+        for number in set(numbers).intersection(self.disk):
+            self.disk.remove(number)
+            del self.slot_of[number]
+        for number in numbers:
+            if number in self.host:
+                self.onto_disk(number)
 
     @rule(number=NUMBERS)
     def touch_one(self, number):
@@ -200,6 +218,22 @@ class Running(RuleBasedStateMachine):
             assert not self.tiers._pending
             assert set(self.tiers._host.slots._holds.values()) <= {1}, "nobody holds a slot but its key"
             shutil.rmtree(self.folder)
+
+
+def test_what_follows_a_damaged_page_is_dropped_and_written_again_where_host_memory_has_it():
+    settled = Settled()
+    settled.start(num_host=1, num_disk=7)
+    for number in range(3):
+        settled.put(number)
+    with open(settled.folder / "kv", "r+b") as file:
+        file.seek(2 * ALIGNMENT)
+        file.write(b"\xff")
+    model, number, when, _ = settled.slots[0]
+    settled.slots[0] = model, number, when, False
+    settled.fetch([0, 1, 2])
+    settled.agree()
+    assert settled.disk == [2]
+    settled.teardown()
 
 
 TestSettled = Settled.TestCase

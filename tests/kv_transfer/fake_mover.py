@@ -25,7 +25,8 @@ class HostCopy:
 
 
 class FakeMover:
-    """Pages out of a pool [pages, tokens] and into it. The pool holds what it held when a move was begun, as on a device."""
+    """Pages out of a pool [pages, tokens] and into it. The pool holds what it held when a move was begun, as on a
+    device."""
 
     def __init__(self, pool: np.ndarray) -> None:
         self.pool = pool

@@ -1,4 +1,5 @@
-"""Pages out of a pool as bytes and back, on one device and split over several, between pools too that have copies of heads and heads of zeros."""
+"""Pages out of a pool as bytes and back, on one device and split over several, between pools too that have copies of
+heads and heads of zeros."""
 
 from __future__ import annotations
 
@@ -9,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxinfer.architecture.head_layout import HeadLayout
 from jaxinfer.kv_cache.pages import PagePool
 from jaxinfer.kv_cache.spec import NULL_PAGE, PageSpec
 from jaxinfer.kv_transfer.page_moves import MOVE_BUCKETS, PageMover, gather_programs, scatter_programs
-from jaxinfer.layers.heads import HeadLayout
-from jaxinfer.runtime.compilation import compile_programs
+from jaxinfer.programs.compilation import compile_programs
 from sharding.mesh import make_mesh
 from sharding.rules import RULES
 
@@ -69,7 +70,8 @@ def test_bytes_that_are_brought_up_are_not_changed(pool_and_mover):
 
 
 def pool_of(num_kv_heads: int, group: int, device_ids: tuple[int, ...]) -> tuple[PagePool, PageMover]:
-    """Of a model with so many KV heads, on a mesh that may have others; every number of it is another, those of copies too."""
+    """Of a model with so many KV heads, on a mesh that may have others; every number of it is another, those of
+    copies too."""
     heads = HeadLayout.of(num_kv_heads * group, num_kv_heads, len(device_ids))
     spec = replace(SPEC, num_kv_heads=num_kv_heads, bytes_per_value=4)
     pool = PagePool(spec, NUM_PAGES, jnp.dtype("float32"), make_mesh(device_ids), RULES["decode"], None if heads.is_models else heads)

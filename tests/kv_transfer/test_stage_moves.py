@@ -12,7 +12,7 @@ import pytest
 from jaxinfer.kv_cache.pages import PagePool
 from jaxinfer.kv_cache.spec import LayerGroups, PageSpec
 from jaxinfer.kv_transfer.stage_moves import StagePageTransport, routes
-from jaxinfer.runtime.compilation import compile_programs
+from jaxinfer.programs.compilation import compile_programs
 from pallas_kernels.span import FULL_ATTENTION, Span
 from sharding.mesh import make_mesh
 from sharding.rules import TENSOR_PARALLEL

@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,12 @@ from jaxinfer.kv_tiers.tiers import Tiers
 from jaxinfer.kv_transfer import tiers as module
 from jaxinfer.kv_transfer.tiers import TierTransfer
 from jaxinfer.request import DEFAULT_CONTEXT, RequestContext
+from jaxinfer.segments import Segment
 from jaxinfer.sequence import Sequence
 from tests import sequences
 from tests.kv_tiers.made_pages import disk_size
 from tests.kv_transfer.fake_mover import FakeMover
+from tests.sequences import History, Picture, text
 
 PAGE_SIZE, NUM_PAGES = 4, 12
 PAGE_BYTES = PAGE_SIZE * 8
@@ -37,14 +39,14 @@ class Mesh:
         self.manager = KVManager(PageSpec(1, 1, 1, PAGE_SIZE, 8), num_pages + 1)
         self.mover = FakeMover(self.pool)
 
-    def compute(self, tokens: list[int], context: RequestContext = DEFAULT_CONTEXT) -> None:
+    def compute(self, tokens: list[int], context: RequestContext = DEFAULT_CONTEXT, segments: Iterable[Segment] = ()) -> None:
         """Serve a prompt and leave its pages in the cache."""
-        table: list[int] = []
-        self.manager.match_prefix(table, tokens, len(tokens), context)
+        table, history = list[int](), History(tokens, context, segments)
+        self.manager.match_prefix(table, history, len(tokens))
         assert self.manager.grow(table, len(tokens))
         for place, token in enumerate(tokens):
             self.pool[table[place // PAGE_SIZE], place % PAGE_SIZE] = token
-        self.manager.insert(table, tokens, len(tokens), context)
+        self.manager.insert(table, history, len(tokens))
         self.manager.free(table)
 
     def evict(self, num_pages: int | None = None) -> None:
@@ -59,7 +61,7 @@ class Mesh:
 
     def held(self, tokens: list[int]) -> int:
         """How many leading pages of a prompt are in the cache."""
-        return self.manager.missing(tokens, len(tokens), DEFAULT_CONTEXT)[0]
+        return self.manager.missing(History(tokens), len(tokens))[0]
 
 
 class Rig:
@@ -83,15 +85,16 @@ class Rig:
         assert set(ended) == set(expected)
 
     def admit(self, sequence: Sequence) -> int:
-        """Give a sequence its page table as the scheduler does; returns how many of its pages came from the tiers, each of which is right."""
-        table, before = sequence.prefill_pages, self.mesh.mover.num_scattered
-        num_cached = self.mesh.manager.match_prefix(table, sequence.token_ids, len(sequence.token_ids) - 1, sequence.context)
+        """Give a sequence its page table as the scheduler does; returns how many of its pages came from the tiers,
+        each of which is right."""
+        table, before = sequence.prefill.pages, self.mesh.mover.num_scattered
+        num_cached = self.mesh.manager.match_prefix(table, sequence, len(sequence.token_ids) - 1)
         assert self.mesh.manager.grow(table, len(sequence.token_ids))
         num_filled = self.transfer.fill(sequence, table, num_cached)
         held = self.mesh.pool[table].reshape(-1)[:num_filled].tolist()
         assert held == sequence.token_ids[:num_filled]
         assert num_filled < len(sequence.token_ids), "the last is computed, to sample from"
-        self.mesh.manager.insert(table, sequence.token_ids, num_filled, sequence.context)
+        self.mesh.manager.insert(table, sequence, num_filled)
         assert (num_filled - num_cached) // PAGE_SIZE == self.mesh.mover.num_scattered - before
         return self.mesh.mover.num_scattered - before
 
@@ -285,7 +288,7 @@ def test_a_fetch_that_nobody_needs_any_more_is_cancelled(make, hold_reads):
 
 def test_of_a_damaged_prefix_the_pages_before_the_damage_come_back(make, tmp_path):
     rig, sequence = on_disk_only(make, tmp_path, 30), prompt(30)
-    keys = rig.mesh.manager.missing(sequence.token_ids, 28, DEFAULT_CONTEXT)[1]
+    keys = rig.mesh.manager.missing(sequence, 28)[1]
     slot = rig.tiers._disk.slots.hold(keys[3])
     with open(tmp_path / "kv", "r+b") as file:
         file.seek((2 + slot) * 4096 + 5)
@@ -307,7 +310,7 @@ def test_one_request_repairs_a_prefix_whatever_number_of_its_pages_is_damaged(ma
     assert rig.transfer.begin(first)
     rig.ended(first)
     assert rig.admit(first) == 0
-    rig.mesh.manager.free(first.prefill_pages)
+    rig.mesh.manager.free(first.prefill.pages)
     rig.gone_down(first.token_ids)
     rig.transfer.close()
     again = make(disk=str(tmp_path / "kv"))
@@ -381,7 +384,7 @@ def test_fetched_pages_take_no_more_room_than_there_is(make):
     for sequence in waiting:
         rig.ended(sequence)  # alone: there is room for one
         assert rig.admit(sequence) == 7
-        rig.mesh.manager.free(sequence.prefill_pages)
+        rig.mesh.manager.free(sequence.prefill.pages)
     long = prompt(45, 300)
     rig.gone_down(long.token_ids)
     assert rig.transfer.begin(long)
@@ -402,7 +405,7 @@ def test_urgent_work_takes_the_room_of_what_was_fetched_for_others(make):
     assert rig.transfer.begin_again(idle), "it asks again when its turn comes"
     assert rig.transfer.poll(0.0) == [urgent]
     assert rig.admit(urgent) == 7
-    rig.mesh.manager.free(urgent.prefill_pages)
+    rig.mesh.manager.free(urgent.prefill.pages)
     rig.ended(idle)
     assert rig.admit(idle) == 7
 
@@ -421,7 +424,7 @@ def test_nobody_waits_for_a_disk_that_hangs(make, tmp_path, monkeypatch):
     now += 0.02
     assert rig.transfer.poll(0.0) == [sequence]
     assert rig.admit(sequence) == 0
-    rig.mesh.manager.free(sequence.prefill_pages)
+    rig.mesh.manager.free(sequence.prefill.pages)
     assert not rig.transfer.begin(next_one), "nothing more is asked of it"
     gate.opened.set()
     deadline = time.time() + 20
@@ -442,7 +445,7 @@ def test_waiting_for_room_ends_too(make, monkeypatch):
     assert set(rig.transfer.poll(0.0)) == {first, second}
     assert not rig.transfer.begin_again(second), "it has waited long enough"
     assert rig.admit(first) == 7
-    rig.mesh.manager.free(first.prefill_pages)
+    rig.mesh.manager.free(first.prefill.pages)
     assert rig.admit(second) == 0
 
 
@@ -514,7 +517,7 @@ def test_close_saves_what_both_meshes_keep_for_the_next_run(make, tmp_path):
         assert second.transfer.begin(sequence)
         second.ended(sequence)
         assert second.admit(sequence) == 7
-        second.mesh.manager.free(sequence.prefill_pages)
+        second.mesh.manager.free(sequence.prefill.pages)
 
 
 def test_of_more_than_the_file_holds_what_was_used_last_is_saved_from_its_beginning_on(make, tmp_path):
@@ -523,8 +526,8 @@ def test_of_more_than_the_file_holds_what_was_used_last_is_saved_from_its_beginn
     first.mesh.compute(list(range(16)))
     first.transfer.close()
     second = make(disk=str(tmp_path / "kv"), num_disk=5)
-    assert second.tiers.find(second.mesh.manager.missing(list(range(16)), 16, DEFAULT_CONTEXT)[1]).num_pages == 4
-    assert second.tiers.find(second.mesh.manager.missing(list(range(100, 124)), 24, DEFAULT_CONTEXT)[1]).num_pages == 1
+    assert second.tiers.find(second.mesh.manager.missing(History(list(range(16))), 16)[1]).num_pages == 4
+    assert second.tiers.find(second.mesh.manager.missing(History(list(range(100, 124))), 24)[1]).num_pages == 1
 
 
 def test_without_a_file_close_copies_nothing(make):
@@ -543,3 +546,15 @@ def test_close_takes_no_longer_than_it_may(make, tmp_path, monkeypatch):
     started = time.monotonic()
     rig.transfer.close(0.05)
     assert time.monotonic() - started < 10
+
+
+def test_the_same_placeholders_come_up_only_with_the_same_picture(make: MakeRig):
+    rig = make()
+    ids = [*range(6), *[Picture.ID] * 5, *range(13)]
+    cat, dog = ((text(range(6)), Picture(5, name), text(range(13))) for name in (b"cat", b"dog"))
+    rig.mesh.compute(ids, segments=cat)
+    rig.mesh.evict()
+    rig.saved()
+    for segments, num_found in ((cat, 6), (dog, 1), ([text(ids)], 1)):
+        keys = rig.mesh.manager.missing(History(ids, segments=segments), len(ids))[1]
+        assert rig.tiers.find(keys).num_pages == num_found

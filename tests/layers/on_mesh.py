@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxinfer.layers.matrices import InStack
+from jaxinfer.weights.formats.weight_format import StackedMatrix
 from sharding.mesh import make_mesh
 from sharding.partition import named_sharding, replicated
 from sharding.rules import TENSOR_PARALLEL, Rules
@@ -52,16 +52,16 @@ def compiled(layer: nnx.Module, num_tokens: int, device_ids: tuple[int, ...], ru
     mesh = make_mesh(device_ids)
     graph, state = nnx.split(layer)
     flat = dict(nnx.to_flat_state(state))
-    is_packed = {path: param.get_metadata().get("is_packed", False) for path, param in flat.items()}
+    in_place = {path: param.get_metadata().get("is_read_in_place", False) for path, param in flat.items()}
     arrays = {}
     for path, param in flat.items():
-        axes, shape = ((None,), (1,)) if is_packed[path] else ((), ())
+        axes, shape = ((None,), (1,)) if in_place[path] else ((), ())
         axes, shape = (*axes, *param.get_metadata()["logical_axes"]), (*shape, *param.shape)
         arrays[path] = jax.ShapeDtypeStruct(shape, param.dtype, sharding=named_sharding(mesh, rules, axes, shape, str(path)))
     x = jax.ShapeDtypeStruct((num_tokens, flat["router", "kernel"].shape[0]), jnp.float32, sharding=replicated(mesh))
 
     def run(arrays: Any, x: jax.Array) -> Any:
-        values = {path: InStack(array, jnp.int32(0)) if is_packed[path] else array for path, array in arrays.items()}
+        values = {path: StackedMatrix(array, jnp.int32(0)) if in_place[path] else array for path, array in arrays.items()}
         return nnx.merge(graph, nnx.from_flat_state({path: param.replace(values[path]) for path, param in flat.items()}))(x)
 
     with jax.set_mesh(mesh):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from jaxinfer.models.config import Routing
+from jaxinfer.architecture.model_config import Routing
 
 
 def route(routing: Routing, logits: np.ndarray, bias: np.ndarray | None = None) -> list[dict[int, float]]:

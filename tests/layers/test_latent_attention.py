@@ -13,15 +13,16 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxinfer.decode import program as decode
+from jaxinfer.architecture.model_config import AnyRopeScaling, LatentSizes, YarnScaling
 from jaxinfer.kv_cache.pages import PagePool
 from jaxinfer.kv_cache.spec import NULL_PAGE, LayerGroups, PageSpec
+from jaxinfer.layers.attention_kernels import DecodeKernels, PrefillKernels
 from jaxinfer.layers.latent_attention import LatentAttention, absorbed, attend_over_token_shards, expanded
-from jaxinfer.layers.matrices import MatrixFormat
 from jaxinfer.layers.paged_attention import PagedAttentionBackend
 from jaxinfer.layers.rope import CosSin, angles, inverse_frequencies
-from jaxinfer.models.config import AnyRopeScaling, LatentSizes, YarnScaling
-from jaxinfer.prefill import program as prefill
+from jaxinfer.weights.formats.int8 import Int8
+from jaxinfer.weights.formats.plain import Plain
+from jaxinfer.weights.formats.weight_format import ModelWeightFormat
 from pallas_kernels.latent_prefill_attention.op import latent_prefill_attention
 from pallas_kernels.paged_attention.op import paged_attention
 from pallas_kernels.span import FULL_ATTENTION
@@ -32,16 +33,16 @@ from sharding.rules import TENSOR_PARALLEL
 SIZE, NUM_HEADS = 48, 4
 SIZES = LatentSizes(query_rank=20, rank=24, nope_size=12, rope_size=8, value_size=10)
 DIRECT = LatentSizes(query_rank=None, rank=24, nope_size=12, rope_size=8, value_size=10)
-FLOAT32 = MatrixFormat(jnp.dtype("float32"))
+FLOAT32 = ModelWeightFormat(Plain(jnp.dtype("float32")))
 
 
-def layer(sizes: LatentSizes, form: MatrixFormat = FLOAT32, *, seed: int = 0, **options: Any) -> LatentAttention:
+def layer(sizes: LatentSizes, weight_format: ModelWeightFormat = FLOAT32, *, seed: int = 0, **options: Any) -> LatentAttention:
     """With random weights: norms and biases too."""
-    made = LatentAttention(SIZE, NUM_HEADS, sizes, form, **options)
+    made = LatentAttention(SIZE, NUM_HEADS, sizes, weight_format, **options)
     graph, state = nnx.split(made)
     random = np.random.default_rng(seed)
     values = [random.standard_normal(w.shape, np.float32) / (1 if w.ndim == 1 else 5) for w in jax.tree.leaves(state)]
-    return nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), [jnp.asarray(v, form.vector_dtype) for v in values]))
+    return nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), [jnp.asarray(v, weight_format.vector_dtype) for v in values]))
 
 
 def turned_by(positions: Any, scaling: AnyRopeScaling = None) -> CosSin:
@@ -232,7 +233,7 @@ def test_heads_split_over_devices_give_the_same() -> None:
 
 
 def test_what_expands_stays_floats_beside_integers() -> None:
-    made = LatentAttention(SIZE, NUM_HEADS, SIZES, MatrixFormat(jnp.dtype("int8")))
+    made = LatentAttention(SIZE, NUM_HEADS, SIZES, ModelWeightFormat(Int8()))
     assert (made.up[...].dtype, made.down.kernel.dtype) == (jnp.float32, jnp.int8)
 
 
@@ -290,7 +291,7 @@ def over_pages(num_devices: int, role: str) -> tuple[np.ndarray, np.ndarray, boo
     kv_len = jnp.asarray([*lengths, 0], jnp.int32)
     rows: Any = kv_len if role == "decode" else (jnp.asarray(starts, jnp.int32), jnp.asarray([*new, 0], jnp.int32), kv_len)
     tables = jnp.concatenate([table, jnp.zeros((1, 7), jnp.int32)])
-    kernels = (decode if role == "decode" else prefill)._AttentionKernels("xla")
+    kernels = DecodeKernels("xla") if role == "decode" else PrefillKernels("xla", query_tile=32)
     inputs = random.standard_normal((num_tokens, 8, 20)), random.standard_normal((num_tokens, 32)), random.standard_normal((24, 8, 22)) / 5
     placed = [
         jax.device_put(jnp.asarray(a, jnp.float32), NamedSharding(mesh, s)) for a, s in zip(inputs, (HEADS, WHOLE, HEADS), strict=True)

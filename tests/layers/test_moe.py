@@ -6,14 +6,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer.layers.matrices import ExpertFormat, MatrixFormat
+from jaxinfer.architecture.model_config import Routing
 from jaxinfer.layers.moe import Experts, MixtureOfExperts, unsupported_reason
-from jaxinfer.models.config import Routing
+from jaxinfer.weights.formats.int8 import Int8
+from jaxinfer.weights.formats.plain import Plain
+from jaxinfer.weights.formats.weight_format import ExpertFormat, ModelWeightFormat
 from tests.layers.on_mesh import on_mesh, shapes
 from tests.layers.plain_experts import mixture, silu
 
 SIZE, INNER = 32, 24
-FLOAT32 = MatrixFormat(jnp.dtype("float32"))
+FLOAT32 = ModelWeightFormat(Plain(jnp.dtype("float32")))
 BFLOAT16 = jnp.dtype("bfloat16")
 DEEPSEEK = Routing(16, 3, "sigmoid", has_bias=True, num_groups=4, top_groups=2, normalises=True, scale=2.5)
 KINDS = {
@@ -113,7 +115,7 @@ def test_what_a_token_comes_out_as_depends_on_no_other() -> None:
 def test_bfloat16_matrices_are_close_and_read_as_they_are() -> None:
     """Rows in float32, as a CPU has them: no copy of the experts is made in another type."""
     routing = Routing(64, 2, "softmax", normalises=True)
-    layer = Experts(SIZE, INNER, routing, MatrixFormat(BFLOAT16))
+    layer = Experts(SIZE, INNER, routing, ModelWeightFormat(Plain(BFLOAT16)))
     values = {name: value.astype("bfloat16").astype(np.float32) for name, value in made(layer).items()}
     random, x = np.random.default_rng(3), rows(12)
     chosen, weights = random.integers(0, 64, (12, 2), np.int32), random.uniform(0, 1, (12, 2)).astype(np.float32)
@@ -124,7 +126,7 @@ def test_bfloat16_matrices_are_close_and_read_as_they_are() -> None:
 
 
 def test_experts_of_a_model_of_integers_are_bfloat16() -> None:
-    layer = MixtureOfExperts(SIZE, INNER, DEEPSEEK, MatrixFormat(jnp.dtype("int8")), shared_size=48)
+    layer = MixtureOfExperts(SIZE, INNER, DEEPSEEK, ModelWeightFormat(Int8()), shared_size=48)
     router, experts, shared = layer.router, layer.experts, layer.shared
     assert [param.dtype for param in (router.kernel, router.bias)] == [jnp.float32] * 2
     assert [param.dtype for param in (experts.gate_up, experts.down)] == [jnp.bfloat16] * 2
@@ -135,7 +137,7 @@ def test_experts_of_a_model_of_integers_are_bfloat16() -> None:
 def test_bfloat16_activations_stay_bfloat16(kind: str) -> None:
     """As on a GPU: what each token comes out as is rounded, which experts it goes to is not."""
     routing, shared_size = KINDS[kind]
-    layer = MixtureOfExperts(SIZE, INNER, routing, MatrixFormat(BFLOAT16), shared_size=shared_size)
+    layer = MixtureOfExperts(SIZE, INNER, routing, ModelWeightFormat(Plain(BFLOAT16)), shared_size=shared_size)
     values, x = made(layer), rows(40).astype(BFLOAT16)
     values = {name: value if name.startswith("router") else value.astype(BFLOAT16).astype(np.float32) for name, value in values.items()}
     found, expected = on_mesh(layer, values, (0, 1))(x), mixture(routing, values, x.astype(np.float32))
@@ -144,13 +146,13 @@ def test_bfloat16_activations_stay_bfloat16(kind: str) -> None:
 
 
 def test_experts_run_by_the_backend_that_the_form_names() -> None:
-    layer = Experts(SIZE, INNER, Routing(4, 1, "softmax"), MatrixFormat(BFLOAT16, experts=ExpertFormat(backend="mosaic_gpu")))
+    layer = Experts(SIZE, INNER, Routing(4, 1, "softmax"), ModelWeightFormat(Plain(BFLOAT16), experts=ExpertFormat(backend="mosaic_gpu")))
     with pytest.raises(ValueError, match="mosaic_gpu can't run: it has no kernel for 32 inputs and 48 outputs"):
         on_mesh(layer, made(layer))(rows(3).astype(BFLOAT16), np.zeros((3, 1), np.int32), np.ones((3, 1), np.float32))
 
 
 def test_what_the_gpus_kernel_refuses_of_experts_is_told_beforehand() -> None:
-    plain, packed = MatrixFormat(BFLOAT16), MatrixFormat(jnp.dtype("float32"), experts=ExpertFormat(packing="fp8"))
+    plain, packed = ModelWeightFormat(Plain(BFLOAT16)), ModelWeightFormat(Plain(jnp.dtype("float32")), experts=ExpertFormat(packing="fp8"))
     assert unsupported_reason(7168, 2048, 8, plain, BFLOAT16) is None and unsupported_reason(7168, 2048, 8, packed, BFLOAT16) is None
     assert unsupported_reason(7168, 2048, 8, plain, jnp.dtype("float32")) == "it multiplies bfloat16, not float32"
     assert unsupported_reason(7168, 2048, 8, FLOAT32, BFLOAT16) == "it multiplies bfloat16, not float32"
@@ -161,5 +163,5 @@ def test_what_the_gpus_kernel_refuses_of_experts_is_told_beforehand() -> None:
 def test_a_forms_name_tells_how_experts_are_kept_and_run() -> None:
     """Compiled programs are kept by it."""
     kinds = (ExpertFormat(), ExpertFormat(BFLOAT16), ExpertFormat(packing="int4"), ExpertFormat(packing="int4", backend="mosaic_gpu"))
-    assert len({str(MatrixFormat(BFLOAT16, experts=experts)) for experts in kinds}) == len(kinds)
-    assert str(MatrixFormat(BFLOAT16)) == "bfloat16"
+    assert len({str(ModelWeightFormat(Plain(BFLOAT16), experts=experts)) for experts in kinds}) == len(kinds)
+    assert str(ModelWeightFormat(Plain(BFLOAT16))) == "bfloat16"

@@ -12,10 +12,12 @@ import pytest
 from flax import nnx
 from jax import lax
 
+from jaxinfer.architecture.model_config import Routing
 from jaxinfer.layers import expert_rows, moe
-from jaxinfer.layers.matrices import MatrixFormat
 from jaxinfer.layers.moe import Experts, MixtureOfExperts
-from jaxinfer.models.config import Routing
+from jaxinfer.weights.formats.packed import Packed
+from jaxinfer.weights.formats.plain import Plain
+from jaxinfer.weights.formats.weight_format import ModelWeightFormat
 from sharding.expert_exchange import Link
 from sharding.rules import EXPERT_PARALLEL, RULES, TENSOR_PARALLEL, Rules, rules_for
 from tests.layers.on_mesh import compiled, on_mesh
@@ -114,7 +116,7 @@ def test_what_a_token_comes_out_as_depends_on_no_other(exchange: str) -> None:
 
 
 def test_bfloat16_activations_stay_bfloat16(exchange: str) -> None:
-    layer = MixtureOfExperts(SIZE, INNER, DEEPSEEK, MatrixFormat(BFLOAT16), shared_size=48)
+    layer = MixtureOfExperts(SIZE, INNER, DEEPSEEK, ModelWeightFormat(Plain(BFLOAT16)), shared_size=48)
     values, x = made(layer), rows(40).astype(BFLOAT16)
     one, several = on_mesh(layer, values)(x), on_mesh(layer, values, DEVICES[4], EXPERT_PARALLEL)(x)
     assert several.dtype == BFLOAT16
@@ -128,11 +130,13 @@ def collectives(layer: nnx.Module, num_tokens: int, rules: Rules) -> Counter[tup
     return Counter(re.findall(rf"= (\S+|\([^()]*\)) ({kinds})(?:-start)?\(", text))
 
 
-@pytest.mark.parametrize("form", [FLOAT32, MatrixFormat(BFLOAT16), MatrixFormat(jnp.dtype("float32"), is_packed=True)], ids=str)
+@pytest.mark.parametrize(
+    "weight_format", [FLOAT32, ModelWeightFormat(Plain(BFLOAT16)), ModelWeightFormat(Packed(jnp.dtype("float32")))], ids=str
+)
 @pytest.mark.parametrize("rules", [TENSOR_PARALLEL, EXPERT_PARALLEL], ids=["columns", "whole"])
 @pytest.mark.parametrize("shared_size", [None, 64])
-def test_one_all_reduce_serves_shared_and_routed_experts(shared_size: int | None, rules: Rules, form: MatrixFormat) -> None:
-    layer = MixtureOfExperts(SIZE, INNER, DEEPSEEK, form, shared_size=shared_size)
+def test_one_all_reduce_serves_shared_and_routed_experts(shared_size: int | None, rules: Rules, weight_format: ModelWeightFormat) -> None:
+    layer = MixtureOfExperts(SIZE, INNER, DEEPSEEK, weight_format, shared_size=shared_size)
     assert collectives(layer, 12, rules) == Counter({(f"f32[12,{SIZE}]", "all-reduce"): 1})
 
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxinfer.architecture.model_config import AnyRopeScaling, LinearScaling, RopeScaling, YarnScaling
 from jaxinfer.layers.rope import angles, inverse_frequencies, rotate, rotated_amplitude, score_factor
-from jaxinfer.models.config import AnyRopeScaling, LinearScaling, RopeScaling, YarnScaling
 
 YARN = YarnScaling(40.0, 4096, mscale=1.0, mscale_all_dim=1.0)  # DeepSeek-V3's
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from jaxinfer.architecture.model_config import Routing
 from jaxinfer.layers.router import Router
-from jaxinfer.models.config import Routing
 from tests.layers.on_mesh import on_mesh
 from tests.layers.plain_experts import route
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from jaxinfer.models.config import UnsupportedModelError
+from jaxinfer.architecture.known_models import model_shape
+from jaxinfer.architecture.model_config import UnsupportedModelError
 from jaxinfer.models.registry import read_config
-from jaxinfer.models.shapes import model_shape
 from pallas_kernels.span import FULL_ATTENTION, Span
 
 TEXT: dict[str, Any] = model_shape("llama-4-scout")["text_config"] | {"architectures": ["Llama4ForCausalLM"], "num_hidden_layers": 6}

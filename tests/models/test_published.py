@@ -6,12 +6,12 @@ import math
 
 import numpy as np
 
+from jaxinfer.architecture.known_models import model_shape
+from jaxinfer.architecture.model_config import LatentSizes, Routing, YarnScaling
 from jaxinfer.kv_cache.spec import PageSpec
 from jaxinfer.layers.rope import inverse_frequencies
-from jaxinfer.models.config import LatentSizes, Routing, YarnScaling
 from jaxinfer.models.registry import read_config
-from jaxinfer.models.shapes import model_shape
-from jaxinfer.plan import max_context_tokens
+from jaxinfer.planner.kv_memory import max_context_tokens
 from pallas_kernels.span import FULL_ATTENTION, Span
 
 CHUNK_SIZE = 2048

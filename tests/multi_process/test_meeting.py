@@ -41,7 +41,7 @@ def test_processes_with_other_settings_are_refused_and_both_sides_say_why():
         for given, words in REFUSED:
             with pytest.raises(ConfigError, match=f"process 0 at {address} refuses this process: {words}"):
                 meet_leader({"coordinator": address, "connect_seconds": 10.0} | given)
-        with pytest.raises(ConfigError, match=f"num_processes is 2, but of the processes 1 nothing was heard in 4 s: .*{REFUSED[-1][1]}"):
+        with pytest.raises(ConfigError, match=f"num_processes is 2, but processes 1 didn't join within 4 s: .*{REFUSED[-1][1]}"):
             leading.result()
 
 
@@ -89,7 +89,7 @@ def test_who_has_come_to_another_plan_is_told_of(ends):
     follower = FollowerChannel(address, {"process_id": 1}, 10.0)
     leader.wait_for_all()
     follower.report(1, "4 layers")
-    with pytest.raises(ConfigError, match="process 1 has another model, or sizes of its own: 4 layers; process 0 has 2 layers"):
+    with pytest.raises(ConfigError, match="process 1 has another plan: 4 layers; process 0 has 2 layers"):
         leader.meet(1, "2 layers")
     leader.close()
     follower.close()

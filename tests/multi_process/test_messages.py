@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.decode.batch import empty_batch
-from jaxinfer.multi_process.messages import Call, RemoteArray, decode, encode
+from jaxinfer.multi_process.messages import RemoteArray, RemoteCall, decode, encode
 from jaxinfer.prefill.batch import empty_batch as empty_prefill_batch
 from jaxinfer.sampling.params import neutral_rows
 
@@ -37,15 +37,21 @@ def test_batches_arrays_and_plain_values_come_back_as_they_were():
         *(np.arange(6, dtype=np.float32).reshape(2, 3)[:, ::2], np.zeros((0, 4), bool), np.asarray(7, np.int64)),
         *([1, 2, 3], (), (4, (5, None)), "text", True, 2.5, -1),
     )
-    call = decode(encode(Call(3, "decode", "run", arguments, {"lane": 1}, (RemoteArray(1, 0),)), nothing), {})
-    assert (call.number, call.target, call.method, call.keywords, call.released) == (3, "decode", "run", {"lane": 1}, (RemoteArray(1, 0),))
+    call = decode(encode(RemoteCall(3, "decode", "run", arguments, {"micro_batch": 1}, (RemoteArray(1, 0),)), nothing), {})
+    assert (call.number, call.target, call.method, call.keywords, call.released) == (
+        3,
+        "decode",
+        "run",
+        {"micro_batch": 1},
+        (RemoteArray(1, 0),),
+    )
     assert_same(call.arguments, arguments)
     assert call.arguments[3].flags.writeable, "an array of its own, not a view of the message"
 
 
 def test_arrays_on_devices_go_by_name():
     here, there = object(), object()
-    message = encode(Call(9, "decode", "run", ((here,),), {}, ()), lambda value: RemoteArray(4, 1) if value is here else None)
+    message = encode(RemoteCall(9, "decode", "run", ((here,),), {}, ()), lambda value: RemoteArray(4, 1) if value is here else None)
     assert decode(message, {RemoteArray(4, 1): there}).arguments == ((there,),)
     with pytest.raises(KeyError):
         decode(message, {})
@@ -54,4 +60,4 @@ def test_arrays_on_devices_go_by_name():
 @pytest.mark.parametrize("value", [object(), {1, 2}, RemoteArray(0, 0), b"bytes"])
 def test_what_is_not_listed_is_refused(value):
     with pytest.raises(TypeError, match=f"a {type(value).__name__} can't be told to other processes"):
-        encode(Call(0, "decode", "run", (value,), {}, ()), nothing)
+        encode(RemoteCall(0, "decode", "run", (value,), {}, ()), nothing)

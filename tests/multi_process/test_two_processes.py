@@ -30,6 +30,8 @@ def test_two_processes_give_the_tokens_of_one_and_end_when_one_is_killed(tiny_mo
     """Both roles are split over both processes, on devices of their own, so each hand-off moves pages in both. Prefix cache and preemption too."""
     coordinator, out, log = f"127.0.0.1:{free_port()}", tmp_path / "out.json", tmp_path / "log"
     settings = TINY | {
+        "decode_buckets": (32,),
+        "prefill_buckets": (128,),
         "model": str(tiny_model_path),
         "coordinator": coordinator,
         "num_processes": 2,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from jaxinfer.llm import LLM
 from jaxinfer.request import SamplingParams
 from tests import tiny_model
 from tests.conftest import TINY
+from tests.covering import axes_of_layout, covered
 from tests.engine.page_audit import assert_all_free
 from tests.engine.workload import tokens_of
 from tests.golden import read
@@ -48,26 +51,34 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def expected(folder: Path) -> dict[str, list[Any]]:
+def expected(folder: Path) -> Callable[[str], list[Any]]:
     """By what weights are kept as."""
-    roomy = TINY | SMALL | {"kv_memory": "4MiB"}
-    found = {}
-    for weights in ("auto", "int8"):
-        llm = LLM(str(folder), **roomy, weights=weights)
-        found[weights] = tokens_of(llm.generate(PROMPTS, GREEDY))
+
+    @cache
+    def tokens(weights: str) -> list[Any]:
+        llm = LLM(str(folder), **TINY | SMALL | {"kv_memory": "4MiB"}, weights=weights)
+        found = tokens_of(llm.generate(PROMPTS, GREEDY))
         assert llm.engine.stats.num_preemptions == 0
-        for prompt, [tokens] in zip(PROMPTS, found[weights], strict=True):
-            second, first = np.sort(llm.logits(prompt + tokens)[len(prompt) - 1 : -1], -1)[:, -2:].T
+        for prompt, [answer] in zip(PROMPTS, found, strict=True):
+            second, first = np.sort(llm.logits(prompt + answer)[len(prompt) - 1 : -1], -1)[:, -2:].T
             assert (first - second).min() > {"auto": 2e-4, "int8": 4e-3}[weights]  # rounding chooses no other
-    return found
+        return found
+
+    return tokens
+
+
+def covered_axes(layout: str) -> set[str]:
+    """Whatever the degrees are, and sizes of pools; and whether heads are copied."""
+    axes = {axis.partition("=")[0] for axis in axes_of_layout(LAYOUTS[layout])} - {"kv_memory"}
+    return axes | ({"copies"} if "copies" in "".join(COSTS.get(layout, {}).values()) else set())
 
 
 @pytest.mark.usefixtures("prefills_are_read_soon")
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_tokens_are_one_devices_with_hits_and_preemption(folder: Path, expected: dict[str, list[Any]], layout: str) -> None:
+@pytest.mark.parametrize("layout", covered({layout: covered_axes(layout) - {"weights"} for layout in LAYOUTS}))
+def test_tokens_are_one_devices_with_hits_and_preemption(folder: Path, expected: Callable[[str], list[Any]], layout: str) -> None:
     settings = TINY | SMALL | LAYOUTS[layout]
     llm = LLM(str(folder), **settings)
-    of_one = expected[LAYOUTS[layout].get("weights", "auto")]
+    of_one = expected(LAYOUTS[layout].get("weights", "auto"))
     assert tokens_of(llm.generate(PROMPTS, GREEDY)) == of_one
     assert tokens_of(llm.generate(PROMPTS[-2:], GREEDY)) == of_one[-2:]  # of which much is cached
     stats = llm.engine.stats
@@ -82,18 +93,19 @@ def test_tokens_are_one_devices_with_hits_and_preemption(folder: Path, expected:
     assert_all_free(llm.engine)
 
 
-def test_pages_on_disk_are_of_use_to_a_mesh_with_other_heads(folder: Path, expected: dict[str, list[Any]], tmp_path: Path) -> None:
+def test_pages_on_disk_are_of_use_to_a_mesh_with_other_heads(folder: Path, expected: Callable[[str], list[Any]], tmp_path: Path) -> None:
     tiers = {"kv_host_memory": "4MiB", "kv_disk": f"{tmp_path / 'kv'}:4MiB"}
     restored = []
     for layout in ("two", "eight"):
         with LLM(str(folder), **TINY | SMALL | LAYOUTS[layout] | tiers) as llm:
-            llm.engine._components.tiers._seconds_to_compute = lambda num_tokens: float("inf")  # whatever there is, is fetched
-            assert tokens_of(llm.generate(PROMPTS[-2:], GREEDY)) == expected["auto"][-2:]
+            llm.engine._components.prefill.tiers._seconds_to_compute = lambda num_tokens: float("inf")  # whatever there is, is fetched
+            assert tokens_of(llm.generate(PROMPTS[-2:], GREEDY)) == expected("auto")[-2:]
             restored.append(llm.engine.stats.num_restored_tokens)
             assert llm.engine.stats.num_compilations_after_ready == 0
     assert restored[0] == 0 and restored[1] >= len(PROMPTS[-1]) // 16 * 16
 
 
+@pytest.mark.exhaustive  # the tiny model's heads are of these numbers
 def test_the_default_model_says_on_two_and_four_devices_what_the_reference_says() -> None:
     golden = next(golden for golden in read.load() if golden.name == "fact")
     llm = LLM(

@@ -18,10 +18,11 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 from checkpoints.loader import load
 from checkpoints.safetensors_source import SafetensorsSource
 from checkpoints.weight_map import Weight, WeightMap
+from jaxinfer.architecture.model_config import AnyRopeScaling, LatentSizes, YarnScaling
 from jaxinfer.layers.latent_attention import LatentAttention, expanded
-from jaxinfer.layers.matrices import MatrixFormat
 from jaxinfer.layers.rope import angles, inverse_frequencies, rotated_amplitude
-from jaxinfer.models.config import AnyRopeScaling, LatentSizes, YarnScaling
+from jaxinfer.weights.formats.plain import Plain
+from jaxinfer.weights.formats.weight_format import ModelWeightFormat
 
 pytestmark = pytest.mark.parity
 
@@ -89,7 +90,7 @@ def ours(theirs: DeepseekV3Attention, config: DeepseekV3Config, scaling: AnyRope
     (folder / "config.json").write_text("{}")
     sizes = LatentSizes(config.q_lora_rank, config.kv_lora_rank, config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim)
     options: dict[str, Any] = {"interleaved": bool(config.rope_interleave), "use_bias": config.attention_bias, "scaling": scaling}
-    made = LatentAttention(config.hidden_size, 4, sizes, MatrixFormat(jnp.dtype("float32")), **options)
+    made = LatentAttention(config.hidden_size, 4, sizes, ModelWeightFormat(Plain(jnp.dtype("float32"))), **options)
     graph, state = nnx.split(made)
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     targets = {".".join(map(str, path)): jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=here) for path, w in nnx.to_flat_state(state)}

@@ -49,7 +49,7 @@ def llm() -> LLM:
     return LLM(**DEFAULT)
 
 
-@pytest.mark.parametrize("name", PROMPTS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.exhaustive if name == "long" else ()) for name in PROMPTS])
 def test_logits_over_the_whole_vocabulary_are_the_references(llm: LLM, model: PreTrainedModel, name: str) -> None:
     ids = TOKENIZER.encode(PROMPTS[name])
     expected = reference.all_logits(model, ids)
@@ -63,6 +63,7 @@ def test_logits_of_random_tokens_are_the_references(llm: LLM, model: PreTrainedM
     assert np.abs(llm.logits(ids) - reference.all_logits(model, ids)).max() < MAX_LOGIT_DIFFERENCE
 
 
+@pytest.mark.exhaustive  # goldens hold them
 def test_greedy_tokens_are_the_references(llm: LLM, model: PreTrainedModel) -> None:
     prompts = [TOKENIZER.encode(text) for text in PROMPTS.values()]
     outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True))

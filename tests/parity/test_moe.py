@@ -14,9 +14,10 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from jaxinfer.layers.matrices import MatrixFormat
+from jaxinfer.architecture.model_config import Routing
 from jaxinfer.layers.moe import MixtureOfExperts
-from jaxinfer.models.config import Routing
+from jaxinfer.weights.formats.plain import Plain
+from jaxinfer.weights.formats.weight_format import ModelWeightFormat
 from tests.layers.on_mesh import on_mesh
 
 pytestmark = pytest.mark.parity
@@ -95,7 +96,9 @@ def test_an_expert_layer_is_the_references(name: str, devices: tuple[int, ...]) 
         torch.nn.init.normal_(tensor, std=0.2)
     values = values_of(block.eval(), INNER)
     shared_size = values["shared.down.kernel"].shape[0] if "shared.down.kernel" in values else None
-    ours = on_mesh(MixtureOfExperts(SIZE, INNER, routing, MatrixFormat(jnp.dtype("float32")), shared_size=shared_size), values, devices)
+    ours = on_mesh(
+        MixtureOfExperts(SIZE, INNER, routing, ModelWeightFormat(Plain(jnp.dtype("float32"))), shared_size=shared_size), values, devices
+    )
     x = torch.randn(3, 17, SIZE)
     with torch.no_grad():
         expected = block(x)

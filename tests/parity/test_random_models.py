@@ -43,7 +43,12 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+# Of test_families.py's `llama_3_with_biases` all of these are parts.
+IN_FAMILIES = {"separate_head", "biases", "one_kv_head_each", "llama_3_rope"}
+CASES = [pytest.param(name, marks=pytest.mark.exhaustive if name in IN_FAMILIES else ()) for name in MODELS]
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_a_random_model_gives_the_references_logits_and_tokens(tmp_path: Path, name: str) -> None:
     torch.manual_seed(0)
     model = MODELS[name]().eval()

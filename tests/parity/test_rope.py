@@ -12,8 +12,8 @@ from transformers import Llama4TextConfig, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama4.modeling_llama4 import Llama4TextRotaryEmbedding, apply_rotary_emb
 
+from jaxinfer.architecture.model_config import AnyRopeScaling, LinearScaling, YarnScaling
 from jaxinfer.layers.rope import angles, inverse_frequencies, rotate, rotated_amplitude
-from jaxinfer.models.config import AnyRopeScaling, LinearScaling, YarnScaling
 
 pytestmark = pytest.mark.parity
 

@@ -7,7 +7,7 @@ from tests import sequences
 
 def test_chunks_are_packed_at_whole_tiles():
     first, second = sequences.make(40, temperature=0.0), sequences.make(100, temperature=0.5, top_k=3, prompt_logprobs=1)
-    first.prefill_pages, second.prefill_pages = [4, 5, 6], list(range(10, 17))
+    first.prefill.pages, second.prefill.pages = [4, 5, 6], list(range(10, 17))
     batch = build_batch([Chunk(first, 0, 40, True, 0), Chunk(second, 64, 20, False, 0)], 128, 9)
     assert batch.packed.query_start.tolist() == [0, 64, 0, 0]
     assert batch.packed.query_len.tolist() == [40, 20, 0, 0]
@@ -36,5 +36,5 @@ def test_a_prompt_is_scored_once():
     sequence = sequences.make(40, prompt_logprobs=0)
     chunk = Chunk(sequence, 0, 40, True, 0)
     assert build_batch([chunk], 128, 9).wants_prompt_logprobs
-    sequence.prompt_logprobs = [None] * 40
+    sequence.prefill.prompt_logprobs = [None] * 40
     assert not build_batch([chunk], 128, 9).wants_prompt_logprobs

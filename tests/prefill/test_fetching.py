@@ -71,7 +71,7 @@ def test_who_waits_for_pages_is_overtaken_and_starts_behind_them(scheduler, tier
     tiers.ended = [first]
     scheduler.poll_tiers(0.0)
     assert chunks(scheduler) == [(first, 64, 36)]
-    assert first.num_cached == 64
+    assert first.prefill.num_cached == 64
     scheduler.poll_tiers(0.0)  # which may still tell of it
     assert scheduler.num_waiting == 0
 
@@ -82,7 +82,7 @@ def test_what_came_up_is_there_for_others_at_once(scheduler, tiers):
     scheduler.add(first)
     scheduler.add(second)
     assert chunks(scheduler) == [(first, 96, 4), (second, 80, 10)]
-    assert first.prefill_pages[:5] == second.prefill_pages[:5]
+    assert first.prefill.pages[:5] == second.prefill.pages[:5]
 
 
 @pytest.mark.parametrize("has_ended", [False, True])
@@ -123,7 +123,7 @@ def test_who_must_fetch_again_takes_no_place_and_holds_up_nobody(scheduler, tier
     scheduler.add(second)
     assert chunks(scheduler, num_free_slots=1) == [(second, 0, 20)]
     assert first.state is SequenceState.WAITING
-    assert first.prefill_pages == []
+    assert first.prefill.pages == []
     assert scheduler.waiting == [first]
     tiers.ended = [first]
     scheduler.poll_tiers(0.0)
@@ -135,7 +135,7 @@ def test_who_is_preempted_may_fetch_its_pages(scheduler, tiers):
     scheduler.add(sequence)
     chunks(scheduler)
     scheduler.remove(sequence)
-    sequence.state, sequence.num_computed = SequenceState.WAITING, 0
+    sequence.state, sequence.prefill.num_computed = SequenceState.WAITING, 0
     tiers.wanted = {sequence}
     scheduler.add(sequence)
     assert chunks(scheduler) == []

@@ -115,7 +115,7 @@ def test_no_work_starves_however_much_more_urgent_work_comes(waits, comes, secon
     assert seconds <= after <= seconds + QUANTUM / 10, "then it waits for its tenant's turn, a quantum of requests of 10 tokens"
 
 
-def test_under_overload_a_line_of_batch_work_moves_on_by_one_a_turn():
+def test_under_overload_a_line_of_batch_work_moves_on_by_one_an_admission():
     line = Line()
     batch = [line.add("patient", BATCH) for _ in range(3)]
     admitted = overload(line, 250)
@@ -201,7 +201,7 @@ def test_admitted_sequences_say_at_what_level():
     line = Line()
     early, late = line.add(priority=BATCH), line.add(priority=BATCH)
     assert line.admit() is early
-    assert early.level == BATCH, "it gives way to interactive work"
+    assert early.level == BATCH, "interactive work goes first"
     overload(line, 65)
     assert late.level == INTERACTIVE, "it waited long enough not to"
 
@@ -229,14 +229,14 @@ def test_a_turn_too_short_to_get_anywhere_does_not_make_it_wait_anew():
         interactive = line.add("others")
         if batch.level == INTERACTIVE:
             break
-        line.queue.add(batch)  # it has to give way
+        line.queue.add(batch)  # it is preempted
     assert line.now == 1060, "20 levels of 3 seconds"
 
 
 # Fair shares.
 
 
-def test_tenants_take_turns_of_a_quantum_of_tokens():
+def test_tenants_are_served_a_quantum_of_tokens_a_round():
     line = Line()
     for tenant, length in (("a", 25), ("b", 50), ("c", 100)):
         for _ in range(20):
@@ -296,7 +296,7 @@ def test_what_a_tenant_gets_while_no_other_waits_ends_its_turn_but_makes_no_debt
     line.queue.charge("a", num_outputs)
     for _ in range(50):
         line.add("b", length=40)
-    assert line.admit_tenants(6) == turns, "20 tokens of its turn were left, or a new one begins"
+    assert line.admit_tenants(6) == turns, "20 tokens of its round were left, or a new one begins"
 
 
 def test_debts_end_when_nobody_waits():

@@ -5,8 +5,8 @@ from jaxinfer.kv_cache.manager import KVManager
 from jaxinfer.kv_cache.spec import PageSpec
 from jaxinfer.prefill.queue import WaitingQueue
 from jaxinfer.prefill.scheduler import FORK_TOKENS, Chunk, Fork, PreemptForAdmission, PrefillScheduler
+from jaxinfer.programs.buckets import QUERY_TILE, prefill_rows, query_tile
 from jaxinfer.request import RequestContext
-from jaxinfer.runtime.buckets import QUERY_TILE, prefill_rows, query_tile
 from jaxinfer.sequence import Sequence, SequenceState
 from tests import sequences
 
@@ -77,10 +77,10 @@ def test_a_sequence_gets_pages_for_its_whole_prompt_and_gives_them_back():
     queue, sequence = scheduler(num_pages=20), sequences.make(300)
     queue.add(sequence)
     queue.next()
-    assert len(sequence.prefill_pages) == 19
+    assert len(sequence.prefill.pages) == 19
     assert sequence.state is SequenceState.PREFILLING
     queue.remove(sequence)
-    assert sequence.prefill_pages == []
+    assert sequence.prefill.pages == []
     assert queue.prefilling == []
     other = sequences.make(320)
     queue.add(other)
@@ -101,7 +101,7 @@ def test_a_chunk_of_an_earlier_epoch_is_not_current():
     [chunk] = queue.next()
     assert chunk.is_current
     queue.remove(sequence)
-    sequence.state, sequence.epoch, sequence.num_computed = SequenceState.WAITING, 1, 0
+    sequence.state, sequence.epoch, sequence.prefill.num_computed = SequenceState.WAITING, 1, 0
     assert not chunk.is_current
     queue.add(sequence)
     [again] = queue.next()
@@ -133,10 +133,10 @@ def test_siblings_wait_for_the_first_and_start_from_its_prompt_and_nobody_waits_
     queue.done(first, lambda: LAST_HIDDEN)
     assert queue.next() == [Fork(sibling, 40, 0, True, 0, LAST_HIDDEN) for sibling in siblings], "they compute nothing"
     assert queue.num_waiting == 0
-    assert [sibling.num_cached for sibling in siblings] == [0, 0], "computed for the request, once"
-    assert {tuple(sequence.prefill_pages[:2]) for sequence in (first, *siblings)} == {tuple(first.prefill_pages[:2])}
-    assert copied == [([first.prefill_pages[2]], [sibling.prefill_pages[2]]) for sibling in siblings]
-    assert len({sequence.prefill_pages[2] for sequence in (first, *siblings)}) == 3
+    assert [sibling.prefill.num_cached for sibling in siblings] == [0, 0], "computed for the request, once"
+    assert {tuple(sequence.prefill.pages[:2]) for sequence in (first, *siblings)} == {tuple(first.prefill.pages[:2])}
+    assert copied == [([first.prefill.pages[2]], [sibling.prefill.pages[2]]) for sibling in siblings]
+    assert len({sequence.prefill.pages[2] for sequence in (first, *siblings)}) == 3
 
 
 def test_a_step_takes_a_bounded_number_of_siblings_beside_other_prompts():
@@ -209,7 +209,7 @@ def test_a_known_prefix_is_not_computed_again_but_for_its_last_token():
     queue.add(second)
     queue.add(longer)
     assert shape(queue.next()) == [(48, 16, True), (64, 36, True)]
-    assert (first.num_cached, second.num_cached, longer.num_cached) == (0, 48, 64)
+    assert (first.prefill.num_cached, second.prefill.num_cached, longer.prefill.num_cached) == (0, 48, 64)
 
 
 def test_a_prompt_that_is_to_be_scored_is_computed_whole():
@@ -227,7 +227,7 @@ def test_what_a_preempted_sequence_had_computed_is_found_again():
     queue.next()
     queue.next()
     queue.remove(sequence)
-    sequence.state, sequence.num_computed, sequence.epoch = SequenceState.WAITING, 0, 1
+    sequence.state, sequence.prefill.num_computed, sequence.epoch = SequenceState.WAITING, 0, 1
     queue.add(sequence)
     assert shape(queue.next()) == [(256, 44, True)]
 
@@ -241,7 +241,7 @@ def test_a_tenant_pays_for_each_token_once_whoever_preempts_it():
     assert {chunk.sequence for chunk in queue.next(1)} == {preempted}
     for _ in range(5):  # 512 tokens are a turn, of which 300 are used
         queue.remove(preempted)
-        preempted.state, preempted.num_computed = SequenceState.WAITING, 0
+        preempted.state, preempted.prefill.num_computed = SequenceState.WAITING, 0
         queue.add(preempted)
         assert {chunk.sequence for chunk in queue.next(1)} == {preempted}
     assert queue.queue.head() is next_of_ours, "the turn is not over"

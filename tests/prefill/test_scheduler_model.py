@@ -9,13 +9,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from jaxinfer.kv_cache.block_keys import TokenHistory, block_keys, digests
 from jaxinfer.kv_cache.manager import KVManager
-from jaxinfer.kv_cache.radix_cache import CachedBlock, digests, token_bytes
+from jaxinfer.kv_cache.radix_cache import CachedBlock
 from jaxinfer.kv_cache.spec import PageSpec
 from jaxinfer.prefill.queue import WaitingQueue
 from jaxinfer.prefill.scheduler import FORK_TOKENS, Chunk, Fork, PrefillScheduler
+from jaxinfer.programs.buckets import QUERY_TILE, prefill_rows
 from jaxinfer.request import RequestContext
-from jaxinfer.runtime.buckets import QUERY_TILE, prefill_rows
+from jaxinfer.segments import Prompt
 from jaxinfer.sequence import Sequence, SequenceState
 from tests import sequences
 
@@ -48,31 +50,30 @@ class Manager(KVManager):
         self.is_caching = prefix_cache
         self.save_evicted = self.forget_evicted
 
-    def keys_of(self, token_ids: list[int], num_tokens: int, context: RequestContext) -> list[bytes]:
-        num_pages = num_tokens // PAGE_SIZE
-        return digests(context.namespace, token_bytes(token_ids[: num_pages * PAGE_SIZE]), PAGE_SIZE, num_pages)
+    def keys_of(self, history: TokenHistory, num_tokens: int) -> list[bytes]:
+        return digests(history.context.namespace, block_keys(history, PAGE_SIZE, num_tokens // PAGE_SIZE))
 
-    def match_prefix(self, table: list[int], token_ids: list[int], max_tokens: int, context: RequestContext) -> int:
+    def match_prefix(self, table: list[int], history: TokenHistory, max_tokens: int) -> int:
         num_known = 0
-        for key in self.keys_of(token_ids, max_tokens, context):
+        for key in self.keys_of(history, max_tokens):
             if key not in self.known:
                 break
             num_known += PAGE_SIZE
-        found = super().match_prefix(table, token_ids, max_tokens, context)
+        found = super().match_prefix(table, history, max_tokens)
         assert found == num_known == len(table) * PAGE_SIZE
-        assert table == [self.known[key] for key in self.keys_of(token_ids, found, context)]
+        assert table == [self.known[key] for key in self.keys_of(history, found)]
         self.num_found = found
         return found
 
-    def insert(self, table: list[int], token_ids: list[int], num_tokens: int, context: RequestContext) -> None:
+    def insert(self, table: list[int], history: TokenHistory, num_tokens: int) -> None:
         """What is known takes a table's own page's place, unless siblings read that, and with it what follows."""
         expected = list(table)
-        for place, key in enumerate(self.keys_of(token_ids, num_tokens, context) if self.is_caching else []):
+        for place, key in enumerate(self.keys_of(history, num_tokens) if self.is_caching else []):
             page = self.known.setdefault(key, table[place])
             if page != table[place] and self._allocator.references(table[place]) > 1:
                 break
             expected[place] = page
-        super().insert(table, token_ids, num_tokens, context)
+        super().insert(table, history, num_tokens)
         assert table == expected
 
     def forget_evicted(self, evicted: list[CachedBlock]) -> None:
@@ -139,10 +140,10 @@ class PrefillSchedulerAgainstModel(RuleBasedStateMachine):
         return [sequence for sequence in self.live if sequence.state in states]
 
     def pages_held(self) -> Counter[int]:
-        return Counter(page for sequence in self.live for page in (*sequence.prefill_pages, *sequence.decode_pages))
+        return Counter(page for sequence in self.live for page in (*sequence.prefill.pages, *sequence.decode.pages))
 
     def waits_for_its_leader(self, sequence: Sequence) -> bool:
-        leader = sequence.leader
+        leader = sequence.prefill.leader
         return leader is not None and leader in self.in_state(WAITING, PREFILLING) and len(leader.token_ids) == leader.num_prompt
 
     def check_step(self, chunks: list[Chunk], prefilling: list[Sequence], budget: int, num_free_slots: int) -> None:
@@ -151,7 +152,7 @@ class PrefillSchedulerAgainstModel(RuleBasedStateMachine):
         planned, forks = (deque(chunk for chunk in chunks if isinstance(chunk, Fork) == is_fork) for is_fork in (False, True))
         num_chunks = len(planned)
         assert chunks == [*planned, *forks]
-        prefilling = sorted(prefilling, key=lambda s: s.turn)
+        prefilling = sorted(prefilling, key=lambda s: s.scheduling_order)
         for sequence, (level, passed_over), _ in self.changes:
             sequence.level, sequence.passed_over_seconds = level, passed_over
 
@@ -166,7 +167,7 @@ class PrefillSchedulerAgainstModel(RuleBasedStateMachine):
 
         while budget > 0 and num_chunks - len(planned) < prefill_rows(self.buckets[-1]):
             head = self.queue.head() if is_open else None
-            if prefilling and (head is None or prefilling[0].turn <= (self.queue.level(head), head.order)):
+            if prefilling and (head is None or prefilling[0].scheduling_order <= (self.queue.level(head), head.order)):
                 sequence = prefilling.pop(0)
                 if self.num_done[sequence] < len(sequence.token_ids):
                     expect_chunk(sequence, self.num_done[sequence])
@@ -177,7 +178,7 @@ class PrefillSchedulerAgainstModel(RuleBasedStateMachine):
                 assert head in self.siblings
                 if events.popleft()[0] == "fork":
                     assert events.popleft() == ("admitted", head, 0)
-                    assert forks.popleft() == Fork(head, head.num_prompt, 0, True, head.epoch, head.leader)
+                    assert forks.popleft() == Fork(head, head.num_prompt, 0, True, head.epoch, head.prefill.leader)
                     self.queue.pop(head, 0)
                     self.siblings.discard(head)
                     self.num_done[head] = head.num_prompt
@@ -216,7 +217,7 @@ class PrefillSchedulerAgainstModel(RuleBasedStateMachine):
         level = self.scheduler.queue.level(head)
         assert set(prefilling) <= set(self.in_state(PREFILLING))
         holders = [*self.in_state(PREFILLED, RUNNING), *prefilling]
-        victim = max((s for s in holders if s.turn[0] > level), key=lambda s: s.turn, default=None)
+        victim = max((s for s in holders if s.scheduling_order[0] > level), key=lambda s: s.scheduling_order, default=None)
         self.events.append(("asked for room", head, victim))
         if victim is not None:
             self.take_back(victim)
@@ -226,14 +227,14 @@ class PrefillSchedulerAgainstModel(RuleBasedStateMachine):
         self.give_back_decode_pages(sequence)
         self.scheduler.remove(sequence)
         sequence.epoch += 1
-        sequence.num_computed = 0
+        sequence.prefill.num_computed = 0
         sequence.state = WAITING
         self.scheduler.add(sequence)
 
     def give_back_decode_pages(self, sequence: Sequence) -> None:
-        if sequence.decode_pages:
-            self.manager.insert(sequence.decode_pages, sequence.token_ids, len(sequence.token_ids) - 1, sequence.context)
-            self.manager.free(sequence.decode_pages)
+        if sequence.decode.pages:
+            self.manager.insert(sequence.decode.pages, sequence, len(sequence.token_ids) - 1)
+            self.manager.free(sequence.decode.pages)
 
     def write(self, table: list[int], start: int, tokens: list[int]) -> None:
         for place, token in enumerate(tokens, start):
@@ -267,7 +268,7 @@ class PrefillSchedulerAgainstModel(RuleBasedStateMachine):
         leader = None
         for _ in range(n):
             sequence = sequences.make(len(tokens), leader=leader, n=n, prompt_logprobs=0 if is_scored else None, context=context)
-            sequence.request = dataclasses.replace(sequence.request, prompt_token_ids=tuple(tokens))
+            sequence.request = dataclasses.replace(sequence.request, prompt=Prompt.of_tokens(tokens))
             sequence.token_ids = list(tokens)
             self.scheduler.add(sequence)
             self.live.append(sequence)
@@ -298,7 +299,7 @@ class PrefillSchedulerAgainstModel(RuleBasedStateMachine):
                 assert places[-1] % QUERY_TILE == 0
                 assert places[-1] + chunk.length <= bucket
                 places.append(places[-1] + -(-chunk.length // QUERY_TILE) * QUERY_TILE)
-            tokens, table = chunk.sequence.token_ids, chunk.sequence.prefill_pages
+            tokens, table = chunk.sequence.token_ids, chunk.sequence.prefill.pages
             assert len(table) == -(-len(tokens) // PAGE_SIZE)
             assert self.read(table, chunk.start) == tokens[: chunk.start], "the pages hold what comes before"
             self.write(table, chunk.start, tokens[chunk.start : chunk.start + chunk.length])
@@ -315,12 +316,12 @@ class PrefillSchedulerAgainstModel(RuleBasedStateMachine):
                 continue
             if not chunk.is_last:
                 continue
-            held = [s for s in self.in_state(WAITING) if s.leader is sequence and self.waits_for_its_leader(s)]
+            held = [s for s in self.in_state(WAITING) if s.prefill.leader is sequence and self.waits_for_its_leader(s)]
             self.scheduler.done(sequence, lambda leader=sequence: leader)
             self.siblings |= set(held)
             assert sequence.state is PREFILLED
             if sequence.params.prompt_logprobs is not None:
-                sequence.prompt_logprobs = [None] * sequence.num_prompt
+                sequence.prefill.prompt_logprobs = [None] * sequence.num_prompt
             sequence.token_ids.append(7)
             for sibling in held:
                 self.queue.add(sibling)
@@ -332,14 +333,14 @@ class PrefillSchedulerAgainstModel(RuleBasedStateMachine):
         ready = self.in_state(PREFILLED, RUNNING)
         sequence = ready[which % len(ready)]
         if sequence.state is PREFILLED:
-            sequence.decode_pages, sequence.prefill_pages = sequence.prefill_pages, []
+            sequence.decode.pages, sequence.prefill.pages = sequence.prefill.pages, []
             sequence.state = RUNNING
         for _ in range(count):
             num_tokens = len(sequence.token_ids)
-            if not self.manager.grow(sequence.decode_pages, num_tokens):
+            if not self.manager.grow(sequence.decode.pages, num_tokens):
                 break
-            self.write(sequence.decode_pages, num_tokens - 1, sequence.token_ids[-1:])
-            assert self.read(sequence.decode_pages, num_tokens) == sequence.token_ids
+            self.write(sequence.decode.pages, num_tokens - 1, sequence.token_ids[-1:])
+            assert self.read(sequence.decode.pages, num_tokens) == sequence.token_ids
             sequence.token_ids.append(num_tokens % 5)
 
     @precondition(lambda self: self.in_state(PREFILLING, PREFILLED, RUNNING))
@@ -355,14 +356,14 @@ class PrefillSchedulerAgainstModel(RuleBasedStateMachine):
     def abort(self, which: int) -> None:
         """Or finish, which is the same. A request goes with all its sequences, the first of them first."""
         chosen = self.live[which % len(self.live)]
-        first = chosen.leader or chosen
-        for sequence in [s for s in self.live if s is first or s.leader is first]:
+        first = chosen.prefill.leader or chosen
+        for sequence in [s for s in self.live if s is first or s.prefill.leader is first]:
             if sequence.state is WAITING and not self.waits_for_its_leader(sequence):
                 self.queue.remove(sequence)
             self.give_back_decode_pages(sequence)
             self.scheduler.remove(sequence)
-            assert not sequence.prefill_pages
-        for sequence in [s for s in self.live if s is first or s.leader is first]:
+            assert not sequence.prefill.pages
+        for sequence in [s for s in self.live if s is first or s.prefill.leader is first]:
             sequence.state = FINISHED
             self.live.remove(sequence)
             self.siblings.discard(sequence)
@@ -380,13 +381,13 @@ class PrefillSchedulerAgainstModel(RuleBasedStateMachine):
         assert self.scheduler.num_waiting == len(waiting)
         assert list(self.scheduler.queue) == list(self.queue) == [s for s in waiting if not self.waits_for_its_leader(s)]
         assert set(self.scheduler.prefilling) == set(self.in_state(PREFILLING))
-        assert all(s.num_computed == self.num_done[s] for s in self.in_state(PREFILLING))
-        assert not any(s.prefill_pages or s.decode_pages for s in waiting)
+        assert all(s.prefill.num_computed == self.num_done[s] for s in self.in_state(PREFILLING))
+        assert not any(s.prefill.pages or s.decode.pages for s in waiting)
 
     @invariant()
     def prompts_are_shared_while_siblings_wait(self) -> None:
         shared = set(self.manager._shared._tables)
-        assert shared <= {sibling.leader for sibling in self.siblings}
+        assert shared <= {sibling.prefill.leader for sibling in self.siblings}
         assert self.siblings <= set(self.in_state(WAITING))
 
     @invariant()

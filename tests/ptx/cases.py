@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 
 from pallas_kernels.grouped_matmul import mosaic_gpu as grouped_matmul
-from pallas_kernels.grouped_matmul.cases import Case as ExpertsCase
-from pallas_kernels.latent_prefill_attention.cases import Case as LatentCase
-from pallas_kernels.mosaic.shares import together
+from pallas_kernels.grouped_matmul.cases import ExpertsCase
+from pallas_kernels.latent_prefill_attention.cases import LatentPrefillCase
+from pallas_kernels.mosaic.split_combine import combine_splits
 from pallas_kernels.mosaic.warpgroup import Warpgroup
 from pallas_kernels.paged_attention.mosaic_gpu import paged_attention_and_lse, write_and_attend
-from pallas_kernels.paged_attention.mosaic_tiling import Tiling
+from pallas_kernels.paged_attention.mosaic_tiling import DecodeTiling
 from pallas_kernels.ragged_prefill_attention.mosaic_gpu import ragged_prefill_attention
-from pallas_kernels.ragged_prefill_attention.mosaic_work import Tiling as PrefillTiling
+from pallas_kernels.ragged_prefill_attention.mosaic_tile_work import PrefillTiling
 from tests.kernels import test_latent_prefill_attention as latents
 from tests.kernels import test_latent_prefill_attention_gpu as latents_gpu
 from tests.kernels import test_ragged_prefill_attention_gpu as ragged
@@ -63,7 +63,7 @@ def _write() -> Any:
     last = np.array(_CONTEXTS) - 1
     page_ids, offsets = (jnp.asarray(a, jnp.int32) for a in (table[range(2), last // 16], last % 16))
     where = jnp.asarray(table), page_ids, offsets, jnp.asarray(_CONTEXTS, jnp.int32)
-    tiling = Tiling(64, 2, 1, writes=True)
+    tiling = DecodeTiling(64, 2, 1, writes=True)
     options = {"scale": 0.1, "pool_is_finite": False, "interpreted": True}
     run = jax.jit(functools.partial(write_and_attend, tiling=tiling, **options))
     return run(q, k, v, jnp.asarray(kv, jnp.bfloat16), jnp.int32(LAYER), *where)
@@ -77,7 +77,7 @@ def _prefill() -> Any:
 
 
 def _prefill_over_latents() -> Any:
-    case = LatentCase("one", 1, 32, 16, 16, 16, 16, 32, 32, ((250, 31),))
+    case = LatentPrefillCase("one", 1, 32, 16, 16, 16, 16, 32, 32, ((250, 31),))
     return latents_gpu.attend(case, latents.arguments(case, 0, jnp.bfloat16, num_rows=1))
 
 
@@ -85,22 +85,24 @@ def _experts(format_: Any, rows: int) -> Any:
     random = np.random.default_rng(2)
     weights = experts(ExpertsCase("two", 2, 1, 512, 128, format_), random).weights
     x = jnp.asarray(random.standard_normal((10, 512)), jnp.bfloat16)
-    tiling = grouped_matmul.Tiling(rows, 2, blocks=1)
+    tiling = grouped_matmul.GroupedMatmulTiling(rows, 2, blocks=1)
     return grouped_matmul.grouped_matmul(x, weights, jnp.array((3, 7)), tiling=tiling, interpreted=True)
 
 
-def _shares() -> Any:
+def _splits() -> Any:
     random = np.random.default_rng(3)
     out, weight = (jnp.asarray(random.normal(size=(2, 1, 1, *last)), jnp.float32) for last in ((128,), ()))
-    return together(Warpgroup(interpreted=True), out, weight, jnp.bfloat16)
+    return combine_splits(Warpgroup(interpreted=True), out, weight, jnp.bfloat16)
 
 
 CASES: dict[str, Callable[[], Any]] = {
-    "decode": functools.partial(_decode, tiling=Tiling(64, 2, 1)),
-    "decode, one warpgroup": functools.partial(_decode, tiling=Tiling(64, 2, 1, warpgroups=1)),
-    "decode, float8": functools.partial(_decode, tiling=Tiling(64, 2, 1), dtype=jnp.float8_e4m3fn, kv_scales=jnp.full((3, 2, 1), 0.5)),
+    "decode": functools.partial(_decode, tiling=DecodeTiling(64, 2, 1)),
+    "decode, one warpgroup": functools.partial(_decode, tiling=DecodeTiling(64, 2, 1, warpgroups=1)),
+    "decode, float8": functools.partial(
+        _decode, tiling=DecodeTiling(64, 2, 1), dtype=jnp.float8_e4m3fn, kv_scales=jnp.full((3, 2, 1), 0.5)
+    ),
     "decode, latents": functools.partial(
-        _decode, tiling=Tiling(64, 2, 1, warpgroups=1), head_size=384 + 64, value_size=384, is_latent=True
+        _decode, tiling=DecodeTiling(64, 2, 1, warpgroups=1), head_size=384 + 64, value_size=384, is_latent=True
     ),
     "decode and write": _write,
     "prefill": _prefill,
@@ -108,5 +110,5 @@ CASES: dict[str, Callable[[], Any]] = {
     "experts, bfloat16": functools.partial(_experts, "bfloat16", 8),
     "experts, int4": functools.partial(_experts, "int4", 8),
     "experts, fp8": functools.partial(_experts, "fp8", 8),
-    "shares put together": _shares,
+    "KV splits combined": _splits,
 }

@@ -18,7 +18,7 @@ from benchmarks.machine_code import dump
 from pallas_kernels.grouped_matmul import mosaic_gpu as grouped_matmul
 from pallas_kernels.latent_prefill_attention import mosaic_gpu as latent_prefill_attention
 from pallas_kernels.mosaic import in_place
-from pallas_kernels.mosaic.card import card_of
+from pallas_kernels.mosaic.card import card_for
 from pallas_kernels.mosaic.warpgroup import Warpgroup
 from pallas_kernels.paged_attention import mosaic_gpu as paged_attention
 from pallas_kernels.ragged_prefill_attention import mosaic_gpu as ragged_prefill_attention
@@ -44,7 +44,7 @@ def run_interpreted_kernels_as_compiled(
     `larger`: by an operand's shape, an axis and its length in the array that the kernel is compiled for, whose last part there the operand is.
     """
     larger = {} if larger is None else larger
-    has_wgmma = card_of(target_devices(target, 1)[0]).has_wgmma
+    has_wgmma = card_for(target_devices(target, 1)[0]).has_wgmma
 
     def kernel(self: Warpgroup, body: Callable[..., None], name: str, **options: Any) -> Callable[..., Any]:
         return _runner(target, plgpu.kernel(body, kernel_name=name, **options), options["out_type"], larger)

@@ -14,7 +14,7 @@ from jaxinfer.request import RequestError, SamplingParams
 from jaxinfer.sampling import sampler
 from jaxinfer.sampling.logprob_readback import read_logprob
 from jaxinfer.sampling.params import neutral_rows, set_row
-from jaxinfer.sampling.penalties import add_sampled
+from jaxinfer.sampling.penalties import add_sampled, penalize
 from jaxinfer.sampling.sampler import Sampled, pick, sample_from_logits
 from jaxinfer.sampling.token_counts import TokenCounts, reset, reset_arguments
 from sharding.mesh import TENSOR, make_mesh
@@ -25,12 +25,23 @@ DRAWS = 8192
 END_TOKENS = [7, 299]
 
 
-@pytest.fixture(params=["whole", "whole, as on a GPU", "three parts"], autouse=True)
+WAYS = ["whole", "whole, as on a GPU", "three parts"]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Each test by every way; one of them, in turn, is not for a release alone."""
+    tests = sorted(name for name in vars(metafunc.module) if name.startswith("test_"))
+    kept = tests.index(metafunc.function.__name__) % len(WAYS)
+    ways = [pytest.param(way, marks=() if index == kept else pytest.mark.exhaustive) for index, way in enumerate(WAYS)]
+    metafunc.parametrize("num_parts", ways, indirect=True)
+
+
+@pytest.fixture(autouse=True)
 def num_parts(request, monkeypatch):
     """Over how many devices the vocabulary is split."""
     run.clear_cache()
     if request.param == "whole, as on a GPU":
-        monkeypatch.setattr(sampler, "compiled_for", lambda: SimpleNamespace(platform="gpu"))
+        monkeypatch.setattr(sampler, "target_device", lambda: SimpleNamespace(platform="gpu"))
     if request.param != "three parts":
         yield 1
         return
@@ -207,6 +218,16 @@ def test_penalties_and_biases_change_the_scores_as_defined():
     tokens = np.asarray(sampled(logits, params, prompts=prompts, outputs=outputs).tokens)
     np.testing.assert_array_equal(tokens, expected)
     assert np.mean(tokens == best) < 0.7, "the penalties decide most rows"
+
+
+def test_each_penalty_takes_from_a_score_what_its_count_calls_for():
+    params = [SamplingParams(presence_penalty=0.5), SamplingParams(frequency_penalty=0.5), SamplingParams(repetition_penalty=1.5)]
+    logits = np.stack([random_logits(i) for i in range(3)])
+    prompts, outputs = [[4, 5, 299]] * 3, [[5, 6, 6, 6, 150, 299, 299]] * 3
+    penalized = jax.jit(lambda logits, counts, rows: penalize(split(logits), split(counts), jnp.arange(3), rows))
+    scores = penalized(jnp.asarray(logits), counts_of(prompts, outputs), rows_of(params, [0] * 3))
+    expected = [adjusted(*row, []) for row in zip(logits, params, prompts, outputs, strict=True)]
+    np.testing.assert_allclose(scores, expected, rtol=1e-6)
 
 
 def test_nothing_ends_before_min_tokens_and_anything_may_after():

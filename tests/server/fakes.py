@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
@@ -10,11 +11,13 @@ import numpy as np
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from jaxinfer.chat_template import ChatTemplate
 from jaxinfer.encode.text_batching import Embedded, TextReader, TokenIds
+from jaxinfer.engine.intake import RequestIntake
 from jaxinfer.request import DEFAULT_CONTEXT, DeviceUsage, FinishReason, OutputDelta, RequestContext, SamplingParams, TokenLogprob
+from jaxinfer.segments import Prompt
 from jaxinfer.stats import EngineStats
 from jaxinfer.tokenizer import Tokenizer
+from jaxinfer.tokenizer.chat_template import ChatTemplate
 from server.backend import Overloaded, Unavailable
 
 ANSWER = "Hello, wörld! 🎉"
@@ -81,20 +84,24 @@ class FakeBackend:
     async def stop(self) -> None:
         self.stopped = True
 
+    def validate(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> Prompt:
+        intake = RequestIntake(self.tokenizer, self.tokenizer.vocab_size, self.max_model_len, time.monotonic)
+        return intake.validate(prompt_token_ids, params)
+
     async def generate(
-        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, context: RequestContext = DEFAULT_CONTEXT
+        self, request_id: str, prompt: Prompt, params: SamplingParams, context: RequestContext = DEFAULT_CONTEXT
     ) -> AsyncGenerator[OutputDelta]:
         if self.is_full:
             raise Overloaded(6.2)
         if self.failed:
             raise Unavailable(self.failed)
-        self.seen.append((request_id, tuple(prompt_token_ids), params))
+        self.seen.append((request_id, tuple(prompt.token_ids.tolist()), params))
         self.contexts.append(context)
         self.num_open += 1
         self._stats.num_requests += 1
         is_complete = False
         try:
-            for count, delta in enumerate(self._deltas(request_id, prompt_token_ids, params)):
+            for count, delta in enumerate(self._deltas(request_id, prompt.token_ids.tolist(), params)):
                 if count == self.hold_after:
                     if self.error is not None:
                         raise self.error

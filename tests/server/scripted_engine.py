@@ -6,6 +6,7 @@ from collections import deque
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine_access import EngineAccess
 from jaxinfer.request import DEFAULT_CONTEXT, FinishReason, OutputDelta, RequestError
+from jaxinfer.segments import Prompt
 from jaxinfer.stats import EngineStats
 from tests.server.fakes import MAX_MODEL_LEN, byte_tokenizer
 
@@ -41,12 +42,13 @@ class ScriptedEngine:
     def validate(self, prompt_token_ids, params):
         if not prompt_token_ids:
             raise RequestError("the prompt is empty", "prompt")
+        return Prompt.of_tokens(prompt_token_ids)
 
-    def add_request(self, request_id, prompt_token_ids, params, context=DEFAULT_CONTEXT):
+    def add_request(self, request_id, prompt, params, context=DEFAULT_CONTEXT):
         self.threads.add(threading.current_thread().name)
-        if len(prompt_token_ids) > 300:
+        if len(prompt) > 300:
             raise RequestError("found out late", "prompt")
-        self.prompts.append(list(prompt_token_ids))
+        self.prompts.append(prompt.token_ids.tolist())
         self.contexts.append(context)
         self.waiting.append((request_id, params))
         self.stats.num_waiting = len(self.waiting)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from server.admission import HALF_LIFE, Admissions
+from server.admission import HALF_LIFE, AdmissionRate
 
 
 def serve(admissions, start, count, seconds_each):
@@ -15,7 +15,7 @@ def serve(admissions, start, count, seconds_each):
 
 
 def test_it_is_the_time_that_those_waiting_take_at_the_recent_pace():
-    admissions = Admissions()
+    admissions = AdmissionRate()
     now = serve(admissions, 1000.0, 10, 2.0)
     for _ in range(5):
         admissions.wait(now)
@@ -23,7 +23,7 @@ def test_it_is_the_time_that_those_waiting_take_at_the_recent_pace():
 
 
 def test_an_idle_hour_changes_nothing():
-    admissions = Admissions()
+    admissions = AdmissionRate()
     now = serve(admissions, 1000.0, 10, 2.0)
     for number in range(5):
         admissions.wait(now + 3600 + number / 1000)
@@ -31,7 +31,7 @@ def test_an_idle_hour_changes_nothing():
 
 
 def test_a_pace_that_changed_is_soon_the_recent_one():
-    admissions = Admissions()
+    admissions = AdmissionRate()
     now = serve(admissions, 1000.0, 100, 0.1)
     now = serve(admissions, now, 30, 8 * HALF_LIFE / 30)
     for _ in range(4):
@@ -40,7 +40,7 @@ def test_a_pace_that_changed_is_soon_the_recent_one():
 
 
 def test_a_queue_that_stands_still_is_ever_longer():
-    admissions = Admissions()
+    admissions = AdmissionRate()
     now = serve(admissions, 1000.0, 10, 1.0)
     admissions.wait(now)
     at_once, later, much_later = (admissions.seconds_until_admitted(now + seconds) for seconds in (0, 60, 600))
@@ -48,7 +48,7 @@ def test_a_queue_that_stands_still_is_ever_longer():
 
 
 def test_before_the_first_admission_it_is_the_time_waited_so_far():
-    admissions = Admissions()
+    admissions = AdmissionRate()
     assert admissions.seconds_until_admitted(1000.0) == 0
     admissions.wait(1000.0)
     admissions.wait(1001.0)

@@ -43,13 +43,13 @@ def test_a_files_keys_are_taken_and_change_on_reload(backend, tokenizer, key_fil
 
 @pytest.mark.parametrize("content", [b"", b"# none\n", b"two keys\n", b"\xff\xfe", None])
 def test_a_damaged_file_is_an_error_at_start_and_changes_nothing_later(key_file, caplog, content):
-    keys = KeyRing.of_api(ServerConfig(api_key_file=str(key_file)))
+    keys = KeyRing.api_keys(ServerConfig(api_key_file=str(key_file)))
     if content is None:
         key_file.unlink()
     else:
         key_file.write_bytes(content)
     with pytest.raises(ConfigError, match=r"api_key_file is '.*keys'"):
-        KeyRing.of_api(ServerConfig(api_key_file=str(key_file)))
+        KeyRing.api_keys(ServerConfig(api_key_file=str(key_file)))
     keys.reload()
     assert keys.find(b"first-key") is not None
     assert "stay in force" in caplog.text and "two keys" not in caplog.text
@@ -59,14 +59,14 @@ def test_priority_keys_come_from_a_file_too(key_file, tmp_path):
     priority = tmp_path / "priority"
     priority.write_text("first-key\n")
     config = ServerConfig(api_key_file=str(key_file), priority_key_file=str(priority))
-    keys = KeyRing.of_api(config)
+    keys = KeyRing.api_keys(config)
     assert keys.find(b"first-key").may_go_ahead and not keys.find("sécond-key".encode()).may_go_ahead
     assert all(
-        KeyRing.of_api(ServerConfig(api_key_file=str(key_file))).find(key.encode()).may_go_ahead for key in ("first-key", "sécond-key")
+        KeyRing.api_keys(ServerConfig(api_key_file=str(key_file))).find(key.encode()).may_go_ahead for key in ("first-key", "sécond-key")
     )
     priority.write_text("of-nobody\n")
     with pytest.raises(ConfigError, match="a priority key is not one of the API keys") as error:
-        KeyRing.of_api(config)
+        KeyRing.api_keys(config)
     assert "of-nobody" not in str(error.value)
 
 

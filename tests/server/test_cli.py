@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import io
 import json
 import socket
 import subprocess
@@ -14,10 +15,11 @@ import pytest
 from checkpoints.source import CheckpointError
 from jaxinfer.config import ConfigError, EngineConfig, flat_fields
 from server import cli
+from server.cli.demo import WordWrap
 from server.cli.parser import parse as parse_command
 from server.cli.server_config import KEYS_VARIABLE, PRIORITY_KEYS_VARIABLE, server_config
 from server.config import ServerConfig
-from server.flags import add_flags, given
+from server.flags import add_flags, given_flags
 from tests.server.scripted_engine import ScriptedEngine
 
 ROOT = Path(cli.__file__).parents[2]
@@ -139,13 +141,13 @@ def test_every_setting_is_a_flag_with_its_help_and_default(command, capsys, monk
 def configured(*flags):
     """The ServerConfig of `jaxinfer serve` with these flags."""
     _, arguments = parse_command(["serve", *flags])
-    return server_config(arguments, EngineConfig.of(**given(arguments, flat_fields())))  # of models that need not be there
+    return server_config(arguments, EngineConfig.of(**given_flags(arguments, flat_fields())))  # of models that need not be there
 
 
 def parse(*arguments):
     parser = argparse.ArgumentParser()
     add_flags(parser, "engine", flat_fields())
-    return given(parser.parse_args(arguments), flat_fields())
+    return given_flags(parser.parse_args(arguments), flat_fields())
 
 
 def test_only_given_flags_are_passed_on_and_each_in_its_own_type():
@@ -215,6 +217,22 @@ def test_generate_without_chat_continues_the_text_itself(engines, capsys, monkey
     monkeypatch.setattr("sys.stdin", types.SimpleNamespace(read=lambda: "from a pipe"))
     assert run("generate", "-", "--no-chat", "--max-tokens", "1") == 0
     assert engines[0].tokenizer.decode(engines[0].prompts[0]) == "from a pipe"
+
+
+def test_one_answer_compiles_no_program_for_several(engines, capsys):
+    assert run("generate", "Hi") == run("demo") == run("generate", "Hi", "--max-batch-size", "4", "--decode-buckets", "2,4") == 0
+    schedules = [engine.config.schedule for engine in engines]
+    assert [s.decode_buckets for s in schedules] == [(1,), (1,), (2, 4)]
+    assert [s.prefill_buckets for s in schedules] == [(32, 128, 512), (128,), (32, 128, 512)]
+
+
+def test_the_demos_lines_break_between_words():
+    written = io.StringIO()
+    wrap = WordWrap(written, 12)
+    for text in ("The s", "ky is blue", ".\nAir", " scatters  light extraordinarily-well ", "now", "\n"):
+        wrap.write(text)
+    lines = written.getvalue().split("\n")
+    assert [line.rstrip() for line in lines] == ["The sky is", "blue.", "Air scatters", "light", "extraordinarily-well", "now", ""]
 
 
 def test_demo_tells_what_ran_where_and_how_fast(engines, capsys):

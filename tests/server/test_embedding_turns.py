@@ -8,6 +8,7 @@ import pytest
 
 from jaxinfer.encode.text_batching import Embedded, TextReader
 from jaxinfer.request import DeviceUsage, RequestContext, SamplingParams
+from jaxinfer.segments import Prompt
 from server.backend import Overloaded, Unavailable
 from tests.server.fakes import byte_tokenizer
 from tests.server.scripted_engine import ScriptedEngine
@@ -133,7 +134,7 @@ def test_above_the_queue_bound_requests_are_refused_and_others_come_in(engine):
 
 def test_above_the_bound_on_texts_requests_are_refused_however_few_they_are(engine, monkeypatch):
     async def run():
-        monkeypatch.setattr("server.local_backend.MOST_TEXTS", 10)
+        monkeypatch.setattr("server.local_backend.MAX_TEXTS", 10)
         engine.encode.may_step.clear()
         async with running(engine) as backend:
             asked = asyncio.create_task(numbers(backend, "a", 7))
@@ -150,7 +151,7 @@ def test_above_the_bound_on_texts_requests_are_refused_however_few_they_are(engi
 
 def test_a_tenant_that_fills_the_queue_keeps_out_nobody_else(engine, monkeypatch):
     async def run():
-        monkeypatch.setattr("server.local_backend.MOST_TEXTS", 10)
+        monkeypatch.setattr("server.local_backend.MAX_TEXTS", 10)
         engine.encode.may_step.clear()
         async with running(engine) as backend:
             asked = [asyncio.create_task(numbers(backend, str(i), 2)) for i in range(4)]
@@ -177,7 +178,7 @@ def test_a_failure_ends_every_request(engine):
             with pytest.raises(Unavailable, match="broken"):
                 await numbers(backend, "x", 1)
             with pytest.raises(Unavailable, match="broken"):
-                async for _ in backend.generate("y", [1], SamplingParams()):
+                async for _ in backend.generate("y", Prompt.of_tokens([1]), SamplingParams()):
                     pass
 
     asyncio.run(run())

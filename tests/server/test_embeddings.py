@@ -14,11 +14,11 @@ import tokenizers
 from fastapi.testclient import TestClient
 from tokenizers import models, pre_tokenizers
 
-from jaxinfer.chat_template import ChatTemplate
 from jaxinfer.config import ConfigError
 from jaxinfer.encode.text_batching import TextReader
 from jaxinfer.request import RequestError
 from jaxinfer.tokenizer import Tokenizer
+from jaxinfer.tokenizer.chat_template import ChatTemplate
 from jaxinfer.tokenizer.components import with_ends
 from server.api_keys import tenant_name
 from server.config import ServerConfig

@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from checkpoints.hub import open_source
-from checkpoints.inventory import Tensor
+from checkpoints.inventory import TensorEntry
 from server import cli
 from server.inspection import Inspection, inspect
 from tests import tiny_encoder, tiny_model
@@ -58,9 +58,11 @@ def test_a_model_is_told_of_in_lines_that_are_aligned_and_fit(tiny_model_path: P
 
 def test_names_too_long_for_a_line_have_one_of_their_own(tiny_model_path: Path) -> None:
     long = "language_model.model.layers.{}.mlp.experts.{}.down_projection_of_this_expert.weight"
-    tensors = [Tensor(long.format(i, j), (7168, 2048), "FP8 128x128", 2**24) for i in range(60) for j in range(256)]
-    held = dataclasses.replace(inspect(tiny_model_path).inventory, tensors=(*tensors, Tensor("norm", (7168,), "float32", 4 * 7168)))
-    lines = list(Inspection(held, None, "of a reason " * 20).lines())
+    tensors = [TensorEntry(long.format(i, j), (7168, 2048), "FP8 128x128", 2**24) for i in range(60) for j in range(256)]
+    inventory = dataclasses.replace(
+        inspect(tiny_model_path).inventory, tensors=(*tensors, TensorEntry("norm", (7168,), "float32", 4 * 7168))
+    )
+    lines = list(Inspection(inventory, None, "of a reason " * 20).lines())
     assert max(map(len, lines)) <= 100
     name = lines.index("  " + long.format("{0..59}", "{0..255}"))
     assert lines[name + 1].split() == ["15,360", "x", "[7168,", "2048]", "FP8", "128x128", "258", "GB"]

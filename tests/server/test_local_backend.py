@@ -9,6 +9,7 @@ import pytest
 
 from jaxinfer.multi_process.peer_failure import ProcessLostError
 from jaxinfer.request import DEFAULT_CONTEXT, RequestContext, RequestError, SamplingParams
+from jaxinfer.segments import Prompt
 from server.backend import Overloaded, Unavailable
 from server.local_backend import LocalBackend
 from tests.server.scripted_engine import ScriptedEngine
@@ -27,7 +28,7 @@ async def running(engine):
 
 async def text_of(backend, request_id, max_tokens=5, n=1, context=DEFAULT_CONTEXT):
     texts = [""] * n
-    async for delta in backend.generate(request_id, [1], SamplingParams(max_tokens=max_tokens, n=n), context):
+    async for delta in backend.generate(request_id, Prompt.of_tokens([1]), SamplingParams(max_tokens=max_tokens, n=n), context):
         assert delta.request_id == request_id
         texts[delta.index] += delta.text
     return texts
@@ -79,7 +80,7 @@ def test_leaving_early_aborts_in_the_engine(how):
             arrived = asyncio.Event()
 
             async def ask():
-                async with aclosing(backend.generate("x", [1], SamplingParams(max_tokens=None))) as deltas:
+                async with aclosing(backend.generate("x", Prompt.of_tokens([1]), SamplingParams(max_tokens=None))) as deltas:
                     async for _ in deltas:
                         arrived.set()
                         if how == "aclose":
@@ -101,7 +102,7 @@ def test_a_bad_request_fails_alone_whenever_it_is_found_out():
         async with running(ScriptedEngine()) as backend:
             for prompt, message in (([], "empty"), ([1] * 301, "found out late")):
                 with pytest.raises(RequestError, match=message):
-                    async for _ in backend.generate("x", prompt, SamplingParams()):
+                    async for _ in backend.generate("x", backend.validate(prompt, SamplingParams()), SamplingParams()):
                         pass
             assert await text_of(backend, "y") == ["abcde"]
 

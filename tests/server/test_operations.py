@@ -14,7 +14,7 @@ from jaxinfer.stats import EngineStats, ExpertLoad, StageTimes, TierStats
 from server.config import ServerConfig
 from server.metrics import live_numbers, metrics_text
 from server.openai.app import create_app
-from server.summary import Measured, summary_table
+from server.summary import RequestTiming, summary_table
 
 STATIC = Path(server.__file__).parent / "static"
 
@@ -125,8 +125,8 @@ def test_a_pipelines_stages_are_told_by_their_work_and_their_waits():
     assert found["jaxinfer_stage_busy_seconds_total", ("mesh", "decode"), ("stage", "1")] == 3.0
     assert stats.bubbles() == {"decode": 2.0 / 6.0}
     assert not any("stage" in name for name, *_ in samples(metrics_text(EngineStats(), {}, {})[0].decode()))
-    assert "decode bubbles" in shown(stats, Measured(1, 2, 0.1, 0.1)) and "33% of the stages' time" in shown(
-        stats, Measured(1, 2, 0.1, 0.1)
+    assert "decode bubbles" in shown(stats, RequestTiming(1, 2, 0.1, 0.1)) and "33% of the stages' time" in shown(
+        stats, RequestTiming(1, 2, 0.1, 0.1)
     )
     pipeline = EngineStats(decode_devices=("cpu:0", "cpu:1"), decode_layout="tp=1,pp=2")
     assert "cpu:0, cpu:1: tp=1,pp=2" in shown(pipeline)
@@ -154,8 +154,8 @@ def test_the_summary_tells_of_tiers_and_targets_where_there_are_any():
     assert "20.0 GiB at most, 1234 pages now, 2 refused (torn), 3 refused (other model)" in text
     stats = EngineStats(target_itl=0.05, target_ttft=1.0, num_first_tokens_in_time=1)
     stats.time_to_first_token.observe(0.2)
-    text = shown(stats, Measured(5, 1, 0.2, 0.0))
-    assert "1000 ms: held 100% of the times" in text
+    text = shown(stats, RequestTiming(5, 1, 0.2, 0.0))
+    assert "1000 ms: met 100% of the time" in text
     assert "50 ms: not measured" in text
 
 
@@ -166,10 +166,10 @@ def test_targets_are_told_with_the_share_that_kept_them():
     stats.time_to_first_token.observe(9.0)
     found = samples(metrics_text(stats, {}, {})[0].decode())
     assert found["jaxinfer_target_seconds", ("target", "itl")] == 0.05
-    assert found["jaxinfer_target_held_ratio", ("target", "itl")] == 0.75
+    assert found["jaxinfer_target_met_ratio", ("target", "itl")] == 0.75
     assert not any(("target", "ttft") in labels for _, *labels in found), "none is set"
-    assert live_numbers(stats)["targets"] == {"itl": {"seconds": 0.05, "held": 0.75}}
-    assert live_numbers(EngineStats(target_ttft=1.0))["targets"] == {"ttft": {"seconds": 1.0, "held": None}}
+    assert live_numbers(stats)["targets"] == {"itl": {"seconds": 0.05, "met": 0.75}}
+    assert live_numbers(EngineStats(target_ttft=1.0))["targets"] == {"ttft": {"seconds": 1.0, "met": None}}
 
 
 def test_live_numbers_hold_what_the_page_shows(client):

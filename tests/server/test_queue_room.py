@@ -1,14 +1,14 @@
 """Room in the queue: a share of it for each tenant that waits, and a floor."""
 
-from server.queue_room import Waiting, has_room
+from server.queue_room import WaitingRequest, has_room
 
 
 def admitted(queue, tenant, count, size=32, priority=0):
     """How many of so many requests of a tenant come in, one after another, while no slot is free."""
     before = len(queue)
     for _ in range(count):
-        if has_room(Waiting(tenant, priority), queue, len(queue), size):
-            queue.append(Waiting(tenant, priority))
+        if has_room(WaitingRequest(tenant, priority), queue, len(queue), size):
+            queue.append(WaitingRequest(tenant, priority))
     return len(queue) - before
 
 

@@ -123,5 +123,5 @@ def test_a_second_signal_ends_at_once_and_quietly(serve, tmp_path):
         assert process.wait(5) == 128 + signal.SIGTERM
     waiting, cut = process.stderr.read().splitlines()  # no traceback
     assert waiting.endswith("shutting down: waiting up to 60 s for 2 requests")
-    assert cut.endswith("told to end again: ending at once, 2 requests are cut off")
+    assert cut.endswith("second signal: exiting at once, 2 requests are cut off")
     assert [json.loads(line)["outcome"] for line in log.read_text().splitlines()] == ["finished"]

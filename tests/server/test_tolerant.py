@@ -7,7 +7,7 @@ import openai
 import pytest
 from fastapi.testclient import TestClient
 
-from server.openai import reading
+from server.openai import parameter_policy
 from server.openai.app import create_app
 from tests.server.fakes import ANSWER, FakeBackend, byte_tokenizer
 from tests.server.serving import served
@@ -200,16 +200,16 @@ def test_the_reasoning_effort_reaches_a_template_that_reads_it(config):
 
 
 def test_each_name_is_logged_once_and_what_clients_invent_is_bounded(client, caplog, monkeypatch):
-    monkeypatch.setattr(reading.IGNORED, "_logged", set())
-    with caplog.at_level(logging.WARNING, "server.openai.reading"):
+    monkeypatch.setattr(parameter_policy.IGNORED, "_logged", set())
+    with caplog.at_level(logging.WARNING, "server.openai.parameter_policy"):
         for _ in range(3):
             client.post("/v1/chat/completions", json=CHAT | {"verbosity": "low"})
         assert [record.getMessage().split()[4] for record in caplog.records] == ["verbosity,"]
         for n in range(40):
             names = {f"invented{n}_{i}" + "x" * 100: 1 for i in range(20)}
             response = client.post("/v1/chat/completions", json=CHAT | names)
-            assert len(response.headers[HEADER]) <= reading.MAX_NAMES * (reading.MAX_NAME + 2)
-    assert len(caplog.records) == reading.MAX_LOGGED
+            assert len(response.headers[HEADER]) <= parameter_policy.MAX_NAMES * (parameter_policy.MAX_NAME + 2)
+    assert len(caplog.records) == parameter_policy.MAX_LOGGED
 
 
 def test_the_official_client_talks_on_with_whole_messages(backend, config):

@@ -20,7 +20,7 @@ from sharding.cost_model import (
     Step,
     StepCost,
     all_reduce_seconds,
-    most_of,
+    expected_max,
     move_seconds,
     part_cost,
 )
@@ -62,7 +62,7 @@ def test_the_fullest_device_is_about_what_dealing_out_gives() -> None:
     for num_rows, num_devices in ((256, 8), (4096, 4), (2048, 16)):
         fullest = np.mean([np.bincount(random.integers(num_devices, size=num_rows), minlength=num_devices).max() for _ in range(400)])
         mean = num_rows / num_devices
-        assert most_of(mean, math.sqrt(mean), num_devices) == pytest.approx(fullest, rel=0.1)
+        assert expected_max(mean, math.sqrt(mean), num_devices) == pytest.approx(fullest, rel=0.1)
 
 
 def test_matrices_are_read_while_they_are_multiplied() -> None:

@@ -7,13 +7,13 @@ from itertools import combinations
 
 import pytest
 
-from sharding.expert_exchange import ExchangeCost, Link, Mixture, choose, exchanged, link_for, replicated
+from sharding.expert_exchange import ExchangeCost, Link, MoELayerWork, choose, exchange_cost, link_for, replicated_cost
 from sharding.hardware import HARDWARE
 
 # bfloat16, on eight cards.
-LLAMA_4 = Mixture(4096, 5120, 2, num_experts=16, top_k=1, num_devices=8, has_shared=True)
-KIMI = Mixture(4096, 7168, 2, num_experts=384, top_k=8, num_devices=8, has_shared=True)
-QWEN_3 = Mixture(4096, 4096, 2, num_experts=128, top_k=8, num_devices=8)
+LLAMA_4 = MoELayerWork(4096, 5120, 2, num_experts=16, top_k=1, num_devices=8, has_shared=True)
+KIMI = MoELayerWork(4096, 7168, 2, num_experts=384, top_k=8, num_devices=8, has_shared=True)
+QWEN_3 = MoELayerWork(4096, 4096, 2, num_experts=128, top_k=8, num_devices=8)
 NVLINK = Link(450e9, 1e-5)
 DENSE = Link(450e9, 1e-5, is_ragged=False)
 FREE = Link(1.0, 0.0)  # bytes alone count
@@ -22,25 +22,25 @@ FREE = Link(1.0, 0.0)  # bytes alone count
 @pytest.mark.parametrize(("num_experts", "top_k", "num_devices"), [(8, 1, 4), (8, 3, 2), (8, 3, 4), (6, 5, 3), (4, 4, 2)])
 def test_devices_of_a_token_are_counted_over_all_its_choices(num_experts: int, top_k: int, num_devices: int) -> None:
     found = [len({expert * num_devices // num_experts for expert in chosen}) for chosen in combinations(range(num_experts), top_k)]
-    mixture = Mixture(1, 1, 1, num_experts, top_k, num_devices)
+    mixture = MoELayerWork(1, 1, 1, num_experts, top_k, num_devices)
     assert mixture.devices_of_token == pytest.approx(sum(found) / len(found))
 
 
 def test_an_all_reduce_sends_everything_nearly_twice() -> None:
-    assert replicated(KIMI) == ExchangeCost(2 * 7 * 512 * 7168 * 2, 1)  # each eighth of the tokens is 512
+    assert replicated_cost(KIMI) == ExchangeCost(2 * 7 * 512 * 7168 * 2, 1)  # each eighth of the tokens is 512
 
 
 def test_an_all_to_all_sends_what_is_there_and_the_sums() -> None:
     top_1 = replace(LLAMA_4, has_shared=False)
     # Of a token one part, on one of eight devices: 512 a device, seven eighths of them for others; then its share's sums to seven others.
-    assert exchanged(top_1, NVLINK) == ExchangeCost((512 * 7 / 8 + 512 * 7) * 5120 * 2, 2)
+    assert exchange_cost(top_1, NVLINK) == ExchangeCost((512 * 7 / 8 + 512 * 7) * 5120 * 2, 2)
     everywhere = replace(QWEN_3, top_k=128)
-    assert exchanged(everywhere, NVLINK).num_bytes == replicated(everywhere).num_bytes, "never more than an all-reduce"
-    assert exchanged(QWEN_3, DENSE).num_bytes == replicated(QWEN_3).num_bytes, "what could be there, where it can't be ragged"
+    assert exchange_cost(everywhere, NVLINK).num_bytes == replicated_cost(everywhere).num_bytes, "never more than an all-reduce"
+    assert exchange_cost(QWEN_3, DENSE).num_bytes == replicated_cost(QWEN_3).num_bytes, "what could be there, where it can't be ragged"
 
 
 def test_tokens_that_devices_do_not_divide_are_sent_in_shares_of_as_many() -> None:
-    assert exchanged(replace(QWEN_3, num_tokens=9), FREE) == exchanged(replace(QWEN_3, num_tokens=16), FREE)
+    assert exchange_cost(replace(QWEN_3, num_tokens=9), FREE) == exchange_cost(replace(QWEN_3, num_tokens=16), FREE)
 
 
 def test_the_crossover_is_where_the_bytes_saved_take_a_launch() -> None:
@@ -58,15 +58,15 @@ def test_the_crossover_is_where_the_bytes_saved_take_a_launch() -> None:
 
 @pytest.mark.parametrize("mixture", [LLAMA_4, KIMI], ids=["llama 4", "kimi"])
 @pytest.mark.parametrize("num_tokens", [1, 64, 2048, 10**6])
-def test_a_shared_expert_leaves_nothing_to_save(mixture: Mixture, num_tokens: int) -> None:
+def test_a_shared_expert_leaves_nothing_to_save(mixture: MoELayerWork, num_tokens: int) -> None:
     mixture = replace(mixture, num_tokens=num_tokens)
     exchange, why = choose(mixture, NVLINK)
     assert exchange == "replicate" and "shared expert" in why
-    assert exchanged(mixture, FREE).seconds(FREE) >= replicated(mixture).seconds(FREE)
+    assert exchange_cost(mixture, FREE).seconds(FREE) >= replicated_cost(mixture).seconds(FREE)
 
 
 def test_without_it_fewer_tokens_are_worth_an_all_to_all_the_fewer_devices_have_a_part() -> None:
-    def first(mixture: Mixture) -> int:
+    def first(mixture: MoELayerWork) -> int:
         sizes = range(8, 10**4, 8)
         return next(n for n in sizes if choose(replace(mixture, num_tokens=n, has_shared=False), NVLINK)[0] == "all_to_all")
 

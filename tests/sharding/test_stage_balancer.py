@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sharding.stage_balancer import Costs, balance
+from sharding.stage_balancer import LayerCosts, balance
 
 COSTS = st.lists(st.integers(0, 20), min_size=1, max_size=9)
 
@@ -29,7 +29,7 @@ def every_cut(num_layers: int, num_stages: int) -> list[list[range]]:
 @given(COSTS, st.data(), st.integers(0, 40), st.integers(0, 40))
 def test_no_other_cut_is_better(costs: list[int], data: st.DataObject, first: int, last: int) -> None:
     num_stages = data.draw(st.integers(1, len(costs)))
-    stages = balance(Costs(costs, first, last), num_stages)
+    stages = balance(LayerCosts(costs, first, last), num_stages)
     assert [layer for stage in stages for layer in stage] == list(range(len(costs)))
     assert all(stages)
     made = stage_costs(costs, stages, first, last)
@@ -44,7 +44,7 @@ def test_no_other_cut_is_better(costs: list[int], data: st.DataObject, first: in
 def test_of_cuts_nearly_as_fast_none_is_smaller(layers: list[tuple[int, int]], data: st.DataObject, slack: float) -> None:
     costs, sizes = [cost for cost, _ in layers], [size for _, size in layers]
     first, last, num_stages = data.draw(st.integers(0, 40)), data.draw(st.integers(0, 40)), data.draw(st.integers(1, len(layers)))
-    stages = balance(Costs(costs, last=last), num_stages, Costs(sizes, first), slack)
+    stages = balance(LayerCosts(costs, last=last), num_stages, LayerCosts(sizes, first), slack)
     every = [(stage_costs(costs, cut, 0, last), stage_costs(sizes, cut, first, 0)) for cut in every_cut(len(layers), num_stages)]
     bound = min(max(sums) for sums, _ in every) * (1 + slack + 1e-9)
     made = stage_costs(costs, stages, 0, last)
@@ -59,17 +59,17 @@ def test_of_cuts_nearly_as_fast_none_is_smaller(layers: list[tuple[int, int]], d
 @given(st.lists(st.floats(0, 1e3), min_size=2, max_size=8), st.integers(1, 4))
 def test_costs_may_be_any_numbers(costs: list[float], num_stages: int) -> None:
     num_stages = min(num_stages, len(costs))
-    stages = balance(Costs(costs), num_stages)
+    stages = balance(LayerCosts(costs), num_stages)
     slowest = min(max(sum(costs[i] for i in stage) for stage in cut) for cut in every_cut(len(costs), num_stages))
     assert max(sum(costs[i] for i in stage) for stage in stages) <= slowest * (1 + 1e-6) + 1e-9
-    assert stages == balance(Costs(costs), num_stages), "the same each time"
+    assert stages == balance(LayerCosts(costs), num_stages), "the same each time"
 
 
 def test_equal_layers_are_cut_evenly_and_what_is_besides_counts() -> None:
-    assert balance(Costs([1.0] * 80), 4) == [range(20), range(20, 40), range(40, 60), range(60, 80)]
-    assert balance(Costs([1.0] * 8, last=2.0), 2) == [range(5), range(5, 8)]
-    assert balance(Costs([1.0] * 8, first=2.0), 2) == [range(3), range(3, 8)]
-    assert balance(Costs([0.1] * 30, 0.1, 0.1), 3)[1] in (range(9, 20), range(10, 20), range(10, 21)), (
+    assert balance(LayerCosts([1.0] * 80), 4) == [range(20), range(20, 40), range(40, 60), range(60, 80)]
+    assert balance(LayerCosts([1.0] * 8, last=2.0), 2) == [range(5), range(5, 8)]
+    assert balance(LayerCosts([1.0] * 8, first=2.0), 2) == [range(3), range(3, 8)]
+    assert balance(LayerCosts([0.1] * 30, 0.1, 0.1), 3)[1] in (range(9, 20), range(10, 20), range(10, 21)), (
         "30 layers and two more: 11, 11 and 10"
     )
 
@@ -77,10 +77,10 @@ def test_equal_layers_are_cut_evenly_and_what_is_besides_counts() -> None:
 @pytest.mark.parametrize(("num_layers", "num_stages"), [(3, 4), (3, 0), (0, 1)])
 def test_every_stage_needs_a_layer(num_layers: int, num_stages: int) -> None:
     with pytest.raises(ValueError, match=rf"{num_stages} stages of {num_layers} layers: .* use a pp of 1 to {num_layers}"):
-        balance(Costs([1.0] * num_layers), num_stages)
+        balance(LayerCosts([1.0] * num_layers), num_stages)
 
 
 @pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
 def test_costs_that_are_none_are_refused(bad: float) -> None:
     with pytest.raises(ValueError, match="each must be a number of at least 0"):
-        Costs([1.0, bad])
+        LayerCosts([1.0, bad])

@@ -7,31 +7,31 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.gpu.floors import Work
-from benchmarks.gpu.measure import Found, Library, Measure, Times
+from benchmarks.gpu.measure import CallTimes, GpuMeasure, Library, RowResult
+from benchmarks.gpu.roofline import RooflineWork
 
 
-def works(case: str = "") -> Iterator[Found]:
-    yield Found(case, Times(2.0, 1.0, 3.0), Work(8.0, 0.0), {"process": os.getpid()})
+def works(case: str = "") -> Iterator[RowResult]:
+    yield RowResult(case, CallTimes(2.0, 1.0, 3.0), RooflineWork(8.0, 0.0), {"process": os.getpid()})
 
 
-def works_half() -> Iterator[Found]:
-    yield Found("first", Times(1.0, 1.0, 1.0), Work(1.0, 1.0))
+def works_half() -> Iterator[RowResult]:
+    yield RowResult("first", CallTimes(1.0, 1.0, 1.0), RooflineWork(1.0, 1.0))
     raise ValueError("the second is\n too large")
 
 
-def raises(error: type[Exception]) -> Iterator[Found]:
+def raises(error: type[Exception]) -> Iterator[RowResult]:
     raise error("no such kernel")
     yield
 
 
-def crashes() -> Iterator[Found]:
+def crashes() -> Iterator[RowResult]:
     os._exit(3)
     yield
 
 
-def hangs() -> Iterator[Found]:
-    yield Found("first", Times(1.0, 1.0, 1.0))
+def hangs() -> Iterator[RowResult]:
+    yield RowResult("first", CallTimes(1.0, 1.0, 1.0))
     time.sleep(600)
 
 
@@ -46,10 +46,10 @@ RUNS: dict[str, Any] = {
 }
 
 
-def catalog(names: tuple[str, ...], libraries: tuple[Library, ...], limit_s: float) -> list[Measure]:
+def catalog(names: tuple[str, ...], libraries: tuple[Library, ...], limit_s: float) -> list[GpuMeasure]:
     """Each is done in a way of its own, but for 'hangs', of which each is another size."""
     return [
-        Measure(name, *(("one way", str(place)) if name == "hangs" else (str(place), "")), RUNS[name], limit_s, library)
+        GpuMeasure(name, *(("one way", str(place)) if name == "hangs" else (str(place), "")), RUNS[name], limit_s, library)
         for place, (name, library) in enumerate(zip(names, libraries, strict=True))
     ]
 

@@ -14,14 +14,15 @@ import numpy as np
 import pytest
 
 from benchmarks.gpu import smoke
-from benchmarks.gpu.absent import NOT_NEEDED
-from benchmarks.gpu.problem import Check, Problem
+from benchmarks.gpu.problem import KernelCheck, Problem
+from benchmarks.gpu.stand_ins import NOT_NEEDED
 from pallas_kernels.mosaic.warpgroup import Warpgroup
 from tests.card import _always
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
+@pytest.mark.exhaustive  # collects a folder in two more processes
 def test_kernels_tests_need_no_packages_that_such_a_machine_lacks():
     hidden = f"""
 import sys
@@ -30,7 +31,7 @@ from functools import partial
 absent = {(*NOT_NEEDED, "fastapi", "uvicorn")!r}
 PathFinder.find_spec = partial(lambda find, name, *rest: None if name.partition(".")[0] in absent else find(name, *rest), PathFinder.find_spec)
 import glob, pytest
-files = [*glob.glob("tests/kernels/test_*_gpu.py"), "tests/kernels/test_shares.py"]
+files = [*glob.glob("tests/kernels/test_*_gpu.py"), "tests/kernels/test_split_combine.py"]
 sys.exit(pytest.main(["--noconftest", "-p", "tests.card", "-q", *sys.argv[1:], *files]))
 """
     collected, run = (
@@ -57,7 +58,7 @@ def test_variants_are_of_every_kernel_and_tilings_are_theirs():
         assert not variant.tiling or tiling.__dict__.items() >= variant.tiling.items()
 
 
-@pytest.mark.parametrize("name", ["decode, one tile", "experts, fp8"])
+@pytest.mark.parametrize("name", ["decode, one tile", pytest.param("experts, fp8", marks=pytest.mark.exhaustive)])
 def test_on_a_cpu_variants_are_right_where_they_are_interpreted(name):
     found = smoke.run(name, 1, is_interpreted=True)
     assert found["failure"] is None and found["num_different"] == 0 and found["row_error"] > 0
@@ -102,6 +103,6 @@ def test_repeats_that_differ_are_counted():
 
         return jax.pure_callback(noise, x, x)
 
-    check = Check(lambda function, x: function(x), (jnp.zeros(4),), lambda: np.zeros(4))
+    check = KernelCheck(lambda function, x: function(x), (jnp.zeros(4),), lambda: np.zeros(4))
     problem = partial(Problem, None, None, None, [], None, shape={})(checks={"one": check})
     assert smoke._num_different(noisy, problem, 6) == 2

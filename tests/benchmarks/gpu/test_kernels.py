@@ -8,9 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.gpu import grouped, kernels, latents, paged, peers, prefill, timing, written
-from benchmarks.gpu.kernels import WORST_ERROR, WORST_ROW, implementation, measured, relative_error, row_errors
-from benchmarks.gpu.measure import Times
+from benchmarks.gpu import (
+    cudnn_attention,
+    grouped_matmul,
+    kernels,
+    latent_prefill_attention,
+    paged_attention,
+    ragged_prefill_attention,
+    timing,
+    write_and_attend,
+)
+from benchmarks.gpu.kernels import WORST_ERROR, WORST_ROW, implementation, measure_function, relative_error, row_errors
+from benchmarks.gpu.measure import CallTimes
 from benchmarks.gpu.sizes import SMALL
 from pallas_kernels.grouped_matmul.cases import TINY
 from pallas_kernels.paged_attention import mosaic_tiling
@@ -30,23 +39,25 @@ def once(make):
     return made
 
 
-DECODE = paged.cases(SIZES)
+DECODE = paged_attention.cases(SIZES)
 ATTENTION = {
-    "paged_attention": once(lambda: paged.problem(SIZES, DECODE["batch 4, context 24"], seed=1)),
-    "ragged_prefill_attention": once(lambda: prefill.problem(SIZES, prefill.Prompt(64), seed=1)),
-    "latent_prefill_attention": once(lambda: latents.problem(SIZES, latents.cases(SIZES)["32 tokens after 64"], seed=1)),
+    "paged_attention": once(lambda: paged_attention.problem(SIZES, DECODE["batch 4, context 24"], seed=1)),
+    "ragged_prefill_attention": once(lambda: ragged_prefill_attention.problem(SIZES, ragged_prefill_attention.BenchmarkPrompt(64), seed=1)),
+    "latent_prefill_attention": once(
+        lambda: latent_prefill_attention.problem(SIZES, latent_prefill_attention.cases(SIZES)["32 tokens after 64"], seed=1)
+    ),
 }
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(kernels, "per_call", lambda *_: (Times(1.0, 1.0, 1.0), {}))
+    monkeypatch.setattr(kernels, "per_call", lambda *_: (CallTimes(1.0, 1.0, 1.0), {}))
 
 
 def found(name, change, make=None):
     function = implementation(name, "xla", None)
     problem = (make or ATTENTION[name])()
-    return measured(functools.partial(change, function), problem, SIZES, "case", {})
+    return measure_function(functools.partial(change, function), problem, SIZES, "case", {})
 
 
 def right(function, *arguments, **options):
@@ -87,7 +98,7 @@ def trusts_the_pool(function, *arguments, **options):
 @pytest.mark.parametrize("name", ATTENTION)
 def test_a_right_kernel_is_timed(name):
     row = found(name, right)
-    assert row.failure is None and row.times == Times(1.0, 1.0, 1.0)
+    assert row.failure is None and row.times == CallTimes(1.0, 1.0, 1.0)
     assert 0 < row.notes["relative_error"] < 1e-5
 
 
@@ -105,7 +116,7 @@ def test_a_wrong_kernel_is_not(name, wrong):
 
 @pytest.mark.parametrize("case", ["float8, batch 4, context 24", "latents, batch 4, context 24"])
 def test_other_pages(case):
-    make = once(lambda: paged.problem(SIZES, DECODE[case], seed=1))
+    make = once(lambda: paged_attention.problem(SIZES, DECODE[case], seed=1))
 
     def one_scale_for_all(function, *arguments, **options):
         return function(
@@ -126,7 +137,7 @@ def test_other_pages(case):
         assert found("paged_attention", change, make).times is None, change.__name__
 
 
-WRITTEN = once(lambda: written.problem(SIZES, written.cases(SIZES)["batch 4, context 24"], seed=1))
+WRITTEN = once(lambda: write_and_attend.problem(SIZES, write_and_attend.cases(SIZES)["batch 4, context 24"], seed=1))
 
 
 def test_a_write_is_checked_too():
@@ -152,7 +163,7 @@ def test_a_write_is_checked_too():
 @pytest.mark.parametrize("kernel", [k for k in kernels.KERNELS if k.folder or k.name == "paged_attention"], ids=lambda kernel: kernel.name)
 def test_what_the_tuner_keeps_a_tiling_by_is_what_the_kernel_looks_for(kernel, monkeypatch):
     asked = []
-    monkeypatch.setattr(mosaic_tiling, "tuned", lambda op, shape: asked.append((op, shape)))
+    monkeypatch.setattr(mosaic_tiling, "tuned_tiling", lambda op, shape: asked.append((op, shape)))
     for case in (case for case in kernel.cases(SIZES).values() if not (case.value_size or case.has_scales)):
         problem = kernel.problem(SIZES, case, seed=0)
         function = implementation(kernel.name, "mosaic_gpu", None)
@@ -176,7 +187,7 @@ def test_the_pool_that_is_promised_finite_is_checked_as_it_is_timed():
 
 @pytest.mark.parametrize("case", TINY, ids=lambda case: case.format)
 def test_grouped_products(case):
-    make = once(lambda: grouped.problem(SIZES, (case, 40), seed=2))
+    make = once(lambda: grouped_matmul.problem(SIZES, (case, 40), seed=2))
 
     def swapped_neighbours(function, x, weights, counts):
         return function(x, weights, counts.at[:2].add(jnp.asarray([1, -1])))
@@ -228,10 +239,10 @@ def test_one_wrong_row_among_thousands_is_seen():
 
 @pytest.mark.parametrize("queries", [1, 40])
 def test_what_jax_has_is_checked_too(queries):
-    problem = peers._problem(SIZES, SIZES.decode_attention(1, 40), 1, queries, 40, seed=3)
+    problem = cudnn_attention._problem(SIZES, SIZES.decode_attention(1, 40), 1, queries, 40, seed=3)
     attend = functools.partial(jax.nn.dot_product_attention, is_causal=queries > 1)
-    assert measured(attend, problem, SIZES, "", {}).times is not None
-    assert measured(functools.partial(jax.nn.dot_product_attention, scale=0.01), problem, SIZES, "", {}).times is None
+    assert measure_function(attend, problem, SIZES, "", {}).times is not None
+    assert measure_function(functools.partial(jax.nn.dot_product_attention, scale=0.01), problem, SIZES, "", {}).times is None
 
 
 def test_seconds_of_a_call_are_of_all_calls_of_a_loop(monkeypatch):

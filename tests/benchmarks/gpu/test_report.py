@@ -7,15 +7,15 @@ import pytest
 
 from benchmarks.gpu import report as report_module
 from benchmarks.gpu import tune
-from benchmarks.gpu.floors import Work
-from benchmarks.gpu.measure import Found, Measure, Times
+from benchmarks.gpu.measure import CallTimes, GpuMeasure, RowResult
 from benchmarks.gpu.report import Report
+from benchmarks.gpu.roofline import RooflineWork
 from benchmarks.gpu.worker import Row
 
 
 def row(name, way, case="", seconds=None, work=None, failure=None, **notes):
-    times = None if seconds is None else Times(seconds, seconds * 0.9, seconds * 1.2)
-    return Row(Measure(name, way, case, None, 1.0), Found(case, times, work, notes, failure))
+    times = None if seconds is None else CallTimes(seconds, seconds * 0.9, seconds * 1.2)
+    return Row(GpuMeasure(name, way, case, None, 1.0), RowResult(case, times, work, notes, failure))
 
 
 def report(*rows):
@@ -27,14 +27,16 @@ def report(*rows):
 
 
 CARD = (
-    row("copy", "loop", seconds=1e-3, work=Work(3e9, 0)),
-    row("copy", "launches", seconds=1e-3, work=Work(4e9, 0)),
-    row("matmul", "xla", seconds=1e-3, work=Work(1e6, 8e11)),
+    row("copy", "loop", seconds=1e-3, work=RooflineWork(3e9, 0)),
+    row("copy", "launches", seconds=1e-3, work=RooflineWork(4e9, 0)),
+    row("matmul", "xla", seconds=1e-3, work=RooflineWork(1e6, 8e11)),
 )
 
 
 def test_shares_are_of_the_best_that_was_measured_of_the_card():
-    made = report(*CARD, row("decode", "ours", "a", 2e-3, Work(4e9, 1e9)), row("prefill", "ours", "b", 4e-3, Work(1e6, 8e11)))
+    made = report(
+        *CARD, row("decode", "ours", "a", 2e-3, RooflineWork(4e9, 1e9)), row("prefill", "ours", "b", 4e-3, RooflineWork(1e6, 8e11))
+    )
     written = made.as_json()
     assert written["ceilings"] == {"bytes_per_s": pytest.approx(4e12), "flops_per_s": pytest.approx(8e14)}
     decode, prefill = written["rows"][-2:]
@@ -46,7 +48,7 @@ def test_shares_are_of_the_best_that_was_measured_of_the_card():
 
 
 def test_without_ceilings_there_are_times_and_no_shares():
-    made = report(CARD[0], row("decode", "ours", "a", 2e-3, Work(4e9, 1e9)))
+    made = report(CARD[0], row("decode", "ours", "a", 2e-3, RooflineWork(4e9, 1e9)))
     assert made.rates() is None and "share" not in made.as_json()["rows"][-1]
     assert "2.00 ms" in made.table() and "%" not in made.table()
     assert str(made.rows[-1]) == "decode/ours/a: 2.00 ms"
@@ -54,7 +56,8 @@ def test_without_ceilings_there_are_times_and_no_shares():
 
 def test_a_cpu_has_gflops():
     assert (
-        "3.0 GFLOP/s" in report(row("decode", "ours", "a", 1e-3, Work(1.0, 3e6)), row("matmul", "xla", "b", 1e-3, Work(1.0, 3e6))).table()
+        "3.0 GFLOP/s"
+        in report(row("decode", "ours", "a", 1e-3, RooflineWork(1.0, 3e6)), row("matmul", "xla", "b", 1e-3, RooflineWork(1.0, 3e6))).table()
     )
 
 

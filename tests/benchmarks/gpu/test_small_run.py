@@ -8,13 +8,14 @@ import sys
 
 import pytest
 
-from benchmarks.gpu.__main__ import _chosen, _unused, main
-from benchmarks.gpu.absent import NOT_NEEDED
+from benchmarks.gpu.__main__ import _select, _unused, main
 from benchmarks.gpu.catalog import catalog
 from benchmarks.gpu.kernels import implementation
 from benchmarks.gpu.sizes import FULL
+from benchmarks.gpu.stand_ins import NOT_NEEDED
 
 
+@pytest.mark.exhaustive  # a minute; each measure has tests of its own
 def test_a_small_run_writes_rows_with_shares_and_prints_a_table(tmp_path, capsys):
     path = tmp_path / "small.json"
     wanted = [
@@ -142,7 +143,7 @@ def test_a_pattern_that_names_nothing_is_an_error(capsys):
 def test_measures_come_by_value_or_as_they_are_asked_for():
     measures = catalog(is_small=True, seed=0, is_tuning=False)
     patterns = ["prefill step/xla", "copy/*", "*step/xla"]
-    by_value, given = ([m.key for m in _chosen(measures, patterns, order)] for order in ("value", "given"))
+    by_value, given = ([m.key for m in _select(measures, patterns, order)] for order in ("value", "given"))
     assert [key.split("/")[0] for key in by_value] == ["copy", "copy", "decode step", "prefill step"]
     assert [key.split("/")[0] for key in given] == ["prefill step", "copy", "copy", "decode step"]
 

@@ -5,17 +5,17 @@ from pathlib import Path
 import pytest
 
 from benchmarks.peers.__main__ import parse_arguments
-from benchmarks.peers.engines import ENGINES, MODULES, SERVERS, chosen
-from benchmarks.peers.venvs import Absent
+from benchmarks.peers.engines import ENGINES, MODULES, SERVERS, select_engines
+from benchmarks.peers.venvs import PeerUnavailable
 from benchmarks.peers.weights import provide_weights
 from benchmarks.worker import ROOT
 
 
 def test_engines_are_chosen_by_how_their_names_begin() -> None:
-    assert [e.name for e in chosen(["jaxinfer-float32", "LLAMA.CPP"])] == ["jaxinfer float32", "llama.cpp Q4_1", "llama.cpp BF16"]
-    assert chosen([]) == list(ENGINES)
+    assert [e.name for e in select_engines(["jaxinfer-float32", "LLAMA.CPP"])] == ["jaxinfer float32", "llama.cpp Q4_1", "llama.cpp BF16"]
+    assert select_engines([]) == list(ENGINES)
     with pytest.raises(ValueError, match=r"no engine is called 'sglang'.*vLLM-bfloat16"):
-        chosen(["sglang"])
+        select_engines(["sglang"])
 
 
 def test_every_engine_has_a_worker_and_is_known_by_one_name() -> None:
@@ -26,7 +26,7 @@ def test_every_engine_has_a_worker_and_is_known_by_one_name() -> None:
 
 
 def test_our_server_runs_with_the_settings_of_our_worker() -> None:
-    [engine] = chosen(["jaxinfer-bfloat16"])
+    [engine] = select_engines(["jaxinfer-bfloat16"])
     command = engine.server(Path("/models/a.gguf"), 2, 4096)
     assert command is not None
     words = " ".join(command.command)
@@ -36,7 +36,7 @@ def test_our_server_runs_with_the_settings_of_our_worker() -> None:
 def test_a_folder_is_no_model_for_llama_cpp(tmp_path: Path) -> None:
     assert provide_weights("folder", tmp_path) == tmp_path
     assert provide_weights("model", tmp_path) == tmp_path
-    with pytest.raises(Absent, match=r"reads \.gguf files"):
+    with pytest.raises(PeerUnavailable, match=r"reads \.gguf files"):
         provide_weights("gguf BF16", tmp_path)
 
 

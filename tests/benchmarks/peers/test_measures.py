@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from benchmarks.peers.measures import Measure, Measures, Spread
-from benchmarks.peers.rates import rotated
+from benchmarks.peers.measures import EngineFigure, Measures, Spread
+from benchmarks.peers.rates import rotate
 
 
-def rate(**values: list[float | None]) -> Measure:
-    return Measure("decode", "decode, batch 8", "tokens/s", True, values)
+def rate(**values: list[float | None]) -> EngineFigure:
+    return EngineFigure("decode", "decode, batch 8", "tokens/s", True, values)
 
 
 def test_a_ratio_is_the_median_of_ratios_of_one_round() -> None:
@@ -22,7 +22,7 @@ def test_a_ratio_is_the_median_of_ratios_of_one_round() -> None:
 
 
 def test_where_less_is_better_the_ratio_is_turned_over() -> None:
-    waits = Measure("start", "warm start", "s", False, {"ours": [2.0, 4.0], "peer": [8.0, 4.0]})
+    waits = EngineFigure("start", "warm start", "s", False, {"ours": [2.0, 4.0], "peer": [8.0, 4.0]})
     assert waits.ratio("ours", "peer") == Spread(2.5, 1.0, 4.0)
     assert waits.best(["ours", "peer"]) == "ours"
 
@@ -56,6 +56,6 @@ def test_measures_survive_json_in_their_order() -> None:
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_each_engine_is_first_equally_often(count: int) -> None:
     names = [f"engine {i}" for i in range(count)]
-    rounds = [rotated(names, number) for number in range(2 * count)]
+    rounds = [rotate(names, number) for number in range(2 * count)]
     assert all(sorted(order) == names for order in rounds)
     assert sorted(order[0] for order in rounds) == sorted(names * 2)

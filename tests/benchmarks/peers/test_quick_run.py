@@ -28,6 +28,7 @@ def labels(result: dict[str, Any], part: str, engine: str) -> list[str]:
     return [m["label"] for m in found]
 
 
+@pytest.mark.exhaustive  # half a minute; each part has tests of its own
 def test_a_quick_run_of_this_engine_measures_and_reports(tmp_path: Path, tiny_model_path: Path) -> None:
     flags = ("--model", str(tiny_model_path), "--token-ids", "0", "500", "--engines", "jaxinfer-float32", "llama.cpp-q4_1")
     result = quick_run(tmp_path / "run.json", *flags, "--parts", "rates", "second-turn", "quality", "served")
@@ -48,6 +49,7 @@ def test_a_quick_run_of_this_engine_measures_and_reports(tmp_path: Path, tiny_mo
     )
 
 
+@pytest.mark.exhaustive
 def test_the_short_way_measures_rates_alone(tmp_path: Path, tiny_model_path: Path) -> None:
     flags = ("--model", str(tiny_model_path), "--token-ids", "0", "500", "--engines", "jaxinfer-float32")
     result = quick_run(tmp_path / "run.json", *flags, module="benchmarks.offline")
@@ -55,6 +57,7 @@ def test_the_short_way_measures_rates_alone(tmp_path: Path, tiny_model_path: Pat
 
 
 @pytest.mark.parity
+@pytest.mark.exhaustive  # two minutes
 def test_a_quick_run_of_every_engine_that_is_there(tmp_path: Path, tiny_model_path: Path) -> None:
     # Starts alone would take minutes; and two of torch's threads ten times as long, where another process has a core: they spin while they wait.
     flags = ("--model", str(tiny_model_path), "--token-ids", "0", "500", "--threads", "1")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.peers import venvs
-from benchmarks.peers.venvs import Absent, Recipe, provide, requirements
+from benchmarks.peers.venvs import PeerUnavailable, Recipe, provide, requirements
 
 FAKE = """#!/bin/sh
 printf '%s\\n' "$*" >> calls
@@ -55,14 +55,14 @@ def test_another_version_is_installed_anew(root: Path) -> None:
 
 
 def test_nothing_is_made_unless_it_is_allowed(root: Path) -> None:
-    with pytest.raises(Absent, match="--install"):
+    with pytest.raises(PeerUnavailable, match="--install"):
         provide(RECIPE, installs=False)
     assert installed(root) == []
 
 
 def test_a_peer_whose_environment_fails_is_absent_with_pips_error(root: Path) -> None:
     broken = replace(RECIPE, steps=(("broken",), ("never",)))
-    with pytest.raises(Absent, match=r"can't be made here: ERROR: no such package: broken"):
+    with pytest.raises(PeerUnavailable, match=r"can't be made here: ERROR: no such package: broken"):
         provide(broken, installs=True, say=lambda text: None)
     assert installed(root) == ["broken"]
     assert not broken.is_made

@@ -81,7 +81,7 @@ def start_server(forks, folder, log):
     raise AssertionError(log.read_text())
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_a_server_killed_again_and_again(forks, tmp_path, seed):
     moments = random.Random(seed)
     lines = [line(f"c{n}", body={"model": "tiny", "prompt": "x", "max_tokens": n + 1}) for n in range(150)]

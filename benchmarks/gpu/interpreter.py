@@ -1,0 +1,24 @@
+"""Runs GPU kernels in JAX's interpreter without compiling them again and again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax._src.pallas.mosaic.interpret import thread_map
+
+
+def compile_once() -> None:
+    """From here on a kernel's threads are compiled once in this process. JAX 0.10 compiles them for every thread of
+    every block: it creates the function that it compiles each time, so that no cache finds it. In 0.11 that function is
+    at module level, as `_run` is here."""
+    if jax.__version_info__ < (0, 11):
+        thread_map._run_jaxpr = _run_jaxpr
+
+
+def _run(jaxpr: Any, consts: Any, *args: Any) -> None:
+    jax.core.eval_jaxpr(jaxpr, consts, *args)
+
+
+def _run_jaxpr(jaxpr: Any, consts: Any, *args: Any) -> None:
+    jax.jit(_run, static_argnums=0).trace(jaxpr, consts, *args).lower().compile()(consts, *args)

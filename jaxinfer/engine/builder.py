@@ -1,0 +1,260 @@
+"""`build`: from a configuration to roles that are ready; weights are read while programs compile."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+
+from checkpoints.digest import weights_digest
+from checkpoints.hub import open_source, resolve
+from checkpoints.source import TensorSource
+from jaxinfer.config import ConfigError, EngineConfig, ScheduleConfig, parse_bytes, parse_disk
+from jaxinfer.decode.runner import DecodeRunner
+from jaxinfer.encode.loading import load_encoder
+from jaxinfer.engine.components import EngineComponents, Runners, TierSettings, build_roles
+from jaxinfer.engine.start_report import mesh_names, report_start
+from jaxinfer.engine.warmup import measure, warm_up
+from jaxinfer.kv_cache.pages import PagePool
+from jaxinfer.kv_cache.spec import LayerGroups
+from jaxinfer.kv_tiers.tiers import Tiers
+from jaxinfer.kv_transfer.page_moves import PageMover, gather_programs, scatter_programs
+from jaxinfer.kv_transfer.page_transport import MeshPageTransport, PageTransport
+from jaxinfer.kv_transfer.page_transport import warm_up as warm_up_transport
+from jaxinfer.kv_transfer.stage_moves import StagePageTransport, routes
+from jaxinfer.models.registry import config_of
+from jaxinfer.multi_process.processes import Processes, lead
+from jaxinfer.pipeline.device_clock import DeviceClock
+from jaxinfer.pipeline.expert_loads import ExpertLoads
+from jaxinfer.pipeline.stage import StagedWeights
+from jaxinfer.pipeline.stage_clock import StageClock
+from jaxinfer.planner.engine_plan import Plan, RolePlan, make_plan
+from jaxinfer.prefill.chunk_size import ChunkSizeController
+from jaxinfer.prefill.runner import PrefillRunner
+from jaxinfer.programs.compilation import COUNTER, compile_programs, use_persistent_cache
+from jaxinfer.programs.profile import named
+from jaxinfer.sampling_defaults import describe, read_sampling_defaults
+from jaxinfer.stats import EngineStats, ExpertLoad
+from jaxinfer.tokenizer import Tokenizer
+from jaxinfer.weights.load import check_tensors, load_weights, random_weights
+from pallas_kernels.span import FULL_ATTENTION
+
+_FETCHED_SHARE = 4  # one part in so many of the host memory for pages is for pages being fetched
+
+
+def build(config: EngineConfig, stats: EngineStats, processes: Processes | None = None) -> EngineComponents:
+    """Load weights and compile every program; nothing compiles afterwards. Without `processes`, this process is the
+    first of those that are configured.
+
+    Raises `ConfigError`, `CheckpointError` or `UnsupportedModelError`, which say what to change.
+    """
+    use_persistent_cache()
+    split_cpu(config.devices.cpu_devices)
+    processes = processes or lead(config)
+    try:
+        return _build(config, stats, processes)
+    except BaseException:
+        processes.close()
+        raise
+
+
+def _build(config: EngineConfig, stats: EngineStats, processes: Processes) -> EngineComponents:
+    clocks = [DeviceClock(), DeviceClock()]
+    # First, so that the plan's KV budget excludes the encoder's memory.
+    encode = load_encoder(config, stats, clocks[0]) if config.model.embedding_model else None
+    path = resolve(config.model.model)
+    source = open_source(path)
+    sampling_defaults = read_sampling_defaults(config.model.model, path, config.model.generation_config)
+    stats.sampling_defaults = describe(sampling_defaults)
+    stats.start.note("placing the model")
+    architecture = config_of(source)
+    plan = make_plan(config, architecture, source)
+    for role in (plan.prefill, plan.decode):
+        for stage in role.stages:
+            processes.check(f"{role.role}_devices", stage.mesh)
+    tokenizer = Tokenizer.from_source(source)
+    schedule = config.schedule
+    if plan.has_stages and not config.model.random_weights:
+        check_tensors(plan.template, source)  # loading a stage doesn't see the other stages' tensors
+
+    roles = (plan.decode,) if plan.shares_mesh else (plan.prefill, plan.decode)
+    pools = [role.pools() for role in roles]  # one a stage
+    sequence_parallel = config.devices.sequence_parallel
+    prefill_stages = plan.prefill.stages_with(pools[0], sequence_parallel)
+    decode_stages = plan.decode.stages_with(pools[-1], sequence_parallel)
+    stage_clocks = [StageClock(role.layout.pp) if role.layout.pp > 1 else None for role in roles]
+    prefill_runner = PrefillRunner(prefill_stages, schedule.prefill_buckets, plan.max_model_len, stage_clocks[0])
+    decode_runner = DecodeRunner(decode_stages, micro_batch_buckets(schedule, plan.decode.layout.pp), plan.max_model_len, stage_clocks[-1])
+    sources = prefill_runner.programs() + decode_runner.programs()
+    tiers = _tiers(config, plan, source)
+    stage_transports = _stage_transports(plan, pools) if not plan.shares_mesh and plan.has_stages else None
+    if stage_transports is not None:
+        sources += [program for transport in stage_transports for program in transport.programs()]
+    elif not plan.shares_mesh or tiers is not None:
+        for role, (pool,) in zip(roles, pools, strict=True):
+            sources += gather_programs(_mover_name(role), pool) + scatter_programs(_mover_name(role), pool)
+    with ThreadPoolExecutor(1, "weights") as background:
+        started = time.monotonic()
+        loading = background.submit(_load, config, plan, source, pools, stats)
+        with stats.start.counted("compiling", len(sources)) as compiled:
+            programs = compile_programs(sources, compiled)
+        stats.compile_seconds += time.monotonic() - started
+        prefill_weights, decode_weights = loading.result()
+    report_start(stats, config, plan, programs, pools)
+    if config.devices.profile is not None:
+        programs = named(programs)
+    prefill_runner, decode_runner = processes.share("prefill", prefill_runner), processes.share("decode", decode_runner)
+    movers = [
+        processes.share(_mover_name(role), PageMover(_mover_name(role), stage_pools[0], programs))
+        for role, stage_pools in zip(roles, pools, strict=True)
+        if not plan.has_stages
+    ]
+    chunk_controller = ChunkSizeController(
+        schedule.prefill_buckets, schedule.target_ttft, schedule.target_itl, delays_decode=plan.shares_mesh
+    )
+    transports: Sequence[PageTransport] = ()  # forward, reverse
+    processes.compiled(_summary(plan))
+    with COUNTER.compiling():  # allocating and moving pages compiles too
+        prefill_runner.start(programs, prefill_weights)
+        decode_runner.start(programs, decode_weights)
+        warm_up(prefill_runner, decode_runner, stats.start)
+        stats.start.note("measuring")
+        for name, clock in zip(mesh_names(plan), stage_clocks, strict=True):
+            if clock is not None:
+                clock.begin()
+                stats.stage_times[name] = clock.times
+        if chunk_controller.steers or tiers is not None:
+            measure(prefill_runner, chunk_controller)
+        if not plan.shares_mesh:
+            if stage_transports is None:
+                transports = [MeshPageTransport(movers[0], movers[1]), MeshPageTransport(movers[1], movers[0])]
+            else:
+                for stage_transport in stage_transports:
+                    stage_transport.start(programs)
+                transports = [processes.share(f"page moves {n}", transport) for n, transport in enumerate(stage_transports)]
+            for transport in transports:
+                warm_up_transport(transport)
+    _watch_experts(stats, {"prefill": prefill_runner.loads, "decode": decode_runner.loads})
+    forward, reverse = transports or (None, None)
+    runners = Runners(prefill_runner, decode_runner, clocks[: len(roles)], movers, forward, reverse)
+    below = None if tiers is None else TierSettings(tiers, chunk_controller.seconds_to_compute, _most_fetched(config, plan))
+    prefill, decode = build_roles(config, plan.page_spec, [role.num_pages for role in roles], runners, chunk_controller, below)
+    if prefill.tiers is not None:
+        stats.read_tiers = prefill.tiers.tiers.stats
+        with COUNTER.compiling():
+            prefill.tiers.warm_up()
+    processes.wait_until_built()
+    return EngineComponents(config, plan, tokenizer, prefill, decode, decode_weights, encode, processes, sampling_defaults)
+
+
+def split_cpu(num_devices: int | None) -> None:
+    """Set JAX's number of CPU devices. Raises `ConfigError` if JAX has started with another number already."""
+    if num_devices is None:
+        return
+    try:
+        jax.config.update("jax_num_cpu_devices", num_devices)
+    except RuntimeError as error:
+        available = len(jax.devices("cpu"))
+        if available < num_devices:
+            raise ConfigError(
+                f"cpu_devices is {num_devices}, but JAX has started with {available}: set it before anything uses JAX"
+            ) from error
+
+
+def micro_batch_buckets(schedule: ScheduleConfig, num_micro_batches: int) -> tuple[int, ...]:
+    """Batch sizes of decode programs where this many micro-batches share the sequences."""
+    most = -(-schedule.max_batch_size // num_micro_batches)
+    return tuple(sorted({min(size, most) for size in schedule.decode_buckets}))
+
+
+def _stage_transports(plan: Plan, pools: list[list[PagePool]]) -> list[StagePageTransport]:
+    """Transports from prefill's pools to decode's, and in reverse."""
+    groups = LayerGroups.of(plan.template.layer_spans)
+    prefill, decode = ([stage.template.layers for stage in role.stages] for role in (plan.prefill, plan.decode))
+    forward = StagePageTransport("prefill to decode", routes(groups, prefill, decode), pools[0], pools[1])
+    return [forward, StagePageTransport("decode to prefill", routes(groups, decode, prefill), pools[1], pools[0])]
+
+
+def _summary(plan: Plan) -> str:
+    """Text by which processes check that they have planned the same programs and arrays."""
+    return repr(
+        [
+            plan.template.config,
+            str(plan.template.weight_format),
+            plan.max_model_len,
+            *((r.role, str(r.layout), r.num_pages) for r in (plan.prefill, plan.decode)),
+        ]
+    )
+
+
+def _tiers(config: EngineConfig, plan: Plan, source: TensorSource) -> Tiers | None:
+    cache, page_bytes = config.cache, plan.page_spec.page_bytes
+    host_size = parse_bytes("kv_host_memory", cache.kv_host_memory or "0")
+    if not host_size:
+        return None
+    if host_size >= 2 * page_bytes:
+        host_size -= _most_fetched(config, plan) * page_bytes
+    if plan.has_stages:
+        raise ConfigError("kv_host_memory is given, but pages of pipeline stages can't be stored there yet: leave it out, or use pp=1")
+    if plan.page_spec.spans != (FULL_ATTENTION,):
+        raise ConfigError(
+            "kv_host_memory is given, but this model has layers with windows or chunks, whose pages can't be stored there yet: leave it out"
+        )
+    disk = parse_disk("kv_disk", cache.kv_disk) if cache.kv_disk else None
+    return Tiers(page_bytes, host_size, disk, _fingerprint(config, plan, source) if disk else b"")
+
+
+def _watch_experts(stats: EngineStats, loads: Mapping[str, ExpertLoads]) -> None:
+    """Count experts' loads from now on: warm-up sent all tokens the same way."""
+    for role_loads in loads.values():
+        role_loads.reset()
+
+    def read() -> dict[str, ExpertLoad]:
+        found = {role: role_loads.read() for role, role_loads in loads.items()}
+        return {role: load for role, load in found.items() if load is not None}
+
+    if any(abstract is not None for role_loads in loads.values() for abstract in role_loads.abstract):
+        stats.read_expert_loads = read
+
+
+def _most_fetched(config: EngineConfig, plan: Plan) -> int:
+    """The number of pages that may be on their way from the tiers at once."""
+    num_pages = parse_bytes("kv_host_memory", config.cache.kv_host_memory or "0") // plan.page_spec.page_bytes
+    return max(1, num_pages // _FETCHED_SHARE)
+
+
+def _fingerprint(config: EngineConfig, plan: Plan, source: TensorSource) -> bytes:
+    """All that the meaning of a page's bytes depends on besides tokens: model shapes, weights, types, layout."""
+    template = plan.template
+    about = (template.config, str(template.weight_format), str(template.activation_dtype), plan.page_spec)
+    return repr(about).encode() + (b"random weights" if config.model.random_weights else weights_digest(source.path))
+
+
+def _load(
+    config: EngineConfig, plan: Plan, source: TensorSource, pools: list[list[PagePool]], stats: EngineStats
+) -> tuple[StagedWeights, StagedWeights]:
+    started = time.monotonic()
+
+    def weights_for(role: RolePlan) -> StagedWeights:
+        if config.model.random_weights:
+            return tuple(random_weights(stage.template, stage.mesh, role.rules) for stage in role.stages)
+        return tuple(load_weights(stage.template, source, stage.mesh, role.rules) for stage in role.stages)
+
+    num_bytes = 0 if config.model.random_weights else sum(source.stored(name).num_bytes for name in source.names())
+    num_bytes *= 1 if plan.shares_mesh else 2
+    with COUNTER.compiling(), stats.start.measured("loading weights", num_bytes, lambda: source.bytes_read):
+        decode = weights_for(plan.decode)
+        prefill = decode if plan.shares_mesh else weights_for(plan.prefill)
+        for stage_pools in pools:
+            for pool in stage_pools:
+                pool.allocate()
+        jax.block_until_ready((decode, prefill, [pool.array for stage_pools in pools for pool in stage_pools]))
+    stats.load_seconds += time.monotonic() - started
+    return prefill, decode
+
+
+def _mover_name(role: RolePlan) -> str:
+    """Name of the programs that gather and scatter pages of a mesh's pool."""
+    return f"{role.role} pages"

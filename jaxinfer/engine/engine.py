@@ -1,0 +1,201 @@
+"""Engine: add_request, step, abort. Coordinates one prefill role and one decode role in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Tokens
+
+from jaxinfer.config import ConfigError, EngineConfig
+from jaxinfer.engine.builder import build
+from jaxinfer.engine.components import EngineComponents
+from jaxinfer.engine.intake import Deadlines, RequestIntake
+from jaxinfer.engine.metrics import EngineMetrics
+from jaxinfer.engine.output import OutputBuilder
+from jaxinfer.engine.preemption import Preemption
+from jaxinfer.engine.steps import Collected, Launched, StepRunner
+from jaxinfer.engine_access import EngineAccess
+from jaxinfer.multi_process.peer_failure import ProcessLostError
+from jaxinfer.programs.profile import Profile
+from jaxinfer.reference_forward import ReferenceForward
+from jaxinfer.request import DEFAULT_CONTEXT, FinishReason, OutputDelta, RequestContext, RequestError, SamplingParams, TokenLogprob
+from jaxinfer.segments import Prompt
+from jaxinfer.sequence import Sequence, SequenceState
+from jaxinfer.start_progress import StartProgress
+from jaxinfer.stats import EngineStats
+
+
+class Engine:
+    """Coordinates both roles from one thread.
+
+    Only that thread calls `add_request`, `step` and `abort`; any thread may call `validate`. While an `EngineLoop`
+    (such a thread) has unfinished requests, these calls raise `RequestError` in other threads. `encode`: the worker
+    of the embedding model, which has its own queue; None without one.
+
+    The constructor returns when weights are loaded and every program is compiled; `progress` reports to other
+    threads. Raises `ConfigError`, `CheckpointError` or `UnsupportedModelError`: `ValueError`s that say what to change.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig | None = None,
+        *,
+        build: Callable[[EngineConfig, EngineStats], EngineComponents] = build,
+        progress: StartProgress | None = None,
+    ) -> None:
+        self.config = config or EngineConfig()
+        schedule, devices = self.config.schedule, self.config.devices
+        self.stats = EngineStats(start=progress or StartProgress(), target_ttft=schedule.target_ttft, target_itl=schedule.target_itl)
+        self._profile = Profile(devices.profile, devices.profile_seconds) if devices.profile is not None else None
+        self._components = components = build(self.config, self.stats)
+        self._prefill, self._decode, self._clock = components.prefill, components.decode, components.clock
+        self.tokenizer, self.encode = components.tokenizer, components.encode
+        # Defaults of `SamplingParams` by name: callers apply them where a request leaves a field out.
+        self.sampling_defaults = components.sampling_defaults
+        self.max_model_len, self.shares_mesh = components.plan.max_model_len, components.plan.shares_mesh
+        vocab_size = components.plan.template.config.vocab_size
+        self._intake = RequestIntake(self.tokenizer, vocab_size, self.max_model_len, self._clock)
+        self._requests: dict[str, list[Sequence]] = {}  # the unfinished sequences of each request
+        self._deadlines = Deadlines()
+        self.access = EngineAccess(lambda: self.has_requests)
+        roles = self._prefill, self._decode
+        self._preemption = Preemption(*roles, self.shares_mesh, schedule.max_batch_size, self.stats)
+        self._output = OutputBuilder(self.tokenizer, self.stats, schedule)
+        self._metrics = EngineMetrics(self.stats, *roles)
+        self._steps = StepRunner(*roles, self._preemption, self._metrics, schedule.max_batch_size, self.shares_mesh, self._clock)
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether any request is unfinished."""
+        return bool(self._requests)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do. Steps may still be in flight when the last request has ended."""
+        return bool(self._requests) or self._decode.num_in_flight > 0 or self._prefill.num_in_flight > 0
+
+    def on_process_loss(self, listener: Callable[[ProcessLostError], None]) -> None:
+        """Register a listener for the loss of a process, where the engine spans several. It is called with the
+        `ProcessLostError`, in a thread of its own. A step in flight may never return; this process ends within
+        seconds."""
+        self._components.processes.on_loss(listener)
+
+    def close(self) -> None:
+        """Save the prefix cache to `kv_disk` if there is one (takes seconds at most), release it, and write a profile
+        that is being recorded. No call is allowed afterwards, except `close`, which then does nothing."""
+        if self.access.is_closed:
+            return
+        with self.access.call():
+            self.access.close()
+            if self._profile is not None:
+                self._profile.stop()
+            if self._prefill.tiers is not None:
+                self._prefill.tiers.close()
+            self._components.processes.close()
+
+    def reference_forward(self) -> ReferenceForward:
+        """The model without KV cache or batching, on decode's weights: the reference for the engine's numbers. Raises
+        `ConfigError` for an engine of several processes: all of them would have to launch it."""
+        components = self._components
+        if self.config.devices.num_processes > 1:
+            raise ConfigError("the reference forward pass (logits, logprobs) can't span processes: ask for logprobs while generating")
+        return ReferenceForward([(stage.template, stage.mesh) for stage in components.plan.decode.stages], components.weights)
+
+    def validate(self, prompt: Tokens[int] | Prompt, params: SamplingParams) -> Prompt:
+        """The prompt as `add_request` takes it without another check, truncated as `params` ask. Raises `RequestError`
+        for a request that could never be served. A `max_tokens` that exceeds the context is no error: it is
+        clamped."""
+        return self._intake.validate(prompt, params)
+
+    def add_request(
+        self, request_id: str, prompt: Tokens[int] | Prompt, params: SamplingParams, context: RequestContext = DEFAULT_CONTEXT
+    ) -> None:
+        """Queue a request of token ids, or of what `validate` gave for these params. Raises `RequestError` if it can
+        never be served or its id is in use."""
+        with self.access.call():
+            if request_id in self._requests:
+                raise RequestError(f"request id {request_id!r} is in use", "request_id")
+            sequences = self._intake.sequences(request_id, prompt, params, context)
+            self._requests[request_id] = sequences
+            self._deadlines.add(request_id, context.deadline)
+            for sequence in sequences:
+                self._prefill.add(sequence)
+            self._metrics.observe_request(sequences[0])
+
+    def abort(self, request_id: str) -> bool:
+        """End a request in whatever state it is, and free its pages on both meshes. False if no request has this
+        id."""
+        with self.access.call():
+            sequences = self._requests.get(request_id)
+            if sequences is None:
+                return False
+            for sequence in list(sequences):
+                self._finish(sequence, FinishReason.ABORT)
+            self._metrics.update_gauges()
+            return True
+
+    def step(self) -> list[OutputDelta]:
+        """Run one iteration; returns its deltas. Raises `ProcessLostError` where the engine spans processes and one
+        is gone; this process then ends within seconds."""
+        with self.access.call(), self._components.processes.surface_peer_failure():
+            if self._profile is not None and self.has_work:
+                self._profile.tick()
+            self._metrics.begin()
+            timed_out = self._schedule()
+            launched = self._steps.launch()
+            collected = self._steps.collect(launched)
+            return self._publish(timed_out, launched, collected)
+
+    def _schedule(self) -> list[OutputDelta]:
+        """End requests whose deadline has passed; queue those whose pages have come from the tiers."""
+        now, deltas = self._clock(), []
+        for deadline, request_id in self._deadlines.expired(now):
+            sequences = list(self._requests.get(request_id, ()))
+            if sequences and sequences[0].context.deadline == deadline:  # else it ended, and another has its id perhaps
+                if sequences[0].prefill.first_scheduled_time is None:  # it waited to the end
+                    self._metrics.observe_queue(sequences[0], now)
+                deltas += [self._end(sequence, self._output.cut(sequence, FinishReason.TIMEOUT)) for sequence in sequences]
+        self._steps.poll_tiers()
+        return deltas
+
+    def _publish(self, timed_out: list[OutputDelta], launched: Launched, collected: Collected) -> list[OutputDelta]:
+        """Append collected tokens to their sequences, end what is finished; returns the deltas to send."""
+        output = self._output
+        deltas = timed_out + [self._publish_first(*first, collected.prefilled_at) for first in collected.prefilled]
+        self._metrics.lap_prefill()
+        has_changed = launched.has_prompts or bool(deltas)
+        if collected.decoded:
+            now = self._clock()
+            output.observe_gaps([sequence for sequence, _, _ in collected.decoded], now)
+            taken = [output.token(*token, now) for token in collected.decoded]
+            for delta, (sequence, _, _) in zip(taken, collected.decoded, strict=True):
+                if delta.finish_reason is not None:
+                    self._end(sequence, delta)
+            deltas += taken
+        self._metrics.end(deltas, launched_decode=launched.decode, has_changed=has_changed)
+        return deltas
+
+    def _publish_first(self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None, now: float) -> OutputDelta:
+        """A sequence's prompt is in the cache; the token sampled at its end is its first, or its next if it was
+        preempted."""
+        delta = self._output.nothing(sequence) if sequence.max_tokens == 0 else self._output.token(sequence, token_id, logprob, now)
+        if delta.finish_reason is not None:
+            return self._end(sequence, delta)
+        self._prefill.keep(sequence)
+        return delta
+
+    def _end(self, sequence: Sequence, delta: OutputDelta) -> OutputDelta:
+        """Finish a sequence with its last delta."""
+        assert delta.finish_reason is not None
+        self._finish(sequence, delta.finish_reason)
+        delta.device_usage = sequence.meter.read()
+        return delta
+
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        self._preemption.release(sequence)
+        sequence.state = SequenceState.FINISHED
+        self._prefill.scheduler.queue.charge(sequence.context.tenant, sequence.num_output)
+        unfinished = self._requests[sequence.request.request_id]
+        unfinished.remove(sequence)
+        if not unfinished:
+            del self._requests[sequence.request.request_id]
+        self.stats.finished[reason] = self.stats.finished.get(reason, 0) + 1

@@ -1,0 +1,180 @@
+"""Conversion of a checkpoint's arrays to those of a model's programs: int8 and packed matrices, packed experts, heads
+of a mesh; each as soon as it is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array
+
+from jaxinfer.architecture.head_layout import HeadLayout
+from jaxinfer.architecture.model_config import ArchitectureConfig
+from jaxinfer.weights.formats.plain import Plain
+from jaxinfer.weights.formats.registry import EXPERT_FORMATS
+from jaxinfer.weights.formats.weight_format import ModelWeightFormat, WeightFormat
+from jaxinfer.weights.template import Leaf, Template, Weights, template_of
+from sharding.rules import Rules
+
+_PARTS = {part.name: part for one in EXPERT_FORMATS.values() for part in one.parts}
+
+
+class Conversion:
+    """`plain`: the template to load with: float32, matrices as in checkpoints, the model's own heads, packed experts as
+    stored. It is the given template if nothing is converted. `abstract`: its arrays on the mesh, with heads whole on
+    each device where the mesh's differ. `convert` takes the arrays one at a time, in any thread; `weights` assembles
+    the results."""
+
+    def __init__(self, template: Template[Any], mesh: Mesh, rules: Rules) -> None:
+        self._mesh, self._weight_format = mesh, template.weight_format
+        config, weight_format = template.config, self._weight_format
+        self._heads = config.heads if isinstance(config, ArchitectureConfig) else None
+        self.plain: Template[Any] = template
+        if isinstance(config, ArchitectureConfig):
+            config = config.with_own_heads()
+        if not self._weight_format.matrices.is_plain:
+            weight_format = ModelWeightFormat(
+                Plain(jnp.dtype("float32")), experts=replace(self._weight_format.experts, dtype=self._weight_format.expert_dtype)
+            )
+        if (config, weight_format) != (template.config, template.weight_format):
+            self.plain = template_of(
+                template.model, config, weight_format, template.activation_dtype, template.part, has_unread=template.has_unread
+            )
+        if any(leaf.part for leaf in self.plain.leaves):
+            self.plain = replace(self.plain, leaves=tuple(map(stored_leaf, self.plain.leaves)))
+        self._targets = list(zip(template.leaves, template.abstract(mesh, rules), strict=True))
+        self._target_of = {name: (leaf, target) for leaf, target in self._targets for name in (*leaf.paths, leaf.name)}
+        self._axes = {leaf.name: leaf.axes for leaf in self.plain.leaves}
+        self._spread_axes = frozenset[str]() if self._heads is None else self._heads.spread_axes
+        self.abstract = self.plain.abstract(mesh, {axis: of_mesh for axis, of_mesh in rules.items() if axis not in self._spread_axes})
+
+    def convert(self, name: str, array: Array) -> Any:
+        """A matrix in the template's format: one array, or several by name. For other arrays only heads and type
+        change."""
+        leaf, target = self._target_of[name]
+        if leaf.part:
+            return _packer(leaf.part, self._mesh, jax.typeof(array).sharding.spec, target.sharding.spec)(array)
+        axes = self._axes[name]
+        heads = None if self._spread_axes.isdisjoint(axes) else self._heads
+        if leaf.weight_format is None and heads is None:
+            return array.astype(leaf.dtype)
+        with jax.set_mesh(self._mesh):
+            if leaf.weight_format is None:
+                return _spreader(axes, heads, leaf.dtype, target.sharding.spec)(array)
+            assert leaf.matrix_axes is not None
+            outputs, inputs = leaf.matrix_axes.outputs, leaf.matrix_axes.inputs
+            # Permutation of the loaded matrix's dimensions: outputs first.
+            order = tuple(axes.index(axis) for axis, _ in (*outputs, *inputs))
+            names = [name + of_matrix.suffix for of_matrix in leaf.weight_format.leaves(leaf.matrix_axes)]
+            targets = [self._target_of[name] for name in names]
+            specs = tuple(PartitionSpec(*target.sharding.spec[leaf.is_stack :]) for leaf, target in targets)
+            arrays = _converter(axes, heads, order, len(outputs), leaf.weight_format, specs)(array)
+            return dict(zip(names, arrays, strict=True))
+
+    def weights(self, converted: Mapping[str, Any]) -> Weights:
+        """The weights in the order of the template's leaves."""
+        arrays: dict[str, Array] = {}
+        for name, value in converted.items():
+            arrays |= value if isinstance(value, dict) else {name: value}
+        found = []
+        for leaf, target in self._targets:
+            array = arrays.pop(leaf.name) if leaf.name in arrays and not leaf.is_read_in_place else self._stack(leaf, target, arrays)
+            found.append(jax.device_put(array, target.sharding))
+        return tuple(found)
+
+    def _stack(self, leaf: Leaf, target: jax.ShapeDtypeStruct, arrays: dict[str, Array]) -> Array:
+        """Fill a stack one array at a time, so that only one is in memory twice."""
+        with jax.set_mesh(self._mesh):
+            stack = jnp.zeros(target.shape, _bits(target.dtype), device=target.sharding)
+            for place, path in enumerate(leaf.paths):
+                stack = _put(stack, arrays.pop(path), place)
+            return jax.lax.bitcast_convert_type(stack, target.dtype)
+
+
+def stored_leaf(leaf: Leaf) -> Leaf:
+    """For packed experts, the leaf as the checkpoint stores it; other leaves unchanged."""
+    if leaf.part is None:
+        return leaf
+    part = _PARTS[leaf.part]
+    shape = part.stored_shape(leaf.shape)
+    return replace(leaf, axes=leaf.axes[: len(shape)], shape=shape, dtype=part.dtype)
+
+
+@cache
+def _packer(name: str, mesh: Mesh, stored: PartitionSpec, packed: PartitionSpec) -> Callable[[Array], Array]:
+    """The packing program, one for all leaves of a kind. Devices split experts by whole tiles, so each packs its
+    own."""
+
+    def tiled(array: Array) -> Array:
+        *lead, outputs, inputs = array.shape
+        # One expert at a time: while packing, a code takes four or eight times its size.
+        tiles = jax.lax.map(lambda one: _PARTS[name].pack(one[None])[0], array.reshape(-1, outputs, inputs))
+        return tiles.reshape(*lead, *tiles.shape[1:])
+
+    packer: Callable[[Array], Array] = jax.jit(jax.shard_map(tiled, mesh=mesh, in_specs=stored, out_specs=packed, check_vma=False))
+    return packer
+
+
+def _bits(dtype: jnp.dtype) -> jnp.dtype:
+    """A type of the same size that XLA on CPU updates in place: it would convert a whole bfloat16 stack each time."""
+    return jnp.dtype(jnp.uint16) if dtype == jnp.bfloat16 else dtype
+
+
+@partial(jax.jit, donate_argnums=0)
+def _put(stack: Array, one: Array, place: int) -> Array:
+    return stack.at[place].set(jax.lax.bitcast_convert_type(one, stack.dtype))
+
+
+AxisNames = tuple[str | None, ...]
+
+
+@cache
+def _spreader(axes: AxisNames, heads: HeadLayout, dtype: jnp.dtype, spec: PartitionSpec) -> Callable[[Array], Array]:
+    """A program that maps heads, one for all arrays of a kind, so that it compiles once."""
+
+    def spread(array: Array) -> Array:
+        return _spread(array, axes, heads).astype(dtype)
+
+    spreader: Callable[[Array], Array] = jax.jit(jax.sharding.auto_axes(spread, out_sharding=spec))
+    return spreader
+
+
+@cache
+def _converter(
+    axes: AxisNames,
+    heads: HeadLayout | None,
+    order: tuple[int, ...],
+    output_axes: int,
+    weight_format: WeightFormat,
+    specs: tuple[PartitionSpec, ...],
+) -> Callable[[Array], tuple[Array, ...]]:
+    """A program that converts matrices, one for all of a kind."""
+
+    def convert(matrix: Array) -> tuple[Array, ...]:
+        spread = matrix if heads is None else _spread(matrix, axes, heads)
+        return weight_format.from_plain(spread.transpose(order), output_axes)
+
+    converter: Callable[[Array], tuple[Array, ...]] = jax.jit(jax.sharding.auto_axes(convert, out_sharding=specs))
+    return converter
+
+
+def _spread(array: Array, axes: AxisNames, heads: HeadLayout) -> Array:
+    """Map the model's heads to a mesh's, with copies and zeros."""
+    if "q_k_v" in axes:  # queries, key and value of each KV head; its queries may move to its copies
+        at, num_axes, sources, num_of_model = axes.index("kv_heads"), 2, heads.projections, heads.model_heads + 2 * heads.model_kv_heads
+    elif "kv_heads" in axes:
+        at, num_axes, sources, num_of_model = axes.index("kv_heads"), 1, heads.kv_heads, heads.model_kv_heads
+    else:
+        at, num_axes, sources, num_of_model = axes.index("heads"), 1, heads.query_heads, heads.model_heads
+    before, after = array.shape[:at], array.shape[at + num_axes :]
+    # Vectors over all heads are flat: a head is a part of their axis.
+    one_by_one = array.reshape(*before, num_of_model, -1, *after)
+    places = np.array([num_of_model if source is None else source for source in sources])
+    taken = jnp.take(one_by_one, places, axis=at, mode="fill", fill_value=0)
+    return taken.reshape(*before, *((heads.num_kv_heads, heads.group + 2) if num_axes == 2 else (-1,)), *after)

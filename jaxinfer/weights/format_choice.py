@@ -1,0 +1,76 @@
+"""Choice of a model's weight format and activation type on these devices."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
+
+from jaxinfer.config import ConfigError, ModelConfig
+from jaxinfer.weights.formats.packed import Packed
+from jaxinfer.weights.formats.registry import WEIGHT_FORMATS
+from jaxinfer.weights.formats.weight_format import ModelWeightFormat, WeightFormat
+from jaxinfer.weights.template import Template
+from pallas_kernels.llvm.host import host_target
+from sharding.rules import Rules
+
+logger = logging.getLogger(__name__)
+
+TemplateT = TypeVar("TemplateT", bound=Template[Any])
+
+
+def lay_out(
+    build: Callable[[ModelWeightFormat, jnp.dtype, int], TemplateT],
+    config: ModelConfig,
+    platform: str,
+    meshes: Sequence[tuple[AbstractMesh | Mesh, Rules]],
+    *,
+    keeps_types: bool = False,
+) -> TemplateT:
+    """The template from `build`, for one device, in the best weight format for these meshes. `build`'s last argument is
+    the number of devices that heads are split over. `Template.abstract` later refuses one that can't be split."""
+    weight_format, activation_dtype = choose_formats(config, platform, keeps_types=keeps_types)
+    if isinstance(weight_format.matrices, Packed) and config.matmul_backend == "auto":
+        try:
+            for mesh, rules in meshes:
+                build(weight_format, activation_dtype, mesh.size).abstract(mesh, rules)
+        except ValueError as error:
+            logger.info("matmul backend: xla after all (packed, %s)", error)
+            weight_format = replace(weight_format, matrices=weight_format.matrices.unpacked)
+    return build(weight_format, activation_dtype, 1)
+
+
+def compute_type(dtype: str, platform: str) -> tuple[str, str]:
+    """The type that `dtype` means on devices of this platform, and why."""
+    if dtype != "auto":
+        return dtype, "asked for"
+    if platform != "cpu":
+        return "bfloat16", "auto on a GPU"
+    instructions = host_target().native_bfloat16
+    return (
+        ("bfloat16", f"auto: {instructions} multiplies it")
+        if instructions
+        else ("float32", "auto: this processor has no bfloat16 products")
+    )
+
+
+def choose_formats(config: ModelConfig, platform: str, *, keeps_types: bool = False) -> tuple[ModelWeightFormat, jnp.dtype]:
+    """A model's weight format, and the type of activations and KV. `keeps_types`: no matrix becomes integers. On CPU
+    activations are float32 for any weights: see `formats.plain.multiply`.
+
+    Raises `ConfigError` for a matmul backend that can't run here."""
+    name, _ = compute_type(config.dtype, platform)
+    named = "plain" if keeps_types or config.weights == "auto" else config.weights
+    matrices: WeightFormat = WEIGHT_FORMATS[named](jnp.dtype(name))
+    packed = Packed(matrices.dtype)
+    against = packed.unsupported_reason(platform) or (None if packed.unpacked == matrices else f"it packs no {named} matrices")
+    if config.matmul_backend == "packed" and against:
+        raise ConfigError(f"matmul_backend is packed, but {against}: use auto or xla")
+    is_packed = config.matmul_backend == "packed" or (config.matmul_backend == "auto" and not against)
+    reason = "asked for" if config.matmul_backend != "auto" else against or "a kernel made for this processor"
+    logger.info("matmul backend for %s: %s (%s)", matrices.dtype, "packed" if is_packed else "xla", reason)
+    return ModelWeightFormat(packed if is_packed else matrices), jnp.dtype("float32" if platform == "cpu" else name)
