@@ -29,6 +29,15 @@ def tokens(outputs):
     return [output.outputs[0].token_ids for output in outputs]
 
 
+def is_let_go_of(engine):
+    """Within ten seconds. A collection does nothing while another thread's is under way, and then this one has to come again."""
+    end = time.monotonic() + 10
+    while engine() is not None and time.monotonic() < end:
+        gc.collect()
+        time.sleep(0.01)
+    return engine() is None
+
+
 def test_every_thread_gets_its_own_whatever_it_asks_for(llms, tmp_path):
     both = llms(embedding_model=str(tiny_encoder.write(tmp_path / "encoder")))
     texts = tiny_encoder.token_lists()
@@ -155,8 +164,7 @@ def test_closing_ends_what_waits_and_all_that_is_asked_later(tiny_model_path):
     thread = llm.engine_loop._thread
     engine = weakref.ref(llm.engine)
     del llm, ask_later, raised
-    gc.collect()
-    assert engine() is None
+    assert is_let_go_of(engine)
     assert not thread.is_alive()
 
 
@@ -165,10 +173,9 @@ def test_an_llm_that_nobody_has_any_more_is_let_go_of(tiny_model_path):
     llm.generate([PROMPTS[0]], GREEDY)
     engine, thread = weakref.ref(llm.engine), llm.engine_loop._thread
     del llm
-    gc.collect()
+    assert is_let_go_of(engine)
     thread.join(10)
     assert not thread.is_alive()
-    assert engine() is None
 
 
 def test_a_failed_step_ends_every_call_and_the_next_ones_say_so(tiny_model_path, monkeypatch):
