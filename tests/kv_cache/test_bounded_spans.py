@@ -17,7 +17,7 @@ def manager(num_pages: int = 40, spec: PageSpec = SPEC) -> KVManager:
     return KVManager(spec, num_pages + 1, chunk_size=CHUNK)
 
 
-def pages_of_group(table: list[int], group: int = 1) -> list[int]:
+def runs_with_a_page(table: list[int], group: int = 1) -> list[int]:
     """The runs of which a group has a page."""
     return [run for run, page in enumerate(table[group :: SPEC.num_groups]) if page != NULL_PAGE]
 
@@ -34,15 +34,15 @@ def compute(pages: KVManager, tokens: list[int], num_cached: int = 0, table: lis
 def test_a_window_moves_on_with_as_many_pages_as_it_had():
     pages, table, tokens = manager(), [], list(range(40))
     pages.grow(table, 40)
-    assert (pages_of_group(table, 0), pages_of_group(table)) == (list(range(10)), [0, 1, 2, 3])
+    assert (runs_with_a_page(table, 0), runs_with_a_page(table)) == (list(range(10)), [0, 1, 2, 3])
     used = pages.num_used
     for start, runs in ((0, [0, 1, 2, 3]), (8, [0, 1, 2, 3]), (16, [2, 3, 4, 5]), (24, [4, 5, 6, 7]), (32, [6, 7, 8, 9])):
         assert pages.advance(table, History(tokens), start, start + 8)
-        assert pages_of_group(table) == runs
+        assert runs_with_a_page(table) == runs
         assert pages.num_used == used
     pages.release_outside_window(table, 40)
-    assert pages_of_group(table) == [8, 9]
-    assert pages_of_group(table, 0) == list(range(10))
+    assert runs_with_a_page(table) == [8, 9]
+    assert runs_with_a_page(table, 0) == list(range(10))
     pages.free(table)
     assert pages.num_used == 0
 
@@ -54,7 +54,9 @@ def test_what_was_left_behind_is_found_by_whoever_ends_there():
     pages.free(table)
     found: list[int] = []
     assert pages.match_prefix(found, History([*tokens[:21], 99, 99, 99]), 24) == 20
-    assert (pages_of_group(found, 0), pages_of_group(found)) == ([0, 1, 2, 3, 4], [3, 4]), "from the first token that the next one attends to"
+    assert (runs_with_a_page(found, 0), runs_with_a_page(found)) == ([0, 1, 2, 3, 4], [3, 4]), (
+        "from the first token that the next one attends to"
+    )
     pages.free(found)
 
 
@@ -121,11 +123,11 @@ def test_going_on_takes_no_more_than_there_is():
     assert pages.num_free == 0
     assert pages.advance(table, History(tokens), 8, 16)
     assert not pages.advance(table, History(tokens), 16, 32), "what it left behind is another's still"
-    assert pages_of_group(table) == [2, 3]
+    assert runs_with_a_page(table) == [2, 3]
     pages.free(others)
     pages.free(reader)
     assert pages.advance(table, History(tokens), 16, 32)
-    assert pages_of_group(table)[-1] >= 7
+    assert runs_with_a_page(table)[-1] >= 7
 
 
 def test_two_that_compute_the_same_keep_one_copy_of_what_lasts():
@@ -144,11 +146,11 @@ def test_two_that_compute_the_same_keep_one_copy_of_what_lasts():
 def test_a_table_that_is_filled_from_elsewhere_has_pages_from_there_on():
     pages, table, tokens = manager(), [], list(range(40))
     assert pages.grow(table, 40, filled=33)
-    assert pages_of_group(table) == [7, 8, 9]
+    assert runs_with_a_page(table) == [7, 8, 9]
     pages.free(table)
     assert pages.grow(table, 40)
     pages.begin_anew(table, History(tokens), 0, 33)
-    assert pages_of_group(table) == [7, 8, 9]
+    assert runs_with_a_page(table) == [7, 8, 9]
     pages.free(table)
     assert pages.num_used == 0
 

@@ -45,7 +45,7 @@ def fetch(tiers: Tiers, *numbers: int) -> int:
     return len(pages)
 
 
-def held(tiers: Tiers, numbers: Iterable[int]) -> tuple[list[int], list[int]]:
+def pages_by_tier(tiers: Tiers, numbers: Iterable[int]) -> tuple[list[int], list[int]]:
     """Which pages are in host memory, and which only on disk."""
     found = {number: tiers.find([key_of(number)]) for number in numbers}
     return [n for n, f in found.items() if f.host_bytes], [n for n, f in found.items() if f.disk_bytes]

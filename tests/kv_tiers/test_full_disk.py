@@ -14,7 +14,7 @@ import pytest
 from jaxinfer.kv_tiers import disk_tier
 from jaxinfer.kv_tiers.disk_file import ALIGNMENT, DiskFileError
 from jaxinfer.kv_tiers.tiers import Tiers
-from tests.kv_tiers.made_pages import MODEL, PAGE_BYTES, disk_size, fetch, held, put
+from tests.kv_tiers.made_pages import MODEL, PAGE_BYTES, disk_size, fetch, pages_by_tier, put
 
 ROOT = Path(__file__).parents[2]
 PWRITE = os.pwrite
@@ -44,9 +44,9 @@ def test_a_full_disk_is_used_as_far_as_it_goes(tiers, monkeypatch, caplog, error
     monkeypatch.setattr(os, "pwrite", full_after(3, error))
     with caplog.at_level(logging.WARNING):
         put(tiers, 0, 1, 2, 3)
-        assert held(tiers, range(4)) == ([3], [0, 1, 2])
+        assert pages_by_tier(tiers, range(4)) == ([3], [0, 1, 2])
         put(tiers, 4, 5)
-    assert held(tiers, range(6)) == ([5], [2, 4]), "the pages written so far take turns"
+    assert pages_by_tier(tiers, range(6)) == ([5], [2, 4]), "the pages written so far take turns"
     assert fetch(tiers, 2) == fetch(tiers, 4) == fetch(tiers, 5) == 1
     stats = tiers.stats()
     assert (stats.num_failed_writes, stats.num_dropped, stats.refused) == (1, 1, {})
@@ -64,13 +64,13 @@ def test_a_disk_that_was_full_is_asked_again(tiers, monkeypatch):
     assert tiers.stats().disk_pages == 2
     now = 61.0
     put(tiers, 5, 6, 7, 8)
-    assert held(tiers, range(9)) == ([8], [3, 4, 5, 6, 7])
+    assert pages_by_tier(tiers, range(9)) == ([8], [3, 4, 5, 6, 7])
 
 
 def test_a_disk_without_room_for_one_page_leaves_host_memory(tiers, monkeypatch):
     monkeypatch.setattr(os, "pwrite", full_after(0))
     put(tiers, 0, 1, 2)
-    assert held(tiers, range(3)) == ([2], [])
+    assert pages_by_tier(tiers, range(3)) == ([2], [])
     assert tiers.stats().num_dropped == 3
     assert tiers.stats().num_failed_writes == 1
 
@@ -84,7 +84,7 @@ def test_a_failing_disk_has_a_rest_and_serves_what_it_has(tiers, monkeypatch, ca
         patch.setattr(os, "pwrite", full_after(-1, error))
         put(tiers, *range(3, 20))
     put(tiers, 20)
-    assert held(tiers, range(21)) == ([20], [0, 1, 2])
+    assert pages_by_tier(tiers, range(21)) == ([20], [0, 1, 2])
     assert fetch(tiers, 0, 1, 2) == 3
     assert (tiers.stats().num_failed_writes, tiers.stats().num_dropped) == (1, 18)
     assert len(caplog.records) == 1
@@ -107,7 +107,7 @@ def test_overwriting_can_fail_too(tiers, monkeypatch):
     put(tiers, *range(6))
     monkeypatch.setattr(os, "pwrite", full_after(0))
     put(tiers, 6, 7, 8)
-    assert held(tiers, range(9)) == ([8], [1, 2, 3, 4, 5])
+    assert pages_by_tier(tiers, range(9)) == ([8], [1, 2, 3, 4, 5])
     assert tiers.stats().num_failed_writes == 1
 
 
@@ -123,18 +123,18 @@ def test_the_systems_own_limit_on_a_files_size(tmp_path):
     script = f"""
 import resource
 from jaxinfer.kv_tiers.tiers import Tiers
-from tests.kv_tiers.made_pages import disk_size, fetch, held, put
+from tests.kv_tiers.made_pages import disk_size, fetch, pages_by_tier, put
 resource.setrlimit(resource.RLIMIT_FSIZE, ({disk_size(3, 8192) + 100},) * 2)
 tiers = Tiers(8192, 8192, ({str(tmp_path / "kv")!r}, disk_size(6, 8192)), {MODEL!r})
 put(tiers, *range(6))
-print(held(tiers, range(6)), fetch(tiers, 2), tiers.stats().num_failed_writes)
+print(pages_by_tier(tiers, range(6)), fetch(tiers, 2), tiers.stats().num_failed_writes)
 tiers.close()
 """
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "([5], [2, 4]) 1 1\n"
     assert "File too large; it is used up to 3 pages" in done.stderr
     after = Tiers(8192, 8192, (str(tmp_path / "kv"), disk_size(6, 8192)), MODEL)
-    assert held(after, range(6)) == ([], [2, 4, 5])
+    assert pages_by_tier(after, range(6)) == ([], [2, 4, 5])
     assert fetch(after, 2) == fetch(after, 4) == fetch(after, 5) == 1
     assert (tmp_path / "kv").stat().st_size == disk_size(3, 8192) + 100 > 2 * ALIGNMENT
     after.close()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jaxinfer.kv_tiers.tiers import Tiers
-from tests.kv_tiers.made_pages import MODEL, disk_size, fetch, held, put
+from tests.kv_tiers.made_pages import MODEL, disk_size, fetch, pages_by_tier, put
 
 ROOT = Path(__file__).parents[2]
 LARGE = 1 << 20
@@ -20,7 +20,7 @@ def run(path: Path, body: str, page_bytes: int, num_slots: int) -> subprocess.Po
     script = f"""
 import os, signal, sys
 from jaxinfer.kv_tiers.tiers import Tiers
-from tests.kv_tiers.made_pages import disk_size, fetch, held, key_of, page_of, put
+from tests.kv_tiers.made_pages import disk_size, fetch, pages_by_tier, key_of, page_of, put
 tiers = Tiers({page_bytes}, {4 * page_bytes}, ({str(path)!r}, disk_size({num_slots}, {page_bytes})), {MODEL!r})
 {body}
 """
@@ -68,7 +68,7 @@ for first in range(0, 10**6, 3):
         process.kill()
         last = int((said + process.communicate()[0].splitlines())[-1])
         tiers = Tiers(LARGE, LARGE, (str(tmp_path / "kv"), disk_size(12, LARGE)), MODEL)
-        there = held(tiers, range(last + 60))[1]
+        there = pages_by_tier(tiers, range(last + 60))[1]
         assert [n for n in there if n > last] or set(there) >= set(range(last - 2, last + 1))
         good = [n for n in there if fetch(tiers, n)]
         assert len(there) - len(good) == sum(tiers.stats().refused.values()) <= 1

@@ -13,7 +13,7 @@ from jaxinfer.config import ConfigError
 from jaxinfer.kv_tiers.disk_file import DiskFileError
 from jaxinfer.kv_tiers.host_tier import HOST_GUESS, HostTier
 from jaxinfer.kv_tiers.tiers import TierMatch, Tiers
-from tests.kv_tiers.made_pages import MODEL, PAGE_BYTES, disk_size, fetch, held, key_of, page_of, put
+from tests.kv_tiers.made_pages import MODEL, PAGE_BYTES, disk_size, fetch, key_of, page_of, pages_by_tier, put
 
 
 @pytest.fixture
@@ -36,10 +36,10 @@ def test_host_memory_drops_the_least_recently_used_page(make):
     put(tiers, 0, 1, 2)
     assert tiers.touch(key_of(0))
     put(tiers, 3)
-    assert held(tiers, range(5)) == ([0, 2, 3], [])
+    assert pages_by_tier(tiers, range(5)) == ([0, 2, 3], [])
     assert fetch(tiers, 2) == 1
     put(tiers, 4, 5)
-    assert held(tiers, range(6)) == ([2, 4, 5], [])
+    assert pages_by_tier(tiers, range(6)) == ([2, 4, 5], [])
     assert not tiers.touch(key_of(0))
     assert tiers.stats().host_bytes == 3 * PAGE_BYTES
 
@@ -49,15 +49,15 @@ def test_of_a_fetched_prefix_the_end_goes_first(make):
     put(tiers, 0, 1, 2, 3)
     assert fetch(tiers, 0, 1, 2) == 3
     put(tiers, 4, 5)
-    assert held(tiers, range(6)) == ([0, 1, 4, 5], [])
+    assert pages_by_tier(tiers, range(6)) == ([0, 1, 4, 5], [])
 
 
 def test_what_host_memory_drops_is_on_disk_and_comes_back_into_host_memory(make):
     tiers = make(2, 5)
     put(tiers, *range(5))
-    assert held(tiers, range(5)) == ([3, 4], [0, 1, 2])
+    assert pages_by_tier(tiers, range(5)) == ([3, 4], [0, 1, 2])
     assert fetch(tiers, 0, 1) == 2
-    assert held(tiers, range(5)) == ([0, 1], [2, 3, 4])
+    assert pages_by_tier(tiers, range(5)) == ([0, 1], [2, 3, 4])
     stats = tiers.stats()
     assert (stats.num_host_hits, stats.num_disk_hits, stats.num_dropped) == (0, 2, 0)
     assert stats.written_bytes == 5 * PAGE_BYTES, "a page is written once"
@@ -68,9 +68,9 @@ def test_of_a_long_fetch_the_beginning_stays_in_host_memory(make):
     tiers = make(2, 6)
     put(tiers, *range(6))
     assert fetch(tiers, 0, 1, 2, 3) == 4
-    assert held(tiers, range(6)) == ([0, 1], [2, 3, 4, 5])
+    assert pages_by_tier(tiers, range(6)) == ([0, 1], [2, 3, 4, 5])
     put(tiers, 7)
-    assert held(tiers, range(8))[0] == [0, 7]
+    assert pages_by_tier(tiers, range(8))[0] == [0, 7]
 
 
 def test_the_disk_drops_the_least_recently_used_page(make):
@@ -78,7 +78,7 @@ def test_the_disk_drops_the_least_recently_used_page(make):
     put(tiers, 0, 1, 2)
     assert fetch(tiers, 0) == 1
     put(tiers, 3)
-    assert held(tiers, range(4)) == ([3], [0, 2])
+    assert pages_by_tier(tiers, range(4)) == ([3], [0, 2])
 
 
 def test_a_restart_finds_the_pages_and_goes_on_with_the_oldest(make):
@@ -86,10 +86,10 @@ def test_a_restart_finds_the_pages_and_goes_on_with_the_oldest(make):
     put(first, 0, 1, 2, 3, 4)
     first.close()
     second = make(2, 4)
-    assert held(second, range(5)) == ([], [1, 2, 3, 4])
+    assert pages_by_tier(second, range(5)) == ([], [1, 2, 3, 4])
     assert fetch(second, 3, 4) == 2
     put(second, 5)
-    assert held(second, range(6)) == ([3, 5], [2, 4])
+    assert pages_by_tier(second, range(6)) == ([3, 5], [2, 4])
     assert second.stats().refused == {}
 
 
@@ -106,7 +106,7 @@ def test_pages_of_another_model_are_not_found(make):
     put(first, 0, 1, 2, 3)
     first.close()
     second = make(2, 4, fingerprint=b"other weights")
-    assert held(second, range(4)) == ([], [])
+    assert pages_by_tier(second, range(4)) == ([], [])
     assert second.stats().refused == {"other model": 4}
     put(second, 1)
     assert fetch(second, 1) == 1
@@ -121,7 +121,7 @@ def test_find_counts_leading_pages_and_changes_nothing(make):
         assert (found.num_pages, found.host_bytes, found.disk_bytes) == (3, 2 * PAGE_BYTES, PAGE_BYTES)
     assert tiers.find(keys[3:]) == TierMatch(0, 0, 0, 0.0, 0.0) == tiers.find([])
     put(tiers, 3)
-    assert held(tiers, range(4)) == ([2, 3], [1]), "0 was looked for, not used"
+    assert pages_by_tier(tiers, range(4)) == ([2, 3], [1]), "0 was looked for, not used"
 
 
 def test_a_key_that_is_here_keeps_its_bytes(make):
@@ -178,12 +178,12 @@ def test_a_page_under_the_reader_is_not_overwritten(make, monkeypatch):
     fetched = tiers.fetch([key_of(0)])
     assert gate.reached.wait(20)
     put(tiers, 3, 4, 5, 6, 7)
-    assert held(tiers, range(8)) == ([6, 7], []), "one slot is the reader's"
+    assert pages_by_tier(tiers, range(8)) == ([6, 7], []), "one slot is the reader's"
     assert not fetched.done()
     gate.opened.set()
     assert fetched.result(20)[0].tobytes() == page_of(key_of(0)).tobytes()
     put(tiers, 8)
-    assert held(tiers, range(9)) == ([6, 7, 8], [])
+    assert pages_by_tier(tiers, range(9)) == ([6, 7, 8], [])
 
 
 def test_a_page_under_the_reader_on_disk_is_not_overwritten(make, monkeypatch):
@@ -194,7 +194,7 @@ def test_a_page_under_the_reader_on_disk_is_not_overwritten(make, monkeypatch):
     fetched = tiers.fetch([key_of(0)])
     assert gate.reached.wait(20)
     put(tiers, 2, 3, 4)
-    assert held(tiers, range(5)) == ([4], [])
+    assert pages_by_tier(tiers, range(5)) == ([4], [])
     gate.opened.set()
     assert fetched.result(20)[0].tobytes() == page_of(key_of(0)).tobytes()
     assert tiers.stats().refused == {}
@@ -209,14 +209,14 @@ def test_the_engine_never_waits_for_the_disk(make, monkeypatch):
     tiers.put((key_of(n), page_of(key_of(n))) for n in (1, 2))
     assert gate.reached.wait(20)
     tiers.put((key_of(n), page_of(key_of(n))) for n in range(3, 8))
-    assert held(tiers, range(8)) == ([6, 7], [0]), "one slot is the writer's"
+    assert pages_by_tier(tiers, range(8)) == ([6, 7], [0]), "one slot is the writer's"
     assert fetch(tiers, 6, 7) == 2
     assert not tiers.flush(0.01)
     stats = tiers.stats()
     assert (stats.num_dropped, stats.num_unsaved) == (4, 3)
     gate.opened.set()
     assert tiers.flush(20)
-    assert held(tiers, range(8))[1] == [0, 1]
+    assert pages_by_tier(tiers, range(8))[1] == [0, 1]
     assert tiers.find([key_of(0), key_of(1), key_of(6), key_of(7)]).num_pages == 4
     assert tiers.stats().num_dropped == 4
 

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from jaxinfer.kv_tiers.disk_file import ALIGNMENT
 from jaxinfer.kv_tiers.tiers import Tiers
-from tests.kv_tiers.made_pages import PAGE_BYTES, disk_size, fetch, held, key_of, page_of, put
+from tests.kv_tiers.made_pages import PAGE_BYTES, disk_size, fetch, key_of, page_of, pages_by_tier, put
 
 NUM_KEYS = 12
 MODELS = (b"first", b"second")
@@ -140,7 +140,7 @@ class Settled(RuleBasedStateMachine):
     @invariant()
     def agree(self):
         on_disk_only = sorted(set(self.disk) - set(self.host))
-        assert held(self.tiers, range(NUM_KEYS)) == (sorted(self.host), on_disk_only)
+        assert pages_by_tier(self.tiers, range(NUM_KEYS)) == (sorted(self.host), on_disk_only)
         stats = self.tiers.stats()
         assert (stats.host_pages, stats.disk_pages) == (len(self.host), len(self.disk))
         assert Counter(stats.refused) == self.refused

@@ -59,7 +59,7 @@ class Mesh:
         assert self.manager.grow(table, (free + num_pages) * PAGE_SIZE)
         self.manager.free(table)
 
-    def held(self, tokens: list[int]) -> int:
+    def num_cached(self, tokens: list[int]) -> int:
         """How many leading pages of a prompt are in the cache."""
         return self.manager.missing(History(tokens), len(tokens))[0]
 
