@@ -135,7 +135,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """As its folder is to be compiled."""
     is_before_a_release = "not exhaustive" not in item.config.getoption("markexpr")
     is_optimised = is_before_a_release and item.path.parent.name in _OPTIMISED_FOLDERS and not any(map(item.path.match, _QUICK_FILES))
-    is_optimised |= any(map(item.path.match, _OPTIMISED_FILES)) or item.get_closest_marker("measured") is not None
+    is_optimised |= (
+        item.path.parent.name == "sampling"
+        or any(map(item.path.match, _OPTIMISED_FILES))
+        or item.get_closest_marker("measured") is not None
+    )
     jax.config.update("jax_disable_most_optimizations", not is_optimised)
 
 

@@ -123,10 +123,13 @@ def neutral_rows(num_rows: int) -> SamplingRows:
     return rows
 
 
+_NEUTRAL_ROW = neutral_rows(1).packed[0]
+
+
 def set_row(rows: SamplingRows, row: int, params: SamplingParams, seed: int, end_tokens: Sequence[int], bans: Sequence[Ban] = ()) -> None:
     """Fill one row. `seed`: the sequence's own. `end_tokens`: end the sequence, and are banned until min_tokens.
     `bans`: from its bad words."""
-    rows.packed[row] = neutral_rows(1).packed[0]
+    rows.packed[row] = _NEUTRAL_ROW
     rows.temperature[row] = max(params.temperature, _LEAST) if params.temperature else 0.0
     rows.top_k[row] = params.top_k
     rows.top_p[row] = max(params.top_p, _LEAST)

@@ -16,6 +16,7 @@ import pytest
 
 from jaxinfer.request import SamplingParams
 from server.cli import main
+from tests.conftest import QUICK_COMPILATION
 from tests.engine.workload import workload
 
 PROMPTS, _ = workload()
@@ -94,7 +95,7 @@ def test_serve_on_two_virtual_devices_until_told_to_stop(tiny_model_path, llm, t
     log = tmp_path / "log"
     with log.open("wb") as written:
         server = subprocess.Popen(
-            command, stdout=written, stderr=written, cwd=Path(__file__).parents[2], env=os.environ | {"COLUMNS": "200"}
+            command, stdout=written, stderr=written, cwd=Path(__file__).parents[2], env=os.environ | QUICK_COMPILATION | {"COLUMNS": "200"}
         )
     try:
         url = wait_for(server, log, r"ready on (http://\S+)")

@@ -20,7 +20,7 @@ def main() -> None:
     llm = LLM(**settings)
     prompts, params = workload()
     found = {name: tokens_of(llm.generate(prompts[:15], params[:15])) for name in ("tokens", "again")}
-    short, longer = [prompt[:15] for prompt in prompts], [replace(p, max_tokens=90) for p in params]
+    short, longer = [prompt[:15] for prompt in prompts], [replace(p, max_tokens=45) for p in params]
     found["long"] = tokens_of(llm.generate(short, longer))
     scored = llm.generate([prompts[13]], replace(params[0], max_tokens=5, logprobs=2, prompt_logprobs=1))[0]
     found["prompt_logprobs"] = [told.logprob for told in scored.prompt_logprobs[1:]]

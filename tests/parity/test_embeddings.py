@@ -82,4 +82,4 @@ def test_a_random_encoder_gives_the_references_embeddings(tmp_path: Path, change
     model.save_pretrained(tmp_path)
     token_lists = tiny_encoder.token_lists()
     expected = np.stack([reference.hidden_states(model, token_ids).mean(0) for token_ids in token_lists])
-    np.testing.assert_allclose(Embedder(str(tmp_path)).embed(token_lists), expected, atol=1e-4)
+    np.testing.assert_allclose(Embedder(str(tmp_path), dtype="float32").embed(token_lists), expected, atol=1e-4)

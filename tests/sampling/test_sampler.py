@@ -1,5 +1,6 @@
 """The sampler against a plain model of it, on one device and with the vocabulary split over several."""
 
+from functools import cache
 from types import SimpleNamespace
 
 import jax
@@ -10,6 +11,7 @@ from jax.sharding import PartitionSpec, reshard
 
 from jaxinfer.layers.argmax import argmax_of_columns, argmax_of_rows
 from jaxinfer.layers.vocabulary import VocabShard, shard_over_vocab
+from jaxinfer.programs.buckets import bucket_for
 from jaxinfer.request import RequestError, SamplingParams
 from jaxinfer.sampling import sampler
 from jaxinfer.sampling.logprob_readback import read_logprob
@@ -22,6 +24,7 @@ from tests.sampling.plain_sampler import adjusted, probabilities
 
 VOCAB = 300  # neither a multiple of the sampler's lanes nor within one run of them
 DRAWS = 8192
+SIZES = (64, DRAWS)  # of batches: for each the sampler is compiled
 END_TOKENS = [7, 299]
 
 
@@ -39,7 +42,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture(autouse=True)
 def num_parts(request, monkeypatch):
     """Over how many devices the vocabulary is split."""
-    run.clear_cache()
     if request.param == "whole, as on a GPU":
         monkeypatch.setattr(sampler, "target_device", lambda: SimpleNamespace(platform="gpu"))
     if request.param != "three parts":
@@ -55,14 +57,24 @@ def split(arrays, dimension: int = 1):
     return arrays if is_one else reshard(arrays, PartitionSpec(*[None] * dimension, TENSOR))
 
 
-@jax.jit
+@cache
+def program(platform: str):
+    """The sampler as it is traced for this platform. JAX's own cache tells meshes apart, and not what a test stands in for."""
+
+    @jax.jit
+    def on_platform(logits, rows, num_generated, counts, newest):
+        """Each row in the slot of its own number."""
+        return sample_from_logits(split(logits), rows, num_generated, split(counts), jnp.arange(len(logits)), newest)
+
+    return on_platform
+
+
 def run(logits, rows, num_generated, counts, newest):
-    """Each row in the slot of its own number."""
-    return sample_from_logits(split(logits), rows, num_generated, split(counts), jnp.arange(len(logits)), newest)
+    return program(sampler.target_device().platform)(logits, rows, num_generated, counts, newest)
 
 
-def rows_of(params: list[SamplingParams], seeds: list[int], bans=()):
-    rows = neutral_rows(len(params))
+def rows_of(params: list[SamplingParams], seeds: list[int], bans=(), size: int | None = None):
+    rows = neutral_rows(size or len(params))
     for row, (of_row, seed) in enumerate(zip(params, seeds, strict=True)):
         set_row(rows, row, of_row, seed, END_TOKENS, bans)
     return rows
@@ -76,13 +88,19 @@ def counts_of(prompts: list[list[int]], outputs: list[list[int]]) -> TokenCounts
     return TokenCounts(jnp.asarray(prompt), jnp.asarray(output))
 
 
-def sampled(logits, params: list[SamplingParams], seeds: list[int] | None = None, prompts=None, outputs=None, bans=()) -> Sampled:
-    nothing: list[list[int]] = [[]] * len(params)
-    outputs = outputs or nothing
+def sampled(
+    logits, params: list[SamplingParams], seeds: list[int] | None = None, prompts=None, outputs=None, bans=(), size=None
+) -> Sampled:
+    """In a batch of this size, or of one of SIZES: rows that are not used fill it up, as they do in an engine."""
+    num_rows = len(params)
+    size = size or bucket_for(num_rows, SIZES)
+    unused = [[]] * (size - num_rows)
+    prompts, outputs = ([*(of_rows or [[]] * num_rows), *unused] for of_rows in (prompts, outputs))
     generated = np.array([len(output) for output in outputs], np.int32)
     newest = np.array([output[-1] if output else 0 for output in outputs], np.int32)
-    rows = rows_of(params, seeds or list(range(len(params))), bans)
-    return run(jnp.asarray(logits), rows, generated, counts_of(prompts or nothing, outputs), newest)
+    rows = rows_of(params, seeds or list(range(num_rows)), bans, size)
+    filled_up = np.concatenate([logits, np.zeros((size - num_rows, VOCAB), np.float32)])
+    return Sampled(run(jnp.asarray(filled_up), rows, generated, counts_of(prompts, outputs), newest).packed[:num_rows])
 
 
 def draws(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
@@ -172,7 +190,7 @@ def test_a_seed_gives_its_tokens_whatever_else_is_in_the_batch():
     # Beside rows that switch on everything else.
     mixed = params[:4] + [SamplingParams(top_k=3, min_p=0.1, frequency_penalty=1.0, logit_bias={3: 2.0}, logprobs=2)] * 60
     np.testing.assert_array_equal(sampled(logits, mixed, seeds, outputs=outputs).tokens[:4], tokens[:4])
-    alone = sampled(logits[9:10], params[:1], seeds[9:10], outputs=outputs[9:10])
+    alone = sampled(logits[9:10], params[:1], seeds[9:10], outputs=outputs[9:10], size=1)
     assert alone.tokens[0] == tokens[9]
 
 

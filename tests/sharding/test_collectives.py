@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import jax
@@ -39,6 +40,7 @@ FORMATS = {
 }
 
 
+@cache
 def compiled(
     config: ArchitectureConfig,
     weight_format: str,
