@@ -64,7 +64,7 @@ _MOST_MAPPINGS = 20_000  # of this process's memory, when a file begins
 # What is compiled as it is for users, by LLVM's every optimisation, before a release: what layers, kernels, the sampler and encoders compute, and the
 # default model. Else engine after engine of tiny models is built and compared with another: optimisations take more there than they give.
 _OPTIMISED_FOLDERS = {"encode", "kernels", "layers", "models", "sampling"}
-_OPTIMISED_FILES = ("test_parity_paged.py",)
+_OPTIMISED_FILES = ("test_parity_paged.py", "test_sampler.py")  # always: these compute more than they compile
 # But what interprets a kernel for GPUs is no one's program.
 _QUICK_FILES = ("*_gpu.py",)
 # The same for a process that a test starts.
