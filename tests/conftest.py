@@ -53,8 +53,8 @@ DEFAULT = {
     "dtype": "float32",
     "kv_memory": "256MiB",
     "max_model_len": 2048,
-    "max_batch_size": 8,
-    "decode_buckets": (8,),
+    "max_batch_size": 16,
+    "decode_buckets": (16,),
     "prefill_buckets": (128,),
     "prefill_chunk_size": 128,
 }
