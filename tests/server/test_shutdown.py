@@ -15,14 +15,14 @@ import server
 
 ROOT = Path(server.__file__).parent.parent
 
-# `jaxinfer serve` itself, over an engine that takes a tenth of a second a token.
+# `jaxinfer serve` itself, over an engine that takes a twentieth of a second a token.
 SCRIPT = """
 import sys, time, types
 from tests.server.scripted_engine import ScriptedEngine
 
 class Slow(ScriptedEngine):
     def step(self):
-        time.sleep(0.1)
+        time.sleep(0.05)
         return super().step()
 
 sys.modules["jaxinfer.engine"] = types.SimpleNamespace(Engine=Slow)
