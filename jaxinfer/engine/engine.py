@@ -160,8 +160,10 @@ class Engine:
     def _publish(self, timed_out: list[OutputDelta], launched: Launched, collected: Collected) -> list[OutputDelta]:
         """Append collected tokens to their sequences, end what is finished; returns the deltas to send."""
         output = self._output
-        deltas = timed_out + [self._publish_first(*first, collected.prefilled_at) for first in collected.prefilled]
-        self._metrics.lap_prefill()
+        deltas = timed_out
+        if collected.prefilled:
+            deltas += [self._publish_first(*first, collected.prefilled_at) for first in collected.prefilled]
+            self._metrics.lap_prefill()
         has_changed = launched.has_prompts or bool(deltas)
         if collected.decoded:
             now = self._clock()

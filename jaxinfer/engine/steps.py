@@ -49,6 +49,8 @@ class StepRunner:
 
     def poll_tiers(self) -> None:
         """Queue what waited for its pages from the tiers; with nothing else to do, wait for the first for a moment."""
+        if not self._prefill.has_prompts and self._prefill.tiers is None:
+            return
         num_busy = self._prefill.num_in_flight + self._decode.num_in_flight + self._num_admitted + len(self._prefill.scheduler.queue)
         self._prefill.poll_tiers(0.0 if num_busy else _IDLE_WAIT)
 
@@ -77,7 +79,8 @@ class StepRunner:
         prefilled, now = prefill.collect(wait=wait, until=until), self._clock()
         self._metrics.lap_prefill()
         decoded = decode.collect() if is_due else []
-        self._metrics.lap_decode()
+        if prefilled:
+            self._metrics.lap_decode()
         return Collected(prefilled, now, decoded)
 
     @property

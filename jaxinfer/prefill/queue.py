@@ -68,6 +68,9 @@ class WaitingQueue:
     def __len__(self) -> int:
         return sum(len(line.sequences) for line in self._all_lines())
 
+    def __bool__(self) -> bool:
+        return bool(self._lines)  # none is empty: every iteration of the engine asks
+
     def __iter__(self) -> Iterator[Sequence]:
         """All waiting sequences, oldest first."""
         return merge(*(line.sequences for line in self._all_lines()), key=_order)

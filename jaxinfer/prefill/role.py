@@ -61,7 +61,7 @@ class PrefillRole:
     @property
     def has_prompts(self) -> bool:
         """Whether any sequence waits or is being prefilled."""
-        return bool(self.scheduler.num_waiting or self.scheduler.prefilling)
+        return bool(self.scheduler.prefilling) or self.scheduler.has_waiting
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence, or one that was preempted."""

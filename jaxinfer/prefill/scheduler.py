@@ -102,6 +102,10 @@ class PrefillScheduler:
     def num_waiting(self) -> int:
         return len(self.queue) + len(self._fetching) + sum(map(len, self._held.values()))
 
+    @property
+    def has_waiting(self) -> bool:
+        return bool(self.queue or self._fetching or self._held)
+
     def backlog(self) -> list[tuple[int, float]]:
         """For each prompt without its first token, about in scheduling order: the tokens still to compute (in whole
         tiles, cached prefixes included) and its arrival time."""
