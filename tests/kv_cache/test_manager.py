@@ -62,6 +62,23 @@ def test_no_more_is_taken_than_asked_for_and_only_within_a_namespace():
     assert pages.num_used == 3
 
 
+def test_a_fork_reads_whole_pages_of_its_prompt_and_writes_to_a_page_of_its_own():
+    pages, leader, table = manager(), [], []
+    pages.grow(leader, 10)
+    pages.share("prompt", leader)
+    [(source, target)] = pages.fork("prompt", table, 10)
+    assert (source, table) == (leader[2], [*leader[:2], target])
+    assert target not in leader
+    pages.free(leader)
+    pages.free(table)
+    pages.unshare("prompt")
+    assert pages.num_free == 10
+    pages.grow(leader, 8)
+    pages.share("whole pages", leader)
+    assert pages.fork("whole pages", table, 8) == []
+    assert table == leader
+
+
 def test_pages_that_are_about_to_be_used_anew_can_be_saved():
     pages, table, saved = manager(), [], []
     pages.save_evicted = saved.extend
