@@ -63,6 +63,10 @@ class Backend(Protocol):
 
     async def start(self) -> None: ...
 
+    def abort_all(self) -> None:
+        """Ends unfinished requests with `Unavailable`, and refuses new ones."""
+        ...
+
     async def stop(self) -> None:
         """Refuses new requests, finishes those that are running, then returns."""
         ...

@@ -128,4 +128,5 @@ class GracefulServer(uvicorn.Server):
             await asyncio.wait_for(traffic.until_quiet(), self._patience)
         except TimeoutError:
             logger.warning("shutting down: %d requests did not finish in time and are aborted", traffic.num_open)
+            await self._app.state.abort()
         self.should_exit = True

@@ -73,6 +73,12 @@ class LocalBackend:
         self._engine_loop = EngineLoop(self._engine)
         self._requests = AsyncRequests(self._engine_loop)
 
+    def abort_all(self) -> None:
+        """See `Backend`. Returns at once."""
+        self._is_stopping = True
+        if self._engine_loop is not None:
+            self._engine_loop.close(0.0)
+
     async def stop(self) -> None:
         """Refuses new requests, finishes running ones, then closes the engine and ends its thread."""
         self._is_stopping = True

@@ -45,8 +45,9 @@ from server.usage_log import UsageLog
 def create_app(
     backend: Backend, tokenizer: Tokenizer, config: ServerConfig, usage_log: UsageLog | None = None, store: BatchStore | None = None
 ) -> FastAPI:
-    """The whole HTTP front. `app.state.traffic` counts requests and begins a shutdown, `app.state.key_rings` can read
-    their files again. `store` has files and batches; without it there are none."""
+    """The whole HTTP front. `app.state.traffic` counts requests and begins a shutdown, `app.state.abort` ends what
+    did not finish in its time, `app.state.key_rings` can read their files again. `store` has files and batches; without
+    it there are none."""
     traffic, keys, metrics_keys = ActiveRequests(), KeyRing.api_keys(config), KeyRing.metrics_keys(config)
     config = config.without_secrets()
     usage = UsageMeter(keys.tenants or [ANONYMOUS], usage_log)
@@ -65,9 +66,14 @@ def create_app(
             await runner.stop()
         await backend.stop()
 
+    async def abort() -> None:
+        if runner is not None:  # first: its lines are run again after the next start
+            await runner.stop()
+        backend.abort_all()
+
     # FastAPI's interactive documentation loads from a CDN, so only the OpenAPI page itself is served.
     app = FastAPI(title="jaxinfer", description="OpenAI-compatible inference", lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.state.traffic, app.state.key_rings = traffic, (keys, metrics_keys)
+    app.state.traffic, app.state.key_rings, app.state.abort = traffic, (keys, metrics_keys), abort
     app.add_middleware(RequestMiddleware, config=config, traffic=traffic, keys=keys, metrics_keys=metrics_keys)
     if config.cors_origins:  # outermost, so that pages can read its errors too, and preflights need no key
         app.add_middleware(CORSMiddleware, **cors_settings(config))

@@ -81,6 +81,9 @@ class FakeBackend:
     async def start(self) -> None:
         self.started, self.stopped = True, False
 
+    def abort_all(self) -> None:
+        self.stopped = True
+
     async def stop(self) -> None:
         self.stopped = True
 

@@ -78,9 +78,10 @@ def test_what_does_not_finish_in_time_is_aborted(serve):
         lines = stream.iter_lines()
         next(lines)
         os.kill(process.pid, signal.SIGTERM)
-        with pytest.raises(httpx.RemoteProtocolError):
-            list(lines)
-    assert process.wait(20) == 0
+        error = json.loads([line for line in lines if line][-1].removeprefix("data: "))["error"]
+    assert (error["message"], error["code"]) == ("the server is shutting down", "service_unavailable")
+    assert process.wait(3) == 0
+    assert "Traceback" not in process.stderr.read()
 
 
 def test_the_usage_log_is_complete_when_the_process_ends(serve, tmp_path):
@@ -92,13 +93,12 @@ def test_the_usage_log_is_complete_when_the_process_ends(serve, tmp_path):
             lines = stream.iter_lines()
             next(lines)
             os.kill(process.pid, signal.SIGTERM)
-            with pytest.raises(httpx.RemoteProtocolError):
-                list(lines)
-    assert process.wait(20) == 0
+            list(lines)
+    assert process.wait(3) == 0
     finished, cut = [json.loads(line) for line in log.read_text().splitlines()]
     assert (finished["outcome"], finished["output_tokens"], finished["finish_reasons"]) == ("finished", 5, ["length"])
     assert finished["id"] == answer.json()["id"]
-    assert (cut["outcome"], cut["finish_reasons"]) == ("disconnected", [None])
+    assert (cut["outcome"], cut["finish_reasons"]) == ("aborted", [None])
     assert 0 < cut["output_tokens"] < 400
 
 
