@@ -1,4 +1,5 @@
-"""Runs GPU kernels in JAX's interpreter without compiling them again and again."""
+"""Runs GPU kernels in JAX's interpreter: with a thread for each of theirs, and without compiling them again and
+again."""
 
 from __future__ import annotations
 
@@ -6,6 +7,16 @@ from typing import Any
 
 import jax
 from jax._src.pallas.mosaic.interpret import thread_map
+
+
+_NUM_THREADS = 16  # a block of the widest kernel has five, and a warpgroup that waits for another keeps its own
+
+
+def have_threads() -> None:
+    """Call before anything asks JAX for its devices. A kernel's threads run in XLA's pool, which has one for each core
+    or virtual device, whichever are more: on two cores three warpgroups would wait for each other for ever."""
+    if jax.config.jax_num_cpu_devices < _NUM_THREADS:
+        jax.config.update("jax_num_cpu_devices", _NUM_THREADS)
 
 
 def compile_once() -> None:

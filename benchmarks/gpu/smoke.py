@@ -133,7 +133,9 @@ VARIANTS: dict[str, Callable[[], Variant]] = {
 def run(name: str, num_repeats: int, *, is_interpreted: bool) -> dict[str, Any]:
     """Checks one variant in this process. The result has 'errors', None if right, and the number of repeats that
     differed by a bit."""
-    if not is_interpreted and jax.devices()[0].platform != "gpu":
+    if is_interpreted:
+        interpreter.have_threads()
+    elif jax.devices()[0].platform != "gpu":
         raise SystemExit(f"{_NO_GPU}, only {jax.devices()[0].device_kind}: give --interpret")
     variant = VARIANTS[name]()
     function = variant.function
