@@ -8,14 +8,13 @@ from typing import Any
 import jax
 from jax._src.pallas.mosaic.interpret import thread_map
 
-
 _NUM_THREADS = 16  # a block of the widest kernel has five, and a warpgroup that waits for another keeps its own
 
 
 def have_threads() -> None:
     """Call before anything asks JAX for its devices. A kernel's threads run in XLA's pool, which has one for each core
     or virtual device, whichever are more: on two cores three warpgroups would wait for each other for ever."""
-    if jax.config.jax_num_cpu_devices < _NUM_THREADS:
+    if jax.config.values["jax_num_cpu_devices"] < _NUM_THREADS:
         jax.config.update("jax_num_cpu_devices", _NUM_THREADS)
 
 
