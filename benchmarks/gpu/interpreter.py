@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax._src.pallas.mosaic.interpret import thread_map
 
-_NUM_THREADS = 16  # a block of the widest kernel has five, and a warpgroup that waits for another keeps its own
+_NUM_THREADS = 8  # a block of the widest kernel has five, and a warpgroup that waits for another keeps its own
 
 
 def have_threads() -> None:

@@ -9,6 +9,8 @@ from typing import Any
 def describe_jax(*, needs_gpu: bool) -> dict[str, Any]:
     """The GPU and versions. Raises `RuntimeError` where JAX finds no GPU but needs one."""
     jax = importlib.import_module("jax")
+    if not needs_gpu:
+        importlib.import_module("benchmarks.gpu.interpreter").have_threads()
     device = jax.devices()[0]
     if needs_gpu and device.platform != "gpu":
         raise RuntimeError(f"JAX finds no GPU, only {device.device_kind}: install jax[cuda13], or use --small")
