@@ -52,8 +52,7 @@ class Engine:
         # Defaults of `SamplingParams` by name: callers apply them where a request leaves a field out.
         self.sampling_defaults = components.sampling_defaults
         self.max_model_len, self.shares_mesh = components.plan.max_model_len, components.plan.shares_mesh
-        vocab_size = components.plan.template.config.vocab_size
-        self._intake = RequestIntake(self.tokenizer, vocab_size, self.max_model_len, self._clock)
+        self._intake = RequestIntake(self.tokenizer, components.plan.template.config.vocab_size, self.max_model_len, self._clock)
         self._requests: dict[str, list[Sequence]] = {}  # the unfinished sequences of each request
         self._deadlines = Deadlines()
         self.access = EngineAccess(lambda: self.has_requests)
@@ -142,8 +141,7 @@ class Engine:
             self._metrics.begin()
             timed_out = self._schedule()
             launched = self._steps.launch()
-            collected = self._steps.collect(launched)
-            return self._publish(timed_out, launched, collected)
+            return self._publish(timed_out, launched, self._steps.collect(launched))
 
     def _schedule(self) -> list[OutputDelta]:
         """End requests whose deadline has passed; queue those whose pages have come from the tiers."""
@@ -159,7 +157,6 @@ class Engine:
 
     def _publish(self, timed_out: list[OutputDelta], launched: Launched, collected: Collected) -> list[OutputDelta]:
         """Append collected tokens to their sequences, end what is finished; returns the deltas to send."""
-        output = self._output
         deltas = timed_out
         if collected.prefilled:
             deltas += [self._publish_first(*first, collected.prefilled_at) for first in collected.prefilled]
@@ -167,8 +164,8 @@ class Engine:
         has_changed = launched.has_prompts or bool(deltas)
         if collected.decoded:
             now = self._clock()
-            output.observe_gaps([sequence for sequence, _, _ in collected.decoded], now)
-            taken = [output.token(*token, now) for token in collected.decoded]
+            self._output.observe_gaps([sequence for sequence, _, _ in collected.decoded], now)
+            taken = [self._output.token(*token, now) for token in collected.decoded]
             for delta, (sequence, _, _) in zip(taken, collected.decoded, strict=True):
                 if delta.finish_reason is not None:
                     self._end(sequence, delta)
