@@ -90,7 +90,7 @@ aot-venvs: $(AOT_0_10_STAMP)
 	@$(if $(PYTHON_FOR_JAX_0_11),$(MAKE) -s --no-print-directory PYTHON=$(PYTHON_FOR_JAX_0_11) $(AOT_0_11_STAMP),\
 		echo "JAX 0.11 is left out, for there is no Python 3.12 or newer. Give one: make test-aot PYTHON=/path/to/python3.12")
 
-test-fences: $(AOT_0_10_STAMP) ## take fences and barriers out of the compiled kernels, and count which of these faults the PTX emulator finds: an hour
+test-fences: $(AOT_0_10_STAMP) ## take fences and barriers out of the compiled kernels, and count which of these faults the PTX emulator finds: twenty minutes
 	@for cards in hopper blackwell; do AOT_CARDS=$$cards JAX_PLATFORMS=cpu $(AOT_0_10)/python -m tests.ptx.mutations $(ARGS) || exit 1; done
 
 test-measured: $(TEST_STAMP) ## calibrate and hold predicted step times against measured ones: minutes, alone on the machine
