@@ -140,7 +140,7 @@ def run(name: str, num_repeats: int, *, is_interpreted: bool) -> dict[str, Any]:
     variant = VARIANTS[name]()
     function = variant.function
     if is_interpreted:
-        interpreter.compile_once()
+        interpreter.make_fast()
         function = partial(function, interpreted=True)
     problem = variant.problem()
     notes, failure = check_against_reference(function, problem)

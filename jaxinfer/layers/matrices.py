@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
@@ -14,9 +15,10 @@ from jaxinfer.weights.formats.weight_format import MatrixAxes, ModelWeightFormat
 
 
 def weight(shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: jnp.dtype) -> nnx.Param:
-    """A parameter with logically named dimensions; sharding rules map them to mesh axes."""
+    """A parameter with logically named dimensions; sharding rules map them to mesh axes. It has a shape and no array:
+    modules are made to be templates, and get their arrays from a checkpoint (`weights/template.py`)."""
     assert len(shape) == len(axes), (shape, axes)
-    return nnx.Param(jnp.zeros(shape, dtype), logical_axes=axes)
+    return nnx.Param(jax.ShapeDtypeStruct(shape, dtype), logical_axes=axes)
 
 
 @dataclass(frozen=True)

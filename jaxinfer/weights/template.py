@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -170,8 +171,21 @@ def template_of(
     *,
     has_unread: bool = False,
 ) -> Template[ModelT]:
-    """The template of any class with a weight map. `has_unread`: include modules that no program reads."""
-    graph, state = nnx.split(nnx.eval_shape(lambda: model(config, weight_format, activation_dtype)))
+    """The template of any class with a weight map; the same one for the same arguments. `has_unread`: include modules that no program reads."""
+    return _template_of(model, config, weight_format, activation_dtype, part, has_unread)
+
+
+# Both roles ask for it, each stage, and a search for a layout hundreds of times; a deep model takes a second.
+@functools.lru_cache(maxsize=256)
+def _template_of(
+    model: type[Any],
+    config: ArchitectureConfig | EncoderConfig,
+    weight_format: ModelWeightFormat,
+    activation_dtype: jnp.dtype,
+    part: ModelSlice | None,
+    has_unread: bool,
+) -> Template[Any]:
+    graph, state = nnx.split(model(config, weight_format, activation_dtype))
     parameters, structure = jax.tree.flatten_with_path(state)
     metadata = dict(nnx.to_flat_state(state))
     names = [".".join(str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey)) for path, _ in parameters]

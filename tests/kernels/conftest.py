@@ -12,7 +12,7 @@ from benchmarks.gpu import interpreter
 
 @pytest.fixture(autouse=True, scope="session")
 def interpreted_kernels_are_compiled_once() -> None:
-    interpreter.compile_once()
+    interpreter.make_fast()
 
 
 @pytest.fixture(autouse=True, scope="module")

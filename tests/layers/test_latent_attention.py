@@ -234,7 +234,7 @@ def test_heads_split_over_devices_give_the_same() -> None:
 
 def test_what_expands_stays_floats_beside_integers() -> None:
     made = LatentAttention(SIZE, NUM_HEADS, SIZES, ModelWeightFormat(Int8()))
-    assert (made.up[...].dtype, made.down.kernel.dtype) == (jnp.float32, jnp.int8)
+    assert (made.up.get_value().dtype, made.down.kernel.dtype) == (jnp.float32, jnp.int8)
 
 
 HEADS, WHOLE, TOKENS = PartitionSpec(None, TENSOR), PartitionSpec(), PartitionSpec(TENSOR)
