@@ -15,6 +15,7 @@ import numpy as np
 
 from tests.conftest import QUICK_COMPILATION, TINY
 from tests.engine.workload import tokens_of, workload
+from tests.multi_process.leader import FEW
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 240  # that anything here may take where the machine is busy; on a quiet one all of it takes 20
@@ -66,13 +67,14 @@ def test_two_processes_give_the_tokens_of_one_and_end_when_one_is_killed(tiny_mo
 
     # What one device gives in a batch is what it gives each alone: tests/engine/test_token_equality.py.
     llm, (prompts, params) = llms(), workload()
-    found, expected = json.loads(out.read_text()), tokens_of(llm.generate(prompts[:15], params[:15]))
+    few = [replace(p, max_tokens=FEW) for p in params]
+    found, expected = json.loads(out.read_text()), tokens_of(llm.generate(prompts[:15], few[:15]))
     assert found["tokens"] == expected
     assert found["again"] == expected
     assert found["long"] == tokens_of(llm.generate([prompt[:15] for prompt in prompts], [replace(p, max_tokens=45) for p in params]))
-    assert found["siblings"] == tokens_of(llm.generate(prompts[:9], [replace(p, n=3) for p in params[:9]]))
+    assert found["siblings"] == tokens_of(llm.generate(prompts[:9], [replace(p, n=3) for p in few[:9]]))
     np.testing.assert_allclose(found["prompt_logprobs"], llm.logprobs(prompts[13])[1:], atol=1e-4)
-    assert found["num_preemptions"] > 10
+    assert found["num_preemptions"] > 4
     assert found["num_pages_moved"] > 80
     assert found["num_cached_tokens"] > 400
     assert found["num_compilations_after_ready"] == 0
