@@ -171,7 +171,8 @@ def template_of(
     *,
     has_unread: bool = False,
 ) -> Template[ModelT]:
-    """The template of any class with a weight map; the same one for the same arguments. `has_unread`: include modules that no program reads."""
+    """The template of any class with a weight map; the same one for the same arguments. `has_unread`: include modules
+    that no program reads."""
     return _template_of(model, config, weight_format, activation_dtype, part, has_unread)
 
 
