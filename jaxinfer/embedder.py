@@ -15,6 +15,7 @@ from jaxinfer.encode.worker import EncodeWorker
 from jaxinfer.engine.builder import split_cpu
 from jaxinfer.engine_access import EngineAccess
 from jaxinfer.engine_loop import EngineLoop
+from jaxinfer.kv_transfer.remote import Remote
 from jaxinfer.listeners import Answers, Failed
 from jaxinfer.multi_process.peer_failure import ProcessLostError
 from jaxinfer.pipeline.device_clock import DeviceClock
@@ -96,7 +97,15 @@ class _EncoderEngine:
         self.access = EngineAccess()
         self.encode: EncodeWorker | None = encode
 
-    def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams, context: RequestContext = DEFAULT_CONTEXT) -> None:
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        context: RequestContext = DEFAULT_CONTEXT,
+        remote: Remote | None = None,
+        output_ids: tuple[int, ...] = (),
+    ) -> None:
         raise AssertionError
 
     def step(self) -> list[OutputDelta]:

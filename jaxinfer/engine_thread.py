@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 from jaxinfer.encode.text_batching import Embedded, TokenIds
 from jaxinfer.encode.worker import EncodeWorker
 from jaxinfer.engine_access import EngineAccess, EngineClosedError
+from jaxinfer.kv_transfer.remote import Remote
 from jaxinfer.listeners import Event, Failed, Listener, deliver
 from jaxinfer.multi_process.peer_failure import ProcessLostError
 from jaxinfer.request import DEFAULT_CONTEXT, OutputDelta, RequestContext, RequestError, SamplingParams
@@ -43,6 +44,8 @@ class NewRequest:
     prompt: Prompt  # as `Engine.validate` gave it for these params
     params: SamplingParams
     context: RequestContext = DEFAULT_CONTEXT
+    remote: Remote | None = None  # where another engine prefills or decodes it
+    output_ids: tuple[int, ...] = ()  # tokens that it has already, from another engine: what comes is after them
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +102,15 @@ class Drivable(Protocol):
     @property
     def shares_mesh(self) -> bool: ...
 
-    def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams, context: RequestContext = DEFAULT_CONTEXT) -> None: ...
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        context: RequestContext = DEFAULT_CONTEXT,
+        remote: Remote | None = None,
+        output_ids: tuple[int, ...] = (),
+    ) -> None: ...
 
     def step(self) -> list[OutputDelta]: ...
 
@@ -249,7 +260,9 @@ class EngineThread:
             try:
                 if self._is_driven_by_hand:
                     raise RequestError("the engine has requests that were added to it by hand: step until they end, or abort them, before")
-                self._engine.add_request(request.request_id, request.prompt, request.params, request.context)
+                self._engine.add_request(
+                    request.request_id, request.prompt, request.params, request.context, request.remote, request.output_ids
+                )
                 self._requests[request.request_id] = _UnderWay(listener, request.params.n)
             except RequestError as error:
                 self._events.setdefault(listener, []).append(Failed(request.request_id, error))

@@ -56,6 +56,7 @@ class FinishReason(enum.StrEnum):
     LENGTH = "length"  # max_tokens or the context length was reached
     ABORT = "abort"
     TIMEOUT = "timeout"  # its deadline passed
+    HANDED_OVER = "handed_over"  # prefilled here: another engine goes on, and tells the client
 
 
 @dataclass(frozen=True, slots=True)

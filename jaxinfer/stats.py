@@ -107,6 +107,7 @@ class EngineStats:
     num_waiting: int = 0  # queued, no prefill yet
     num_prefilling: int = 0
     num_running: int = 0  # in the decode batch
+    num_incoming: int = 0  # that another engine prefills for this one
     prefill_pages_used: int = 0
     prefill_pages: int = 0
     decode_pages_used: int = 0
@@ -129,6 +130,8 @@ class EngineStats:
     num_embedded_texts: int = 0
     num_embedded_tokens: int = 0
     num_pages_moved: int = 0  # between distinct meshes
+    num_pages_received: int = 0  # from other engines
+    num_taken_over: int = 0  # sequences that another engine was to prefill and did not
     host_seconds: float = 0.0  # host work of the engine's thread in decode steps: scheduling, dispatch, reading, text
     prefill_host_seconds: float = 0.0  # the same for prefill steps, with admission and hand-off
     # KV tiers; any thread may call it; None: there are none

@@ -30,10 +30,25 @@ class Backend(Protocol):
     delta; `Unavailable` also later when the engine fails. Closing the iterator early (aclose, or cancelling
     the task that iterates) aborts the request and frees its pages."""
 
-    max_model_len: int  # tokens, prompt plus output
-    max_batch_size: int  # sequences decoded at once
-    sampling_defaults: Mapping[str, Any]  # fields of `SamplingParams` that apply where a request doesn't set them
-    text_reader: TextReader | None  # of the embedding model; None without one
+    @property
+    def max_model_len(self) -> int:
+        """Tokens, prompt plus output."""
+        ...
+
+    @property
+    def max_batch_size(self) -> int:
+        """Sequences decoded at once."""
+        ...
+
+    @property
+    def sampling_defaults(self) -> Mapping[str, Any]:
+        """Fields of `SamplingParams` that apply where a request doesn't set them."""
+        ...
+
+    @property
+    def text_reader(self) -> TextReader | None:
+        """Of the embedding model; None without one."""
+        ...
 
     def validate(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> Prompt:
         """A prompt's token ids as `generate` takes them. Raises `RequestError` for a request that can never be served,

@@ -126,6 +126,8 @@ JAX_FREE_EXCEPT = (
     "server/local_backend.py",
     "server/inspection.py",
     "server/planning.py",
+    "server/workers/service.py",
+    "server/workers/worker.py",
 )  # they hold the engine or ask a model, and name no array themselves
 JAX = ("jax", "jaxlib", "flax", "orbax", "optax", "safetensors.flax")
 
@@ -314,7 +316,7 @@ def modules_of(sources: Mapping[str, str]) -> dict[str, Module]:
 
 def read(root: Path, folders: Iterable[str]) -> dict[str, Module]:
     """Every Python file under the root's folders."""
-    paths = [p for folder in folders for p in sorted((root / folder).rglob("*.py"))]
+    paths = [p for folder in folders for p in sorted((root / folder).rglob("*.py")) if "_pb2" not in p.name]
     return modules_of({p.relative_to(root).as_posix(): p.read_text(encoding="utf-8") for p in paths})
 
 

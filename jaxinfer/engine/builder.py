@@ -90,9 +90,11 @@ def _build(config: EngineConfig, stats: EngineStats, processes: Processes) -> En
     sources = prefill_runner.programs() + decode_runner.programs()
     tiers = _tiers(config, plan, source)
     stage_transports = _stage_transports(plan, pools) if not plan.shares_mesh and plan.has_stages else None
+    if config.cache.kv_transport and plan.has_stages:
+        raise ConfigError("kv_transport is on, but pages of pipeline stages can't be sent to other engines yet: leave it out, or use pp=1")
     if stage_transports is not None:
         sources += [program for transport in stage_transports for program in transport.programs()]
-    elif not plan.shares_mesh or tiers is not None:
+    elif not plan.shares_mesh or tiers is not None or config.cache.kv_transport:
         for role, (pool,) in zip(roles, pools, strict=True):
             sources += gather_programs(_mover_name(role), pool) + scatter_programs(_mover_name(role), pool)
     with ThreadPoolExecutor(1, "weights") as background:
@@ -136,6 +138,9 @@ def _build(config: EngineConfig, stats: EngineStats, processes: Processes) -> En
                 transports = [processes.share(f"page moves {n}", transport) for n, transport in enumerate(stage_transports)]
             for transport in transports:
                 warm_up_transport(transport)
+        if config.cache.kv_transport:
+            for mover in movers:
+                mover.warm_up()
     _watch_experts(stats, {"prefill": prefill_runner.loads, "decode": decode_runner.loads})
     forward, reverse = transports or (None, None)
     runners = Runners(prefill_runner, decode_runner, clocks[: len(roles)], movers, forward, reverse)

@@ -8,18 +8,21 @@ from collections.abc import Sequence as Tokens
 from jaxinfer.config import ConfigError, EngineConfig
 from jaxinfer.engine.builder import build
 from jaxinfer.engine.components import EngineComponents
-from jaxinfer.engine.intake import Deadlines, RequestIntake
+from jaxinfer.engine.intake import RequestIntake
 from jaxinfer.engine.metrics import EngineMetrics
 from jaxinfer.engine.output import OutputBuilder
 from jaxinfer.engine.preemption import Preemption
+from jaxinfer.engine.remote_handoffs import Arrived, RemoteHandOffs
 from jaxinfer.engine.steps import Collected, Launched, StepRunner
+from jaxinfer.engine.unfinished_requests import UnfinishedRequests
 from jaxinfer.engine_access import EngineAccess
+from jaxinfer.kv_transfer.remote import Remote
 from jaxinfer.multi_process.peer_failure import ProcessLostError
 from jaxinfer.programs.profile import Profile
 from jaxinfer.reference_forward import ReferenceForward
 from jaxinfer.request import DEFAULT_CONTEXT, FinishReason, OutputDelta, RequestContext, RequestError, SamplingParams, TokenLogprob
 from jaxinfer.segments import Prompt
-from jaxinfer.sequence import Sequence, SequenceState
+from jaxinfer.sequence import Sequence
 from jaxinfer.start_progress import StartProgress
 from jaxinfer.stats import EngineStats
 
@@ -27,9 +30,8 @@ from jaxinfer.stats import EngineStats
 class Engine:
     """Coordinates both roles from one thread.
 
-    Only that thread calls `add_request`, `step` and `abort`; any thread may call `validate`. While an `EngineLoop`
-    (such a thread) has unfinished requests, these calls raise `RequestError` in other threads. `encode`: the worker
-    of the embedding model, which has its own queue; None without one.
+    Only that thread calls `add_request`, `step` and `abort`; any may call `validate`. While an `EngineLoop` has
+    requests, these calls raise `RequestError` in other threads. `encode`: the embedding model's worker, or None.
 
     The constructor returns when weights are loaded and every program is compiled; `progress` reports to other
     threads. Raises `ConfigError`, `CheckpointError` or `UnsupportedModelError`: `ValueError`s that say what to change.
@@ -51,16 +53,17 @@ class Engine:
         self.tokenizer, self.encode = components.tokenizer, components.encode
         # Defaults of `SamplingParams` by name: callers apply them where a request leaves a field out.
         self.sampling_defaults = components.sampling_defaults
+        self.vocab_size, self.page_spec = components.plan.template.config.vocab_size, components.plan.page_spec
         self.max_model_len, self.shares_mesh = components.plan.max_model_len, components.plan.shares_mesh
-        self._intake = RequestIntake(self.tokenizer, components.plan.template.config.vocab_size, self.max_model_len, self._clock)
-        self._requests: dict[str, list[Sequence]] = {}  # the unfinished sequences of each request
-        self._deadlines = Deadlines()
+        self._intake = RequestIntake(self.tokenizer, self.vocab_size, self.max_model_len, self._clock)
         self.access = EngineAccess(lambda: self.has_requests)
         roles = self._prefill, self._decode
         self._preemption = Preemption(*roles, self.shares_mesh, schedule.max_batch_size, self.stats)
         self._output = OutputBuilder(self.tokenizer, self.stats, schedule)
         self._metrics = EngineMetrics(self.stats, *roles)
         self._steps = StepRunner(*roles, self._preemption, self._metrics, schedule.max_batch_size, self.shares_mesh, self._clock)
+        self._remote = RemoteHandOffs(*roles, self._preemption, lambda: self._steps.has_slot, self.stats)
+        self._requests = UnfinishedRequests(self._prefill, self._preemption, self._remote, self.stats)
 
     @property
     def has_requests(self) -> bool:
@@ -73,9 +76,8 @@ class Engine:
         return bool(self._requests) or self._decode.num_in_flight > 0 or self._prefill.num_in_flight > 0
 
     def on_process_loss(self, listener: Callable[[ProcessLostError], None]) -> None:
-        """Register a listener for the loss of a process, where the engine spans several. It is called with the
-        `ProcessLostError`, in a thread of its own. A step in flight may never return; this process ends within
-        seconds."""
+        """Register a listener, called in a thread of its own, for the loss of one of several processes. A step in
+        flight may never return; this process ends within seconds."""
         self._components.processes.on_loss(listener)
 
     def close(self) -> None:
@@ -106,29 +108,33 @@ class Engine:
         return self._intake.validate(prompt, params)
 
     def add_request(
-        self, request_id: str, prompt: Tokens[int] | Prompt, params: SamplingParams, context: RequestContext = DEFAULT_CONTEXT
+        self,
+        request_id: str,
+        prompt: Tokens[int] | Prompt,
+        params: SamplingParams,
+        context: RequestContext = DEFAULT_CONTEXT,
+        remote: Remote | None = None,
+        output_ids: Tokens[int] = (),
     ) -> None:
-        """Queue a request of token ids, or of what `validate` gave for these params. Raises `RequestError` if it can
-        never be served or its id is in use."""
+        """Queue a request of token ids, or of what `validate` gave. Of one with n=1 another engine may do a half, or
+        have given `output_ids` already. Raises `RequestError` if it can't be served or its id is in use."""
         with self.access.call():
             if request_id in self._requests:
                 raise RequestError(f"request id {request_id!r} is in use", "request_id")
-            sequences = self._intake.sequences(request_id, prompt, params, context)
-            self._requests[request_id] = sequences
-            self._deadlines.add(request_id, context.deadline)
+            sequences = self._intake.sequences(request_id, prompt, params, context, output_ids)
+            self._requests.add(request_id, sequences)
             for sequence in sequences:
-                self._prefill.add(sequence)
+                self._remote.add(sequence, remote)
             self._metrics.observe_request(sequences[0])
 
     def abort(self, request_id: str) -> bool:
-        """End a request in whatever state it is, and free its pages on both meshes. False if no request has this
-        id."""
+        """End a request in whatever state it is, and free its pages on both meshes. False if there is none."""
         with self.access.call():
             sequences = self._requests.get(request_id)
             if sequences is None:
                 return False
             for sequence in list(sequences):
-                self._finish(sequence, FinishReason.ABORT)
+                self._requests.finish(sequence, FinishReason.ABORT)
             self._metrics.update_gauges()
             return True
 
@@ -141,19 +147,18 @@ class Engine:
             self._metrics.begin()
             timed_out = self._schedule()
             launched = self._steps.launch()
+            self._remote.advance()
             return self._publish(timed_out, launched, self._steps.collect(launched))
 
     def _schedule(self) -> list[OutputDelta]:
         """End requests whose deadline has passed; queue those whose pages have come from the tiers."""
         now, deltas = self._clock(), []
-        for deadline, request_id in self._deadlines.expired(now):
-            sequences = list(self._requests.get(request_id, ()))
-            if sequences and sequences[0].context.deadline == deadline:  # else it ended, and another has its id perhaps
-                if sequences[0].prefill.first_scheduled_time is None:  # it waited to the end
-                    self._metrics.observe_queue(sequences[0], now)
-                deltas += [self._end(sequence, self._output.cut(sequence, FinishReason.TIMEOUT)) for sequence in sequences]
+        for sequences in self._requests.overdue(now):
+            if sequences[0].prefill.first_scheduled_time is None:  # it waited to the end
+                self._metrics.observe_queue(sequences[0], now)
+            deltas += [self._requests.end(sequence, self._output.cut(sequence, FinishReason.TIMEOUT)) for sequence in sequences]
         self._steps.poll_tiers()
-        return deltas
+        return deltas + [self._publish_arrived(arrived, now) for arrived in self._remote.poll(is_idle=self._steps.is_idle)]
 
     def _publish(self, timed_out: list[OutputDelta], launched: Launched, collected: Collected) -> list[OutputDelta]:
         """Append collected tokens to their sequences, end what is finished; returns the deltas to send."""
@@ -168,7 +173,7 @@ class Engine:
             taken = [self._output.token(*token, now) for token in collected.decoded]
             for delta, (sequence, _, _) in zip(taken, collected.decoded, strict=True):
                 if delta.finish_reason is not None:
-                    self._end(sequence, delta)
+                    self._requests.end(sequence, delta)
             deltas += taken
         self._metrics.end(deltas, launched_decode=launched.decode, has_changed=has_changed)
         return deltas
@@ -177,24 +182,19 @@ class Engine:
         """A sequence's prompt is in the cache; the token sampled at its end is its first, or its next if it was
         preempted."""
         delta = self._output.nothing(sequence) if sequence.max_tokens == 0 else self._output.token(sequence, token_id, logprob, now)
+        if self._remote.finish(sequence):
+            delta.finish_reason = FinishReason.HANDED_OVER
         if delta.finish_reason is not None:
-            return self._end(sequence, delta)
+            return self._requests.end(sequence, delta)
         self._prefill.keep(sequence)
         return delta
 
-    def _end(self, sequence: Sequence, delta: OutputDelta) -> OutputDelta:
-        """Finish a sequence with its last delta."""
-        assert delta.finish_reason is not None
-        self._finish(sequence, delta.finish_reason)
-        delta.device_usage = sequence.meter.read()
-        return delta
-
-    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        self._preemption.release(sequence)
-        sequence.state = SequenceState.FINISHED
-        self._prefill.scheduler.queue.charge(sequence.context.tenant, sequence.num_output)
-        unfinished = self._requests[sequence.request.request_id]
-        unfinished.remove(sequence)
-        if not unfinished:
-            del self._requests[sequence.request.request_id]
-        self.stats.finished[reason] = self.stats.finished.get(reason, 0) + 1
+    def _publish_arrived(self, arrived: Arrived, now: float) -> OutputDelta:
+        """What another engine has prefilled is here, with its first token."""
+        sequence, handoff, first = arrived
+        delta = self._output.token(sequence, first.token_id, first.logprob, now)
+        if delta.finish_reason is None:
+            self._decode.join(handoff)
+            return delta
+        self._decode.cancel(handoff)
+        return self._requests.end(sequence, delta)

@@ -50,8 +50,16 @@ class RequestIntake:
             raise RequestError(message, "truncate_prompt_tokens")
         return prompt
 
-    def sequences(self, request_id: str, prompt: Tokens[int] | Prompt, params: SamplingParams, context: RequestContext) -> list[Sequence]:
-        """A request's n sequences. Raises `RequestError` if it can never be served. A `Prompt` was validated."""
+    def sequences(
+        self,
+        request_id: str,
+        prompt: Tokens[int] | Prompt,
+        params: SamplingParams,
+        context: RequestContext,
+        output_ids: Tokens[int] = (),
+    ) -> list[Sequence]:
+        """A request's n sequences. `output_ids`: what another engine has answered of the only one. Raises
+        `RequestError` if it can never be served. A `Prompt` was validated."""
         checked = prompt if isinstance(prompt, Prompt) else self.validate(prompt, params)
         request = Request(request_id, checked, params, self._clock(), context)
         end_tokens, bad_words, meter = self._end_tokens(params), self._bad_words(params.bad_words), Meter()
@@ -66,8 +74,8 @@ class RequestIntake:
                 (seed + index) % 2**64,
                 end_tokens,
                 room if params.max_tokens is None else min(params.max_tokens, room),
-                output_progress(self._tokenizer, params),
-                checked.token_ids.tolist(),
+                output_progress(self._tokenizer, params, output_ids),
+                checked.token_ids.tolist() + list(output_ids),
                 meter,
                 bad_words,
                 needs_history(bad_words),

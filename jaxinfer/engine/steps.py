@@ -47,6 +47,16 @@ class StepRunner:
         self._prefill, self._decode, self._preemption, self._metrics = prefill, decode, preemption, metrics
         self._max_batch_size, self._shares_mesh, self._clock = max_batch_size, shares_mesh, clock
 
+    @property
+    def has_slot(self) -> bool:
+        """Whether one more sequence may hold pages."""
+        return self._num_admitted < self._max_batch_size
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no sequence holds pages, waits for any, or has a step under way."""
+        return not (self._num_admitted or self._prefill.has_prompts or self._prefill.num_in_flight or self._decode.num_in_flight)
+
     def poll_tiers(self) -> None:
         """Queue what waited for its pages from the tiers; with nothing else to do, wait for the first for a moment."""
         if not self._prefill.has_prompts and self._prefill.tiers is None:
@@ -86,7 +96,7 @@ class StepRunner:
     @property
     def _num_admitted(self) -> int:
         """Sequences that hold pages."""
-        return self._prefill.num_admitted + len(self._decode.running)
+        return self._prefill.num_admitted + len(self._decode.running) + len(self._decode.incoming)
 
     def _launch_prefill(self) -> bool:
         prefill, preemption = self._prefill, self._preemption

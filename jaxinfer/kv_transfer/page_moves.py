@@ -115,6 +115,12 @@ class PageMover:
         size = moved.shape[0]
         self._pool.array = self._programs[f"{self._name} scatter/{size}"](self._pool.array, moved, padded(page_ids, size))
 
+    def warm_up(self) -> None:
+        """Copy the null page to the host and back in every size."""
+        for size in MOVE_BUCKETS:
+            page = np.asarray(self.gather([NULL_PAGE] * size))
+            self.scatter(self.put_bytes(page.reshape(size, -1).view(np.uint8)), [NULL_PAGE] * size)
+
     def wait(self) -> None:
         """Wait until everything written is in the pool."""
         jax.block_until_ready(self._pool.array)

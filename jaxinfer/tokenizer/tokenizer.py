@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import pairwise
@@ -54,6 +55,11 @@ class Tokenizer:
         self.is_byte_level = isinstance(backend.decoder, decoders.ByteLevel)
         self.token_bytes = functools.cache(self._token_bytes)  # called for every token of every sequence
         self.token_text = functools.cache(self._token_text)
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """The same for tokenizers that give the same ids."""
+        return hashlib.sha256(self._backend.to_str().encode()).hexdigest()[:16]
 
     @classmethod
     def from_source(cls, source: TensorSource) -> Tokenizer:

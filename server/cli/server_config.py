@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import os
 from pathlib import Path
+from typing import Any
 
 from jaxinfer.config import EngineConfig
 from server.config import ServerConfig
@@ -19,15 +20,27 @@ KEYS_VARIABLE, PRIORITY_KEYS_VARIABLE = "JAXINFER_API_KEYS", "JAXINFER_PRIORITY_
 def server_config(arguments: argparse.Namespace, engine: EngineConfig) -> ServerConfig:
     """Flags, then the environment's keys, then names from the models. Raises `ConfigError`."""
     fields = given_flags(arguments, dataclasses.fields(ServerConfig))
-    if keys := os.environ.pop(KEYS_VARIABLE, None):
-        fields.setdefault("api_keys", tuple(key.strip() for key in keys.split(",")))
-    if keys := os.environ.pop(PRIORITY_KEYS_VARIABLE, None):
-        fields.setdefault("priority_keys", tuple(key.strip() for key in keys.split(",")))
+    _add_keys(fields)
     models = engine.model
     fields.setdefault("served_model_name", names_of(models.model))
     if models.embedding_model is not None:
         fields.setdefault("served_embedding_name", names_of(models.embedding_model))
     return ServerConfig(**fields)
+
+
+def router_config(arguments: argparse.Namespace, names: tuple[str, ...]) -> ServerConfig:
+    """The same for a router in front of a model with these names."""
+    fields = given_flags(arguments, dataclasses.fields(ServerConfig))
+    _add_keys(fields)
+    fields.setdefault("served_model_name", names)
+    return ServerConfig(**fields)
+
+
+def _add_keys(fields: dict[str, Any]) -> None:
+    if keys := os.environ.pop(KEYS_VARIABLE, None):
+        fields.setdefault("api_keys", tuple(key.strip() for key in keys.split(",")))
+    if keys := os.environ.pop(PRIORITY_KEYS_VARIABLE, None):
+        fields.setdefault("priority_keys", tuple(key.strip() for key in keys.split(",")))
 
 
 def names_of(model: str) -> tuple[str, ...]:

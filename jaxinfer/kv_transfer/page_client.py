@@ -1,0 +1,131 @@
+"""PageClient: pulls a hand-off's pages over TCP, straight into a receiver's buffer. Imports no JAX."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import struct
+import threading
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from jaxinfer.kv_transfer import page_wire
+from jaxinfer.kv_transfer.handoff import HandOffError
+from jaxinfer.kv_transfer.kv_receiver import KVReceiver
+
+_CONNECT_SECONDS = 5.0
+_PULLED_AT_ONCE = 32  # pages of a command
+_UNDER_WAY = 2  # commands
+
+
+@dataclass(frozen=True)
+class PageAddress:
+    """Where a hand-off's pages are."""
+
+    host: str
+    port: int
+    handoff_id: bytes
+
+
+class PageClient:
+    """Keeps the connections that nobody uses for the next hand-off from the same place. `seconds`: how long a page may
+    take, computing it included."""
+
+    def __init__(self, *, token: str = "", tls: ssl.SSLContext | None = None, seconds: float = 120.0) -> None:
+        self._token, self._tls, self._seconds = token.encode(), tls, seconds
+        self._idle: dict[tuple[str, int], list[socket.socket]] = {}
+        self._lock = threading.Lock()
+        self.num_bytes = 0  # pulled so far
+
+    def pull(self, address: PageAddress, receiver: KVReceiver, places: Sequence[int]) -> None:
+        """Begin, in a thread. The receiver is told of each page that has arrived whole, or that no more will. Once all
+        have, the source may let go of its own."""
+        threading.Thread(target=self._pull, args=(address, receiver, list(places)), name="pull pages", daemon=True).start()
+
+    def close(self) -> None:
+        with self._lock:
+            for connections in self._idle.values():
+                for connection in connections:
+                    connection.close()
+            self._idle.clear()
+
+    def _pull(self, address: PageAddress, receiver: KVReceiver, places: list[int]) -> None:
+        connection = None
+        try:
+            connection = self._connection(address)
+            self._fill(connection, address, receiver, places)
+            connection.sendall(page_wire.COMMAND.pack(page_wire.OVER, address.handoff_id))
+            self._keep(address, connection)
+        except Exception as error:  # whatever it is, who waits must not wait for ever
+            if connection is not None:
+                connection.close()
+            receiver.fail(f"the pages did not come: {error or type(error).__name__}")
+            self._release(address)
+
+    def _release(self, address: PageAddress) -> None:
+        """Tell the source that nobody will come for the rest; if it can't be told, its lease runs out."""
+        with suppress(OSError, HandOffError), self._connection(address) as connection:
+            connection.sendall(page_wire.COMMAND.pack(page_wire.OVER, address.handoff_id))
+
+    def _fill(self, connection: socket.socket, address: PageAddress, receiver: KVReceiver, places: list[int]) -> None:
+        asked = deque(places[start : start + _PULLED_AT_ONCE] for start in range(0, len(places), _PULLED_AT_ONCE))
+        for _ in range(min(_UNDER_WAY, len(asked))):
+            self._ask(connection, address, asked.popleft())
+        for number, place in enumerate(places):
+            row = receiver.pages[number].data
+            if receiver.is_over:
+                raise HandOffError("nobody waits for the pages any more")
+            page_wire.receive_page(connection, place, row)
+            self.num_bytes += len(row)
+            receiver.arrived(number + 1)
+            if (number + 1) % _PULLED_AT_ONCE == 0 and asked:
+                self._ask(connection, address, asked.popleft())
+
+    @staticmethod
+    def _ask(connection: socket.socket, address: PageAddress, places: Sequence[int]) -> None:
+        command = page_wire.COMMAND.pack(page_wire.PULL, address.handoff_id)
+        connection.sendall(command + page_wire.COUNT.pack(len(places)) + struct.pack(f"<{len(places)}I", *places))
+
+    def _connection(self, address: PageAddress) -> socket.socket:
+        """One that nobody uses, or a new one. Raises `HandOffError` where the other side refuses it."""
+        with self._lock:
+            idle = self._idle.get((address.host, address.port), [])
+            while idle:
+                connection = idle.pop()
+                if _is_open(connection):
+                    return connection
+                connection.close()
+        connection = socket.create_connection((address.host, address.port), _CONNECT_SECONDS)
+        try:
+            if self._tls is not None:
+                connection = self._tls.wrap_socket(connection, server_hostname=address.host)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.sendall(page_wire.greeting(self._token))
+            if error := page_wire.read_greeting(connection):
+                raise HandOffError(error.decode("utf-8", "replace"))
+            connection.settimeout(self._seconds)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _keep(self, address: PageAddress, connection: socket.socket) -> None:
+        with self._lock:
+            self._idle.setdefault((address.host, address.port), []).append(connection)
+
+
+def _is_open(connection: socket.socket) -> bool:
+    """Whether an idle connection is usable: the other side neither closed it nor said anything."""
+    timeout = connection.gettimeout()
+    try:
+        connection.setblocking(False)
+        connection.recv(1)
+    except (BlockingIOError, ssl.SSLWantReadError):
+        return True
+    except OSError:
+        return False
+    finally:
+        connection.settimeout(timeout)
+    return False

@@ -1,0 +1,143 @@
+"""PageServer: other engines pull over TCP what this one has prefilled. Imports no JAX."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import logging
+import socket
+import ssl
+import threading
+from collections.abc import Sequence
+
+from jaxinfer.kv_transfer import page_wire
+from jaxinfer.kv_transfer.handoff import HandOffError
+from jaxinfer.kv_transfer.kv_sender import KVSender
+
+logger = logging.getLogger(__name__)
+
+PAGE_SECONDS = 120.0  # that a pull waits for a page to be computed
+_HELLO_SECONDS = 10.0  # from a connection to its first words
+_SWEEP_SECONDS = 1.0
+
+
+class PageServer:
+    """Serves from threads of its own until `close`. `token`: what a client has to know; `tls`: of the server's side.
+
+    Raises `OSError` for an address that can't be listened on."""
+
+    def __init__(self, host: str, port: int = 0, *, token: str = "", tls: ssl.SSLContext | None = None) -> None:
+        self._token, self._tls = token.encode(), tls
+        self._listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        self._senders: dict[bytes, KVSender] = {}  # by the hand-off's id
+        self._connections: set[socket.socket] = set()
+        self._closed = threading.Event()
+        for target in (self._accept, self._sweep):
+            threading.Thread(target=target, name="page-server", daemon=True).start()
+
+    @property
+    def port(self) -> int:
+        return int(self._listener.getsockname()[1])
+
+    @property
+    def num_senders(self) -> int:
+        """Hand-offs whose pages are kept here."""
+        return len(self._senders)
+
+    def add(self, handoff_id: bytes, sender: KVSender) -> None:
+        """Serve a sender's pages under this id, until it is over or its lease runs out."""
+        self._senders[handoff_id] = sender
+
+    def remove(self, handoff_id: bytes) -> None:
+        """Let go of a hand-off's pages; of no effect for one that is gone."""
+        if (sender := self._senders.pop(handoff_id, None)) is not None:
+            sender.close()
+
+    def close(self) -> None:
+        """End all connections and let go of all pages."""
+        self._closed.set()
+        for connection in (self._listener, *self._connections):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
+        for handoff_id in list(self._senders):
+            self.remove(handoff_id)
+
+    def _accept(self) -> None:
+        while not self._closed.is_set():
+            try:
+                connection, peer = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(connection, peer), name=f"pages to {peer[0]}", daemon=True).start()
+
+    def _sweep(self) -> None:
+        """Let go of what nobody has asked for within its lease."""
+        while not self._closed.wait(_SWEEP_SECONDS):
+            for handoff_id, sender in list(self._senders.items()):
+                if sender.is_expired:
+                    logger.warning("a hand-off's lease ran out: its pages are let go")
+                    self.remove(handoff_id)
+
+    def _serve(self, connection: socket.socket, peer: Sequence[object]) -> None:
+        try:
+            connection.settimeout(_HELLO_SECONDS)
+            if self._tls is not None:
+                connection = self._tls.wrap_socket(connection, server_side=True)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if not hmac.compare_digest(page_wire.read_greeting(connection), self._token):
+                connection.sendall(page_wire.greeting(b"wrong token: give both workers the same"))
+                return
+            connection.sendall(page_wire.greeting(b""))
+            connection.settimeout(PAGE_SECONDS)
+            self._connections.add(connection)
+            while True:
+                self._answer(connection)
+        except (OSError, HandOffError) as error:
+            if not self._closed.is_set():
+                logger.debug("pages to %s: %s", peer, error)
+        finally:
+            self._connections.discard(connection)
+            connection.close()
+
+    def _answer(self, connection: socket.socket) -> None:
+        kind, handoff_id = page_wire.COMMAND.unpack(page_wire.read(connection, page_wire.COMMAND.size))
+        sender = self._senders.get(handoff_id)
+        if sender is not None:
+            sender.renew()
+        if kind == page_wire.OVER:
+            self.remove(handoff_id)
+        elif kind == page_wire.PULL:
+            (count,) = page_wire.COUNT.unpack(page_wire.read(connection, page_wire.COUNT.size))
+            if count > page_wire.MOST_PLACES:
+                raise page_wire.WireError(f"a pull of {count} pages: at most {page_wire.MOST_PLACES}")
+            places = memoryview(page_wire.read(connection, 4 * count)).cast("I")
+            self._send(connection, sender, places)
+        elif kind != page_wire.RENEW:
+            raise page_wire.WireError(f"there is no command {kind}")
+
+    def _send(self, connection: socket.socket, sender: KVSender | None, places: memoryview) -> None:
+        try:
+            if sender is None:
+                raise HandOffError("there is no such hand-off: it is over, or its lease ran out")
+            for place in places:
+                page = sender.page(place, PAGE_SECONDS).data
+                _send_all(connection, page_wire.page_header(place, page), page)
+                sender.renew()
+        except HandOffError as error:
+            reason = str(error).encode()[:1000]
+            connection.sendall(page_wire.FAILED_HEADER.pack(page_wire.FAILED, len(reason)) + reason)
+
+
+def _send_all(connection: socket.socket, header: bytes, page: memoryview) -> None:
+    """In one call where the socket has room for all."""
+    if isinstance(connection, ssl.SSLSocket):  # which has no sendmsg
+        connection.sendall(header)
+        connection.sendall(page)
+        return
+    sent = connection.sendmsg([header, page])
+    if sent < len(header):
+        connection.sendall(header[sent:])
+        sent = len(header)
+    if sent < len(header) + len(page):
+        connection.sendall(page[sent - len(header) :])

@@ -1,0 +1,92 @@
+"""What page server and page client say to each other over a stream of bytes. Imports no JAX.
+
+    client, once:   magic "JXKV" | version, uint16 | length of the token, uint16 | token
+    server, once:   magic "JXKV" | version, uint16 | length of an error, uint16 | error, or nothing
+    client, pull:   1 | id, 16 bytes | count, uint32 | places in the page table, uint32 each
+    client, renew:  2 | id
+    client, over:   3 | id
+    server, page:   1 | place, uint32 | checksum, uint32 | length, uint32 | bytes; one for each place, in order
+    server, failed: 2 | length of the reason, uint32 | reason; instead of what is left
+
+All integers are little-endian. A client has two pulls under way, of which the server answers one: so the client's
+memory bounds what is on its way.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import zlib
+
+from jaxinfer.kv_transfer.handoff import HandOffError
+
+MAGIC, VERSION = b"JXKV", 1
+PULL, RENEW, OVER = 1, 2, 3
+PAGE, FAILED = 1, 2
+HELLO = struct.Struct("<4sHH")
+COMMAND = struct.Struct("<B16s")
+COUNT = struct.Struct("<I")
+PAGE_HEADER = struct.Struct("<BIII")
+FAILED_HEADER = struct.Struct("<BI")
+MOST_PLACES = 4096  # of a pull
+_MOST_TEXT = 4096  # bytes of an error or a token
+
+
+class WireError(HandOffError):
+    """Bytes that are no message, or the end of the connection in the middle of one."""
+
+
+def receive(connection: socket.socket, buffer: memoryview) -> None:
+    """Fill the buffer. Raises `WireError` at the connection's end, `OSError` as sockets do."""
+    while buffer:
+        count = connection.recv_into(buffer)
+        if not count:
+            raise WireError("the other side closed the connection")
+        buffer = buffer[count:]
+
+
+def read(connection: socket.socket, size: int) -> bytes:
+    """So many bytes. Raises as `receive` does."""
+    data = bytearray(size)
+    receive(connection, memoryview(data))
+    return bytes(data)
+
+
+def greeting(text: bytes) -> bytes:
+    """A hello with a token, or a welcome with an error."""
+    return HELLO.pack(MAGIC, VERSION, len(text)) + text
+
+
+def read_greeting(connection: socket.socket) -> bytes:
+    """The token of a hello, or the error of a welcome. Raises `WireError` for anything else."""
+    magic, version, length = HELLO.unpack(read(connection, HELLO.size))
+    if magic != MAGIC or length > _MOST_TEXT:
+        raise WireError(f"the other side speaks another protocol: it begins with {magic!r}")
+    if version != VERSION:
+        raise WireError(f"the other side's page transport is of version {version}, this one's is {VERSION}: run the same release on both")
+    return read(connection, length)
+
+
+def checksum(page: memoryview) -> int:
+    return zlib.crc32(page)
+
+
+def page_header(place: int, page: memoryview) -> bytes:
+    return PAGE_HEADER.pack(PAGE, place, checksum(page), len(page))
+
+
+def receive_page(connection: socket.socket, place: int, buffer: memoryview) -> None:
+    """The page at this place, into the buffer. Raises `HandOffError` where the server gives up, or sends another page,
+    of another size, or damaged."""
+    kind = read(connection, 1)
+    if kind[0] == FAILED:
+        (length,) = COUNT.unpack(read(connection, COUNT.size))
+        raise HandOffError(read(connection, min(length, _MOST_TEXT)).decode("utf-8", "replace"))
+    if kind[0] != PAGE:
+        raise WireError(f"a message of kind {kind[0]} came where a page should")
+    _, found, expected, length = PAGE_HEADER.unpack(kind + read(connection, PAGE_HEADER.size - 1))
+    if (found, length) != (place, len(buffer)):
+        raise WireError(f"page {found} of {length} bytes came where page {place} of {len(buffer)} should")
+    receive(connection, buffer)
+    if checksum(buffer) != expected:
+        raise WireError(f"page {place} was damaged on its way: its checksum differs")

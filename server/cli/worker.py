@@ -1,0 +1,68 @@
+"""`jaxinfer worker`: an engine that routers give prefill, decode, or both."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import logging
+import os
+import signal
+import sys
+
+from jaxinfer.config import ConfigError, flat_fields
+from server.cli.engine_start import engine_config, start_engine
+from server.flags import add_flags
+from server.logs import configure
+
+TOKEN_VARIABLE = "JAXINFER_WORKER_TOKEN"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Its place in the cluster, and the engine's settings."""
+    group = parser.add_argument_group("worker")
+    group.add_argument("--role", choices=("prefill", "decode", "both"), default="both", help="what routers give it (default: both)")
+    group.add_argument("--router", metavar="HOST:PORT", required=True, help="workers' port of each router, separated by commas")
+    group.add_argument("--host", default="127.0.0.1", help="this machine's address, by which others reach it (default: 127.0.0.1)")
+    group.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="(default: info)")
+    group.add_argument("--log-format", choices=("text", "json"), default="text", help="(default: text)")
+    add_flags(parser, "engine", [field for field in flat_fields() if field.name != "kv_transport"])
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serves until SIGTERM or SIGINT."""
+    routers = tuple(part.strip() for part in arguments.router.split(","))
+    for router in routers:
+        host, _, port = router.rpartition(":")
+        if not host or not port.isdigit():
+            raise ConfigError(f"router is {router!r}: give HOST:PORT, such as 10.0.0.1:8100")
+    from server.workers.credentials import Credentials
+
+    credentials = Credentials(os.environ.pop(TOKEN_VARIABLE, ""))
+    credentials.check_address("host", arguments.host)
+    settings = engine_config(arguments)
+    settings = dataclasses.replace(settings, cache=dataclasses.replace(settings.cache, kv_transport=True))
+    configure(arguments.log_level, arguments.log_format)
+
+    from rich.console import Console
+
+    engine = start_engine(settings, Console(stderr=True, quiet=arguments.log_format == "json"))
+
+    from server.workers.worker import serve
+
+    async def serve_until_told() -> None:
+        stop, loop = asyncio.Event(), asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.set)
+
+        def ready(address: str) -> None:
+            message = f"worker ({arguments.role}) is ready on {address}"
+            if arguments.log_format == "json":
+                logging.getLogger(__name__).info(message)
+            else:
+                print(message, file=sys.stderr, flush=True)
+
+        await serve(engine, arguments.role, arguments.host, routers, credentials, stop, ready)
+
+    asyncio.run(serve_until_told())
+    return 0

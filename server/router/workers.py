@@ -1,0 +1,110 @@
+"""Workers: those that are registered with this router, and what each has to do. No JAX."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+
+import grpc
+import grpc.aio
+
+from server.router.policy import WorkerView
+from server.workers import worker_pb2 as pb
+from server.workers import worker_pb2_grpc
+from server.workers.credentials import Credentials
+
+logger = logging.getLogger(__name__)
+
+SILENT_SECONDS = 3.0  # without a word from a worker, after which it counts as lost
+
+
+class KnownWorker:
+    """A registered worker: its connection, its last load, and what this router has given it."""
+
+    def __init__(self, info: pb.WorkerInfo, channel: grpc.aio.Channel) -> None:
+        self.info, self._channel = info, channel
+        self.stub = worker_pb2_grpc.WorkerStub(channel)
+        self.load = pb.Load()
+        self.lost = asyncio.Event()
+        self.num_tokens = 0  # of prompts given to it that have no first token yet
+        self.num_sequences = 0  # that it decodes, or will
+
+    def view(self) -> WorkerView:
+        info = self.info
+        return WorkerView(info.worker_id, info.role, self.num_tokens, self.num_sequences, info.max_batch_size)
+
+    async def close(self) -> None:
+        self.lost.set()
+        await self._channel.close()
+
+
+class Workers(worker_pb2_grpc.RouterServicer):
+    """The Router service. `changed` is set whenever a worker comes or goes."""
+
+    def __init__(self, credentials: Credentials, tokenizer_digest: str) -> None:
+        self._credentials, self._tokenizer_digest = credentials, tokenizer_digest
+        self._known: dict[str, KnownWorker] = {}
+        self.changed = asyncio.Event()
+
+    @property
+    def all(self) -> list[KnownWorker]:
+        return list(self._known.values())
+
+    def get(self, worker_id: str) -> KnownWorker | None:
+        return self._known.get(worker_id)
+
+    @property
+    def has_each_role(self) -> bool:
+        """Whether somebody prefills and somebody decodes."""
+        views = [worker.view() for worker in self.all]
+        return any(view.can_prefill for view in views) and any(view.can_decode for view in views)
+
+    async def Register(self, request: pb.WorkerInfo, context: grpc.aio.ServicerContext) -> AsyncIterator[pb.Registered]:
+        if difference := self._difference(request):
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, difference)
+        worker = KnownWorker(request, self._credentials.channel(request.address))
+        before = self._known.get(request.worker_id)
+        self._known[request.worker_id] = worker
+        if before is not None:  # the same process, whose connection broke or whose role has changed
+            worker.num_tokens, worker.num_sequences = before.num_tokens, before.num_sequences
+        self._announce()
+        logger.info("worker %s (%s) is here: %s", request.worker_id[:8], request.role, request.address)
+        watching = asyncio.create_task(self._watch(worker))
+        try:
+            yield pb.Registered()
+            await watching
+        finally:
+            watching.cancel()
+            if self._known.get(request.worker_id) is worker:
+                del self._known[request.worker_id]
+                logger.warning("worker %s (%s) is gone", request.worker_id[:8], request.role)
+            self._announce()
+            await worker.close()
+
+    async def _watch(self, worker: KnownWorker) -> None:
+        """Read its load until it falls silent."""
+        call = worker.stub.WatchLoad(pb.LoadRequest(), metadata=self._credentials.metadata)
+        loads = call.__aiter__()
+        try:
+            while True:
+                worker.load = await asyncio.wait_for(anext(loads), SILENT_SECONDS)
+        except (TimeoutError, StopAsyncIteration, grpc.aio.AioRpcError) as error:
+            logger.info("worker %s fell silent: %s", worker.info.worker_id[:8], type(error).__name__)
+        finally:
+            call.cancel()
+
+    def _difference(self, info: pb.WorkerInfo) -> str | None:
+        """Why this worker can't stand beside the others."""
+        if info.tokenizer_digest != self._tokenizer_digest:
+            return f"the worker's tokenizer ({info.tokenizer_digest}) is not the router's ({self._tokenizer_digest}): give both the same --model"
+        for other in self.all:
+            for name in ("version", "model_digest"):
+                here, there = getattr(other.info, name), getattr(info, name)
+                if here != there:
+                    return f"the worker's {name} is {there}, that of {other.info.address} is {here}: a router's workers serve one model"
+        return None
+
+    def _announce(self) -> None:
+        self.changed.set()
+        self.changed = asyncio.Event()

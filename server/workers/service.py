@@ -1,0 +1,236 @@
+"""WorkerService: an engine behind gRPC. What it prefills others pull; what it decodes it may pull from others."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import uuid
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import aclosing
+from dataclasses import asdict
+from importlib import metadata
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from jaxinfer.async_requests import AsyncRequests
+from jaxinfer.engine import Engine
+from jaxinfer.engine_access import EngineClosedError
+from jaxinfer.engine_loop import EngineLoop
+from jaxinfer.engine_thread import NewRequest
+from jaxinfer.kv_cache.spec import PageSpec
+from jaxinfer.kv_transfer.kv_receiver import KVReceiver
+from jaxinfer.kv_transfer.kv_sender import KVSender
+from jaxinfer.kv_transfer.page_client import PageAddress, PageClient
+from jaxinfer.kv_transfer.page_server import PageServer
+from jaxinfer.request import RequestError
+from server.workers import messages, worker_pb2_grpc
+from server.workers import worker_pb2 as pb
+from server.workers.credentials import Credentials
+
+_Start = Callable[[KVReceiver, Sequence[int]], None]
+_Work = Coroutine[Any, Any, None]
+
+logger = logging.getLogger(__name__)
+
+ROLES = ("prefill", "decode", "both")
+_LOAD_SECONDS = 0.1  # between looks at the load
+_LOAD_AT_LEAST = 1.0  # seconds between messages of it, though nothing has changed
+
+
+class WorkerService(worker_pb2_grpc.WorkerServicer):
+    """Belongs to the event loop that it is made in."""
+
+    def __init__(self, engine: Engine, loop: EngineLoop, info: pb.WorkerInfo, pages: PageServer, credentials: Credentials) -> None:
+        self.info = info
+        self._engine, self._loop, self._pages, self._credentials = engine, loop, pages, credentials
+        self._requests = AsyncRequests(loop)
+        self._client = PageClient(token=credentials.token)
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._geometry = engine.page_spec
+        self.changed = asyncio.Event()  # the role
+
+    async def Describe(self, request: pb.DescribeRequest, context: grpc.aio.ServicerContext) -> pb.WorkerInfo:
+        return self.info
+
+    async def SetRole(self, request: pb.RoleRequest, context: grpc.aio.ServicerContext) -> pb.WorkerInfo:
+        """From now on routers give it another role's work; what it has begun it ends."""
+        if request.role not in ROLES:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"role is {request.role!r}: it is one of {', '.join(ROLES)}")
+        self.info.role = request.role
+        self.changed.set()
+        return self.info
+
+    async def WatchLoad(self, request: pb.LoadRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[pb.Load]:
+        last, silent_for = None, 0.0
+        while True:
+            load = self._load()
+            silent_for += _LOAD_SECONDS
+            if load != last or silent_for >= _LOAD_AT_LEAST:
+                last, silent_for = load, 0.0
+                yield load
+            await asyncio.sleep(_LOAD_SECONDS)
+
+    async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[pb.Delta]:
+        receiver, fetching = None, _Fetching()
+        if request.HasField("prefill_address"):
+            receiver = KVReceiver(self._fetcher(request, fetching), self._geometry)
+        try:
+            new = self._new_request(request.request_id, request.prompt_token_ids, request.params, request.context)
+            new = NewRequest(new.request_id, new.prompt, new.params, new.context, receiver, tuple(request.output_token_ids))
+            async with aclosing(self._requests.stream(new)) as deltas:
+                async for delta in deltas:
+                    yield messages.delta_message(delta)
+        except Exception as error:
+            await _abort(context, error)
+        finally:
+            fetching.cancel()
+
+    async def Prefill(self, request: pb.PrefillRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[pb.PrefillEvent]:
+        if difference := self._difference(request):
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, difference)
+        sender, over, event_loop = KVSender(request.num_known), asyncio.Event(), asyncio.get_running_loop()
+
+        def tell() -> None:  # in any thread
+            event_loop.call_soon_threadsafe(over.set)
+
+        sender.when_closed = tell
+        self._pages.add(request.handoff_id, sender)
+        try:
+            yield pb.PrefillEvent(offered=pb.Offered(page_port=self._pages.port))
+            new = self._new_request(
+                f"{request.request_id}-{uuid.uuid4().hex[:8]}", request.prompt_token_ids, request.params, request.context
+            )
+            new = NewRequest(new.request_id, new.prompt, new.params, new.context, sender, tuple(request.output_token_ids))
+            async with aclosing(self._requests.stream(new)) as deltas:
+                async for delta in deltas:
+                    if delta.token_ids:
+                        yield pb.PrefillEvent(first_token=messages.first_token_message(delta))
+            await over.wait()  # the call lasts as long as the hand-off: whoever ends it ends both
+        except Exception as error:
+            await _abort(context, error)
+        finally:
+            self._pages.remove(request.handoff_id)
+
+    def _difference(self, request: pb.PrefillRequest) -> str | None:
+        """Why pages of this worker would mean something else to the one that asks."""
+        pairs = (
+            ("version", self.info.version, request.version),
+            ("model", self.info.model_digest, request.model_digest),
+            ("page geometry", self.info.page_geometry, request.page_geometry),
+        )
+        for name, here, there in pairs:
+            if here != there:
+                return f"the workers' {name} differs: {here} where it is prefilled, {there} where it is decoded"
+        return None
+
+    def _new_request(self, request_id: str, token_ids: Sequence[int], params: str, context: pb.Context) -> NewRequest:
+        sampling = messages.read_params(params)
+        return NewRequest(request_id, self._engine.validate(list(token_ids), sampling), sampling, messages.read_context(context))
+
+    def _fetcher(self, request: pb.GenerateRequest, fetching: _Fetching) -> _Start:
+        event_loop = asyncio.get_running_loop()
+
+        def start(receiver: KVReceiver, places: Sequence[int]) -> None:  # in the engine's thread
+            event_loop.call_soon_threadsafe(lambda: fetching.begin(self._fetch(request, receiver, places)))
+
+        return start
+
+    async def _fetch(self, request: pb.GenerateRequest, receiver: KVReceiver, places: Sequence[int]) -> None:
+        """Have another worker prefill the request, and pull its pages meanwhile."""
+        spec, handoff_id, address = self._geometry, uuid.uuid4().bytes, request.prefill_address
+        num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
+        try:
+            asked = pb.PrefillRequest(
+                request_id=request.request_id,
+                prompt_token_ids=request.prompt_token_ids,
+                output_token_ids=request.output_token_ids,
+                params=request.params,
+                context=request.context,
+                handoff_id=handoff_id,
+                num_known=places[0] // spec.num_groups * spec.page_size if places else num_tokens,
+                page_geometry=self.info.page_geometry,
+                model_digest=self.info.model_digest,
+                version=self.info.version,
+            )
+            stub = worker_pb2_grpc.WorkerStub(self._channel(address))
+            async for event in stub.Prefill(asked, metadata=self._credentials.metadata):
+                if event.HasField("offered"):
+                    host = address.rpartition(":")[0].strip("[]")
+                    self._client.pull(PageAddress(host, event.offered.page_port, handoff_id), receiver, places)
+                elif event.HasField("first_token"):
+                    receiver.end(messages.read_first_token(event.first_token))
+            if receiver.first_token is None:
+                receiver.fail("the prefill worker gave no token")
+        except grpc.aio.AioRpcError as error:
+            logger.warning("prefill of %s by %s failed: %s; it is prefilled here", request.request_id, address, error.details())
+            receiver.fail(str(error.details()))
+        except asyncio.CancelledError:
+            receiver.fail("the request is over")
+            raise
+
+    def _channel(self, address: str) -> grpc.aio.Channel:
+        if address not in self._channels:
+            self._channels[address] = self._credentials.channel(address)
+        return self._channels[address]
+
+    def _load(self) -> pb.Load:
+        stats = self._engine.stats
+        return pb.Load(
+            num_waiting=stats.num_waiting,
+            num_prefilling=stats.num_prefilling,
+            num_running=stats.num_running,
+            num_free_pages=max(0, stats.decode_pages - stats.decode_pages_used),
+            num_cached_tokens=stats.num_cached_tokens,
+            num_prompt_tokens=stats.num_prompt_tokens,
+            num_output_tokens=stats.num_output_tokens,
+            num_used_pages=stats.prefill_pages_used + (0 if self._engine.shares_mesh else stats.decode_pages_used),
+            num_incoming=stats.num_incoming,
+            num_kept_handoffs=self._pages.num_senders,
+            num_pages_received=stats.num_pages_received,
+        )
+
+    async def close(self) -> None:
+        self._client.close()
+        for channel in self._channels.values():
+            await channel.close()
+
+
+class _Fetching:
+    """A request's fetch from another worker, which begins when it has pages here, and ends with the request."""
+
+    def __init__(self) -> None:
+        self._task: asyncio.Task[None] | None = None
+        self._is_over = False
+
+    def begin(self, work: _Work) -> None:
+        if self._is_over:
+            work.close()
+        else:
+            self._task = asyncio.create_task(work)
+
+    def cancel(self) -> None:
+        self._is_over = True
+        if self._task is not None:
+            self._task.cancel()
+
+
+async def _abort(context: grpc.aio.ServicerContext, error: Exception) -> None:
+    """End a call with the error as a status that the router understands."""
+    if isinstance(error, EngineClosedError) or not isinstance(error, (RequestError, ValueError)):
+        with contextlib.suppress(asyncio.CancelledError):
+            await context.abort(grpc.StatusCode.UNAVAILABLE, f"{type(error).__name__}: {error}")
+    details = {"message": str(error), "param": getattr(error, "param", None), "code": getattr(error, "code", None)}
+    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, json.dumps(details))
+
+
+def geometry_text(spec: PageSpec) -> str:
+    """What two workers' pages must agree in, to be compared."""
+    return json.dumps(asdict(spec), sort_keys=True)
+
+
+def version() -> str:
+    return metadata.version("jaxinfer")

@@ -1,0 +1,137 @@
+"""A worker's process: its engine behind gRPC, registered with each router for as long as both live."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import uuid
+from collections.abc import Callable, Sequence
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import HealthServicer
+from grpc_reflection.v1alpha import reflection
+
+from jaxinfer.config import ConfigError
+from jaxinfer.engine import Engine
+from jaxinfer.engine.fingerprint import fingerprint
+from jaxinfer.engine_loop import EngineLoop
+from jaxinfer.kv_transfer.page_server import PageServer
+from server.workers import worker_pb2 as pb
+from server.workers import worker_pb2_grpc
+from server.workers.credentials import Credentials
+from server.workers.service import WorkerService, geometry_text, version
+
+logger = logging.getLogger(__name__)
+
+_REFUSALS = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNAUTHENTICATED)
+_RETRY_SECONDS = 0.5  # between attempts to reach a router
+_GRACE_SECONDS = 5.0  # for calls under way at the end
+
+
+def describe(engine: Engine, role: str, address: str, page_port: int) -> pb.WorkerInfo:
+    """What routers and other workers know a worker by."""
+    config = engine.config
+    return pb.WorkerInfo(
+        worker_id=uuid.uuid4().hex,
+        address=address,
+        role=role,
+        version=version(),
+        model=config.model.model,
+        model_digest=fingerprint(engine),
+        tokenizer_digest=engine.tokenizer.digest,
+        page_geometry=geometry_text(engine.page_spec),
+        page_port=page_port,
+        max_model_len=engine.max_model_len,
+        max_batch_size=config.schedule.max_batch_size,
+        vocab_size=engine.vocab_size,
+        sampling_defaults=json.dumps(dict(engine.sampling_defaults)),
+        page_size=engine.page_spec.page_size,
+    )
+
+
+async def serve(
+    engine: Engine,
+    role: str,
+    host: str,
+    routers: Sequence[str],
+    credentials: Credentials,
+    stop: asyncio.Event,
+    ready: Callable[[str], None],
+) -> None:
+    """Serves until `stop`, then ends what is under way. `host`: this machine, as others reach it. `ready` is told the
+    address once it listens.
+
+    Raises `ConfigError` where a router refuses it, `OSError` for an address that can't be listened on."""
+    loop = EngineLoop(engine)
+    pages = PageServer(host, token=credentials.token)
+    server = credentials.server()
+    port = server.add_insecure_port(f"{host}:0")
+    _add_standard_services(server)
+    info = describe(engine, role, f"{host}:{port}", pages.port)
+    service = WorkerService(engine, loop, info, pages, credentials)
+    worker_pb2_grpc.add_WorkerServicer_to_server(service, server)
+    await server.start()
+    ready(info.address)
+    registrations = [asyncio.create_task(_stay_registered(router, info, service.changed, credentials)) for router in routers]
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        ended, _ = await asyncio.wait((stopping, *registrations), return_when=asyncio.FIRST_COMPLETED)
+        for task in ended:
+            await task  # a registration ends by an error only
+    finally:
+        stopping.cancel()
+        for registration in registrations:
+            registration.cancel()
+        await server.stop(_GRACE_SECONDS)
+        await service.close()
+        pages.close()
+        await asyncio.to_thread(loop.close, _GRACE_SECONDS)
+
+
+def _add_standard_services(server: grpc.aio.Server) -> None:
+    """Health (grpc.health.v1) and reflection, as tools expect them."""
+    names = [service.full_name for service in pb.DESCRIPTOR.services_by_name.values() if service.name == "Worker"]
+    health = HealthServicer()
+    for name in ("", *names):
+        health.set(name, health_pb2.HealthCheckResponse.SERVING)
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    reflection.enable_server_reflection(
+        [*names, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME], server
+    )
+
+
+async def _stay_registered(router: str, info: pb.WorkerInfo, changed: asyncio.Event, credentials: Credentials) -> None:
+    """Register again whenever the router has gone, or this worker has changed."""
+    was_told = False
+    async with credentials.channel(router) as channel:
+        stub = worker_pb2_grpc.RouterStub(channel)
+        while True:
+            changed.clear()
+            call = stub.Register(info, metadata=credentials.metadata)
+            change = asyncio.create_task(changed.wait())
+            try:
+                reading = asyncio.create_task(_read_all(call))
+                await asyncio.wait((reading, change), return_when=asyncio.FIRST_COMPLETED)
+                if reading.done():
+                    await reading
+            except grpc.aio.AioRpcError as error:
+                if error.code() in _REFUSALS:
+                    raise ConfigError(f"router {router} refuses this worker: {error.details()}") from error
+                if not was_told:
+                    logger.warning("router %s: %s; trying again", router, error.details())
+                was_told = True
+            finally:
+                change.cancel()
+                call.cancel()
+                reading.cancel()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(changed.wait(), 0.0 if changed.is_set() else _RETRY_SECONDS)
+
+
+async def _read_all(call: grpc.aio.UnaryStreamCall[pb.WorkerInfo, pb.Registered]) -> None:
+    async for _ in call:
+        pass

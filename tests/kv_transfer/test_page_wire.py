@@ -1,0 +1,172 @@
+"""Pages over TCP: whatever comes over the wire, a page is whole or it is not there, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+import numpy as np
+import pytest
+
+from jaxinfer.kv_cache.spec import PageSpec
+from jaxinfer.kv_transfer import page_wire
+from jaxinfer.kv_transfer.kv_receiver import KVReceiver
+from jaxinfer.kv_transfer.kv_sender import LEASE_SECONDS, KVSender
+from jaxinfer.kv_transfer.page_client import PageAddress, PageClient
+from jaxinfer.kv_transfer.page_server import PageServer
+
+SPEC = PageSpec(num_layers=2, num_kv_heads=2, head_size=16, page_size=8, bytes_per_value=4)
+ID = b"0123456789abcdef"
+NUM_PAGES = 70  # more than two pulls
+
+
+def pages(number: int = NUM_PAGES) -> np.ndarray:
+    return np.random.default_rng(0).standard_normal((number, SPEC.page_bytes // 4)).astype(np.float32)
+
+
+@pytest.fixture
+def server() -> Iterator[PageServer]:
+    server = PageServer("127.0.0.1", token="secret")
+    yield server
+    server.close()
+
+
+def pull(port: int, places: list[int], *, token: str = "secret", seconds: float = 10.0) -> KVReceiver:
+    """All that arrives until it is complete or has failed."""
+    client = PageClient(token=token, seconds=seconds)
+    receiver = KVReceiver(lambda receiver, wanted: client.pull(PageAddress("127.0.0.1", port, ID), receiver, wanted), SPEC)
+    receiver.want(places)
+    deadline = time.monotonic() + 30.0
+    while receiver.failure is None and receiver.num_arrived < len(places):
+        assert time.monotonic() < deadline
+        receiver.changed.wait(0.01)
+    return receiver
+
+
+def wait_until_empty(server: PageServer) -> None:
+    deadline = time.monotonic() + 10.0
+    while server.num_senders:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_pages_come_in_order_as_they_are_added_and_go_when_all_are_there(server: PageServer) -> None:
+    sender, sent = KVSender(), pages()
+    server.add(ID, sender)
+    places = list(range(3, 3 + 2 * NUM_PAGES, 2))
+
+    def add() -> None:
+        for start in range(0, NUM_PAGES, 16):
+            time.sleep(0.01)
+            sender.add(places[start : start + 16], np.concatenate([sent[start : start + 16], sent[:2]]))  # padding after them
+        sender.finish()
+
+    threading.Thread(target=add).start()
+    receiver = pull(server.port, places)
+    assert receiver.failure is None
+    np.testing.assert_array_equal(receiver.pages.view(np.float32), sent)
+    wait_until_empty(server)
+
+
+def test_what_will_not_come_is_told(server: PageServer) -> None:
+    assert "no such hand-off" in str(pull(server.port, [0]).failure)
+    assert "wrong token" in str(pull(server.port, [0], token="guessed").failure)
+    sender = KVSender()
+    server.add(ID, sender)
+    sender.add([0], pages(1))
+    sender.finish()
+    receiver = pull(server.port, [0, 1])
+    assert (receiver.num_arrived, "there is no page 1" in str(receiver.failure)) == (1, True)
+    wait_until_empty(server)  # who gave up says so
+    sender = KVSender()
+    server.add(ID, sender)
+    sender.fail("the prefill worker gave the request up")
+    assert "gave the request up" in str(pull(server.port, [0]).failure)
+
+
+def test_a_lease_that_runs_out_lets_go_of_the_pages(server: PageServer) -> None:
+    now = [0.0]
+    sender = KVSender(clock=lambda: now[0])
+    sender.add([0], pages(1))
+    sender.finish()
+    server.add(ID, sender)
+    now[0] = LEASE_SECONDS - 1.0
+    assert pull(server.port, []).failure is None  # an empty pull: the hand-off is over
+    server.add(ID, sender)
+    now[0] = 3 * LEASE_SECONDS
+    wait_until_empty(server)
+
+
+def respond(answer: Callable[[socket.socket], None]) -> int:
+    """A server of one connection, which greets as it should."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def run() -> None:
+        connection, _ = listener.accept()
+        with connection, listener:
+            page_wire.read_greeting(connection)
+            connection.sendall(page_wire.greeting(b""))
+            answer(connection)
+
+    threading.Thread(target=run, daemon=True).start()
+    return int(listener.getsockname()[1])
+
+
+PAGE = pages(1).view(np.uint8)[0]
+
+
+def framed(place: int = 0, page: np.ndarray = PAGE) -> bytes:
+    return page_wire.page_header(place, page.data) + page.tobytes()
+
+
+def flipped(at: int) -> bytes:
+    data = bytearray(framed())
+    data[at] ^= 0x10
+    return bytes(data)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        framed()[:-1],
+        framed()[:5],
+        framed(1),
+        framed(0, PAGE[:-4]),
+        b"HTTP/1.1 400 Bad Request\r\n\r\n",
+        *(flipped(at) for at in (0, 2, 6, 10, 13, len(framed()) // 2, len(framed()) - 1)),
+    ],
+    ids=["nothing", "cut off", "half a header", "another place", "another size", "HTTP", *map(str, range(7))],
+)
+def test_damage_is_never_a_page(answer: bytes) -> None:
+    """Cut off, of another place or size, garbage, a bit flipped in the header and in the page."""
+    receiver = pull(respond(lambda connection: connection.sendall(answer)), [0], seconds=2.0)
+    assert (receiver.num_arrived, bool(receiver.failure)) == (0, True)
+
+
+def test_a_server_that_says_nothing_is_given_up() -> None:
+    receiver = pull(respond(lambda connection: time.sleep(3.0)), [0], seconds=0.2)
+    assert (receiver.num_arrived, bool(receiver.failure)) == (0, True)
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 64, page_wire.HELLO.pack(b"JXKV", 9, 0), b"JX"],
+    ids=["HTTP", "zeros", "another version", "cut off"],
+)
+def test_garbage_from_a_client_costs_it_its_connection(server: PageServer, garbage: bytes) -> None:
+    sender = KVSender()
+    sender.add([0], pages(1))
+    sender.finish()
+    server.add(ID, sender)
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.settimeout(10.0)
+        with suppress(OSError):  # it may not even read all of it
+            connection.sendall(garbage)
+            connection.shutdown(socket.SHUT_WR)
+        with suppress(ConnectionError):
+            assert connection.recv(100) == b""
+    np.testing.assert_array_equal(pull(server.port, [0]).pages[0], PAGE)

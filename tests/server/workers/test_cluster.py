@@ -1,0 +1,122 @@
+"""A router, a worker of both roles and one that decodes, as processes. Whoever is killed or stopped, every client's stream goes on unbroken, with the
+tokens of an undisturbed engine."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+from jaxinfer.kv_transfer.kv_sender import LEASE_SECONDS
+from jaxinfer.request import SamplingParams
+from tests.conftest import MakeLLM
+from tests.server.workers.cluster import Cluster, Stream
+
+NUM_TOKENS = 300
+RANDOM = np.random.default_rng(5)
+PROMPTS = [RANDOM.integers(0, 500, length).tolist() for length in (5, 150, 64, 200, 90, 128)]
+KINDS = [
+    {},
+    {"temperature": 0.9, "seed": 7},
+    {},
+    {"temperature": 1.1, "seed": -3, "frequency_penalty": 0.5},
+    {},
+    {"temperature": 0.7, "seed": 1},
+]
+
+
+@pytest.fixture(scope="module")
+def expected(llms: MakeLLM) -> list[list[int]]:
+    params = [SamplingParams(**{"temperature": 0.0, **kind}, max_tokens=NUM_TOKENS, ignore_eos=True) for kind in KINDS]
+    return [output.outputs[0].token_ids for output in llms().generate(PROMPTS, params)]
+
+
+@pytest.fixture(scope="module")
+def cluster(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    cluster = Cluster(tiny_model_path, tmp_path_factory.mktemp("cluster"))
+    cluster.start_router()
+    try:
+        cluster.start_worker("first", "both")
+        cluster.wait_for("first", "is ready")  # its programs are in the cache then
+        cluster.start_worker("second", "decode")
+        cluster.wait_until_ready()
+        wait_for_workers(cluster, 2)
+        yield cluster
+    finally:
+        cluster.close()
+
+
+def wait_for_workers(cluster: Cluster, number: int) -> None:
+    deadline = time.monotonic() + 60.0
+    while cluster.num_workers() != number:
+        assert time.monotonic() < deadline, cluster.log("router")
+        time.sleep(0.05)
+
+
+def ask_all(cluster: Cluster) -> list[Stream]:
+    return [
+        Stream(cluster.url, prompt=prompt, max_tokens=NUM_TOKENS, ignore_eos=True, **kind)
+        for prompt, kind in zip(PROMPTS, KINDS, strict=True)
+    ]
+
+
+def check(streams: list[Stream], expected: list[list[int]]) -> None:
+    for stream, tokens in zip(streams, expected, strict=True):
+        stream.join(120.0)
+        assert (stream.error, stream.finish_reason) == (None, "length")
+        assert stream.tokens == tokens
+
+
+def check_all_free(cluster: Cluster, *names: str) -> None:
+    """Every page of every pool, and every page on a host, within the lease."""
+    deadline = time.monotonic() + LEASE_SECONDS + 5.0
+    while held := [load for load in cluster.loads(*names) if load.num_used_pages or load.num_kept_handoffs or load.num_incoming]:
+        assert time.monotonic() < deadline, held
+        time.sleep(0.1)
+
+
+def test_tokens_are_one_engines(cluster: Cluster, expected: list[list[int]]) -> None:
+    """What the second worker decodes, and is not short, the first prefills."""
+    check(ask_all(cluster), expected)
+    check_all_free(cluster, "first", "second")
+    assert cluster.loads("second")[0].num_pages_received > 0
+
+
+def test_clients_that_leave_at_any_moment_leave_no_page(cluster: Cluster) -> None:
+    random = np.random.default_rng(8)
+    for _ in range(25):
+        prompt = random.integers(0, 500, int(random.integers(1, 250))).tolist()
+        with suppress(httpx.ReadTimeout):
+            httpx.post(
+                f"{cluster.url}/v1/completions",
+                json={"model": "tiny", "prompt": prompt, "max_tokens": 200, "ignore_eos": True},
+                timeout=httpx.Timeout(60.0, read=random.uniform(0.001, 0.2)),
+            )
+    check_all_free(cluster, "first", "second")
+
+
+def test_a_worker_that_is_stopped_in_mid_stream(cluster: Cluster, expected: list[list[int]]) -> None:
+    streams = ask_all(cluster)
+    for stream in streams:
+        stream.wait_for(20)
+    cluster.signal("second", signal.SIGSTOP)
+    check(streams, expected)
+    cluster.signal("second", signal.SIGCONT)  # what it says late nobody hears
+    wait_for_workers(cluster, 2)
+    check(ask_all(cluster), expected)
+
+
+def test_a_worker_that_is_killed_while_it_prefills_and_decodes(cluster: Cluster, expected: list[list[int]]) -> None:
+    streams = ask_all(cluster)
+    for stream in streams[:3]:
+        stream.wait_for(20)
+    cluster.signal("first", signal.SIGKILL)
+    check(streams, expected)
+    check(ask_all(cluster), expected)  # by the one that is left
+    check_all_free(cluster, "second")
