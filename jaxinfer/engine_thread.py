@@ -266,6 +266,9 @@ class EngineThread:
                 self._requests[request.request_id] = _UnderWay(listener, request.params.n)
             except RequestError as error:
                 self._events.setdefault(listener, []).append(Failed(request.request_id, error))
+            except BaseException:
+                self._waiting.appendleft((request, listener))  # who waits for it is told that the engine failed
+                raise
             self.unseen.discard(request.request_id)
 
     def _step_encoder(self) -> list[Embedded]:

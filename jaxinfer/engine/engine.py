@@ -53,7 +53,7 @@ class Engine:
         self.tokenizer, self.encode = components.tokenizer, components.encode
         # Defaults of `SamplingParams` by name: callers apply them where a request leaves a field out.
         self.sampling_defaults = components.sampling_defaults
-        self.vocab_size, self.page_spec = components.plan.template.config.vocab_size, components.plan.page_spec
+        self.vocab_size, self.page_spec = components.plan.template.config.vocab_size, self._decode.manager.spec
         self.max_model_len, self.shares_mesh = components.plan.max_model_len, components.plan.shares_mesh
         self._intake = RequestIntake(self.tokenizer, self.vocab_size, self.max_model_len, self._clock)
         self.access = EngineAccess(lambda: self.has_requests)

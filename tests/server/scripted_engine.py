@@ -44,7 +44,7 @@ class ScriptedEngine:
             raise RequestError("the prompt is empty", "prompt")
         return Prompt.of_tokens(prompt_token_ids)
 
-    def add_request(self, request_id, prompt, params, context=DEFAULT_CONTEXT):
+    def add_request(self, request_id, prompt, params, context=DEFAULT_CONTEXT, remote=None, output_ids=()):
         self.threads.add(threading.current_thread().name)
         if len(prompt) > 300:
             raise RequestError("found out late", "prompt")
