@@ -32,6 +32,8 @@ _COUNTERS = {
     "num_decode_steps": ("decode_steps", "Runs of a decode program"),
     "num_embedded_texts": ("embedded_texts", "Texts that embeddings were made of"),
     "num_embedded_tokens": ("embedded_tokens", "Tokens of these texts"),
+    "num_pages_received": ("kv_pages_received", "KV pages pulled from other engines"),
+    "num_taken_over": ("requests_taken_over", "Sequences that another engine was to prefill and did not"),
     "num_pages_moved": ("kv_pages_moved", "KV pages handed over between distinct meshes"),
     "num_compilations": ("compilations", "XLA compilations of this process"),
     "num_compilations_after_ready": ("compilations_after_ready", "XLA compilations while serving; 0 if all is well"),
@@ -44,6 +46,7 @@ _COUNTERS = {
 _GAUGES = {
     "num_waiting": ("requests_waiting", "Requests queued, no prefill yet"),
     "num_prefilling": ("requests_prefilling", "Requests whose prompt is being computed"),
+    "num_incoming": ("requests_incoming", "Sequences that another engine prefills for this one"),
     "num_running": ("requests_running", "Sequences in the decode batch"),
     "load_seconds": ("load_seconds", "Seconds that loading the weights took"),
     "compile_seconds": ("compile_seconds", "Seconds that compiling the programs took"),
