@@ -66,9 +66,9 @@ class KVSender:
             self._changed.notify_all()
         self.when_closed()
 
-    def renew(self) -> None:
-        """Whoever pulls is alive."""
-        self._lease_ends = self._clock() + LEASE_SECONDS
+    def renew(self, waits: float = 0.0) -> None:
+        """Whoever pulls is alive, and may wait for so many seconds from now."""
+        self._lease_ends = self._clock() + waits + LEASE_SECONDS
 
     @property
     def is_expired(self) -> bool:
@@ -78,6 +78,7 @@ class KVSender:
         """A page's bytes, uint8[bytes], once it is there. Raises `HandOffError` where it will never be, or does not
         come within `timeout` seconds."""
         with self._changed:
+            self.renew(timeout)  # who waits for a prompt that is queued here is there
             arrived = self._changed.wait_for(
                 lambda: self._failure is not None or place in self._pages or (self._is_all and place not in self._added), timeout
             )
