@@ -50,7 +50,8 @@ class NetworkTransfer:
 
     def receive(self, handoff: HandOff, table: list[int]) -> None:
         receiver = self._receiver
-        num_arrived, is_all = receiver.num_arrived, receiver.num_arrived == len(self._wanted)
+        num_arrived = receiver.num_arrived  # read once: another thread counts on
+        is_all = num_arrived == len(self._wanted)
         # Of pages that come one by one a move has many, or the last.
         while num_arrived - self._num_written >= _MOST_AT_ONCE or (is_all and num_arrived > self._num_written):
             end = min(self._num_written + _MOST_AT_ONCE, num_arrived)
