@@ -13,6 +13,7 @@ from jaxinfer.decode.runner import DecodeRunner
 from jaxinfer.decode.scheduler import DecodeScheduler
 from jaxinfer.decode.worker import DecodeWorker
 from jaxinfer.encode.worker import EncodeWorker
+from jaxinfer.kv_cache.events import CacheEvents
 from jaxinfer.kv_cache.manager import KVManager
 from jaxinfer.kv_cache.spec import PageSpec
 from jaxinfer.kv_tiers.tiers import Tiers
@@ -93,6 +94,7 @@ def build_roles(
             session_seconds=cache.session_seconds,
             chunk_size=buckets[-1],
             clock=clock,
+            events=CacheEvents() if cache.kv_transport and cache.prefix_cache else None,
         )
         for size in num_pages
     ]

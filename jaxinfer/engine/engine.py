@@ -50,7 +50,7 @@ class Engine:
         self._profile = Profile(devices.profile, devices.profile_seconds) if devices.profile is not None else None
         self._components = components = build(self.config, self.stats)
         self._prefill, self._decode, self._clock = components.prefill, components.decode, components.clock
-        self.tokenizer, self.encode = components.tokenizer, components.encode
+        self.tokenizer, self.encode, self.cache_events = components.tokenizer, components.encode, self._prefill.manager.events
         # Defaults of `SamplingParams` by name: callers apply them where a request leaves a field out.
         self.sampling_defaults = components.sampling_defaults
         self.vocab_size, self.page_spec = components.plan.template.config.vocab_size, self._decode.manager.spec

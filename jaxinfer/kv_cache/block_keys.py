@@ -18,6 +18,7 @@ from jaxinfer.request import RequestContext
 from jaxinfer.segments import Prompt
 
 TOKEN_BYTES = 4
+DIGEST_BYTES = 16
 
 
 class TokenHistory(Protocol):
@@ -58,9 +59,9 @@ def encoded(namespace: str) -> bytes:
 def namespace_digest(namespace: bytes) -> bytes:
     """What stands before a namespace's first blocks."""
     # `person`, so that no namespace can pose as a run of tokens.
-    return blake2b(namespace, digest_size=16, person=b"namespace").digest()
+    return blake2b(namespace, digest_size=DIGEST_BYTES, person=b"namespace").digest()
 
 
 def block_digest(before: bytes, key: bytes) -> bytes:
     """Of the block after one with the digest `before`."""
-    return blake2b(before + key, digest_size=16).digest()
+    return blake2b(before + key, digest_size=DIGEST_BYTES).digest()

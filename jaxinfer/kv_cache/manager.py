@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Iterator
 
 from jaxinfer.kv_cache.allocator import PageAllocator
 from jaxinfer.kv_cache.block_keys import TokenHistory, block_keys, digests
+from jaxinfer.kv_cache.events import CacheEvents
 from jaxinfer.kv_cache.radix_cache import CachedBlock, RadixCache
 from jaxinfer.kv_cache.shared_tables import SharedTables
 from jaxinfer.kv_cache.spec import NULL_PAGE, PageSpec
@@ -24,7 +25,7 @@ class KVManager:
     outlive their sequences until they are evicted.
 
     `session_seconds`: for how long a session's pages are evicted after others. `chunk_size`: the most tokens computed
-    at once.
+    at once. `events`: told of what the prefix cache has.
     """
 
     def __init__(
@@ -36,10 +37,11 @@ class KVManager:
         session_seconds: float = 300.0,
         chunk_size: int = 1,
         clock: Callable[[], float] = time.monotonic,
+        events: CacheEvents | None = None,
     ) -> None:
-        self.spec = spec
+        self.spec, self.events = spec, events
         self._allocator = PageAllocator(num_pages)
-        self._cache = RadixCache(self._allocator, spec.page_size, clock, spec.spans) if prefix_cache else None
+        self._cache = RadixCache(self._allocator, spec.page_size, clock, spec.spans, events) if prefix_cache else None
         self._shared = SharedTables(self._allocator)
         self._bounds = [(group, most) for group in range(spec.num_groups) if (most := spec.max_blocks(group, chunk_size)) is not None]
         self._session_seconds = session_seconds

@@ -10,6 +10,7 @@ from heapq import heappop, heappush
 
 from jaxinfer.kv_cache.allocator import PageAllocator
 from jaxinfer.kv_cache.block_keys import block_digest, encoded, namespace_digest
+from jaxinfer.kv_cache.events import CacheEvents
 from jaxinfer.kv_cache.spec import NULL_PAGE
 from pallas_kernels.span import FULL_ATTENTION, Span
 
@@ -71,7 +72,9 @@ class RadixCache:
         page_size: int,
         clock: Callable[[], float] = time.monotonic,
         spans: Sequence[Span] = (FULL_ATTENTION,),
+        events: CacheEvents | None = None,
     ) -> None:
+        self._events = events
         self._allocator = allocator
         self._page_size = page_size
         self._clock = clock
@@ -157,6 +160,8 @@ class RadixCache:
             child = node.children.get(key)
             if child is None:
                 child = node.children[key] = CachedBlock(key, [NULL_PAGE] * num_groups, node)
+                if self._events is not None:
+                    self._events.inserted(child.digest)
             elif self._is_shared_copy(child, table, at):
                 return None
             self._take_up(child, table, at)
@@ -224,6 +229,8 @@ class RadixCache:
         while node.parent is not None and not node.children and not any(page in self._nodes for page in node.pages):
             parent = node.parent
             del parent.children[node.key]
+            if self._events is not None:
+                self._events.evicted(node.digest)
             node = parent
         if node.parent is None:
             if not node.children:
@@ -238,13 +245,6 @@ class RadixCache:
         now = self._clock()
         nodes = {id(node): node for node in self._nodes.values()}
         return sorted(nodes.values(), key=lambda node: self._entry(node, 0, now)[:2], reverse=True)
-
-    def clear(self) -> None:
-        """Empty the tree. Sequences keep their pages."""
-        for page in self._nodes:
-            self._allocator.drop(page)
-        for entries in (self._roots, self._nodes, self._cold, self._warm):
-            entries.clear()
 
     def _touch(self, node: CachedBlock, warm_until: float, *, is_in_span: bool) -> None:
         node.last_used = self._tick

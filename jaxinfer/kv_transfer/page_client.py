@@ -38,11 +38,17 @@ class PageClient:
         self._idle: dict[tuple[str, int], list[socket.socket]] = {}
         self._lock = threading.Lock()
         self.num_bytes = 0  # pulled so far
+        self.receive_seconds = 0.0  # that these took from their first byte on
 
     def pull(self, address: PageAddress, receiver: KVReceiver, places: Sequence[int]) -> None:
         """Begin, in a thread. The receiver is told of each page that has arrived whole, or that no more will. Once all
         have, the source may let go of its own."""
         threading.Thread(target=self._pull, args=(address, receiver, list(places)), name="pull pages", daemon=True).start()
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Measured; 0 before the first page."""
+        return self.num_bytes / self.receive_seconds if self.receive_seconds else 0.0
 
     def close(self) -> None:
         with self._lock:
@@ -77,7 +83,7 @@ class PageClient:
             row = receiver.pages[number].data
             if receiver.is_over:
                 raise HandOffError("nobody waits for the pages any more")
-            page_wire.receive_page(connection, place, row)
+            self.receive_seconds += page_wire.receive_page(connection, place, row)
             self.num_bytes += len(row)
             receiver.arrived(number + 1)
             if (number + 1) % _PULLED_AT_ONCE == 0 and asked:

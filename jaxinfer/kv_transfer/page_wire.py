@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import socket
 import struct
+import time
 import zlib
 
 from jaxinfer.kv_transfer.handoff import HandOffError
@@ -75,9 +76,9 @@ def page_header(place: int, page: memoryview) -> bytes:
     return PAGE_HEADER.pack(PAGE, place, checksum(page), len(page))
 
 
-def receive_page(connection: socket.socket, place: int, buffer: memoryview) -> None:
+def receive_page(connection: socket.socket, place: int, buffer: memoryview) -> float:
     """The page at this place, into the buffer. Raises `HandOffError` where the server gives up, or sends another page,
-    of another size, or damaged."""
+    of another size, or damaged. Returns how many seconds its bytes took."""
     kind = read(connection, 1)
     if kind[0] == FAILED:
         (length,) = COUNT.unpack(read(connection, COUNT.size))
@@ -87,6 +88,9 @@ def receive_page(connection: socket.socket, place: int, buffer: memoryview) -> N
     _, found, expected, length = PAGE_HEADER.unpack(kind + read(connection, PAGE_HEADER.size - 1))
     if (found, length) != (place, len(buffer)):
         raise WireError(f"page {found} of {length} bytes came where page {place} of {len(buffer)} should")
+    began = time.perf_counter()
     receive(connection, buffer)
+    taken = time.perf_counter() - began
     if checksum(buffer) != expected:
         raise WireError(f"page {place} was damaged on its way: its checksum differs")
+    return taken

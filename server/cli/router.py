@@ -37,6 +37,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--model", default="default", help="the workers' model, whose tokenizer is read here (default: default)")
     group.add_argument("--workers-port", type=int, default=8100, metavar="N", help="port that workers register at (default: 8100)")
     group.add_argument("--workers-host", default="127.0.0.1", metavar="TEXT", help="address of that port (default: 127.0.0.1)")
+    group.add_argument(
+        "--prefill-apart",
+        choices=("auto", "always"),
+        default="auto",
+        help="auto: a prompt is prefilled by another worker than decode's where its first token is expected sooner then; always: by another "
+        "wherever there is one (default: auto)",
+    )
     add_flags(parser, "server", [field for field in dataclasses.fields(ServerConfig) if field.name not in _LEFT_OUT])
 
 
@@ -66,12 +73,14 @@ def run(arguments: argparse.Namespace) -> int:
             from checkpoints.hub import open_source, resolve
             from jaxinfer.tokenizer import Tokenizer
             from server.openai.app import create_app
+            from server.router.policy import RoutingSettings
             from server.router.router_backend import RouterBackend
             from server.router.workers import Workers
 
             tokenizer = Tokenizer.from_source(open_source(resolve(arguments.model)))
             workers = Workers(credentials, tokenizer.digest)
-            backend = RouterBackend(workers, tokenizer, credentials, (arguments.workers_host, arguments.workers_port))
+            routing = RoutingSettings(always_apart=arguments.prefill_apart == "always")
+            backend = RouterBackend(workers, tokenizer, credentials, (arguments.workers_host, arguments.workers_port), routing=routing)
             return create_app(backend, tokenizer, config, usage_log)
 
         host, port = listener.getsockname()[:2]

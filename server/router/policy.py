@@ -1,7 +1,9 @@
-"""Which workers a request goes to. Pure: state in, decision out; no clocks, no sockets."""
+"""Which workers a request goes to: where its first token is expected soonest, and disturbs others least. Pure: state
+in, decision out; no clocks, no sockets. The simulator of `benchmarks.disaggregated` runs the same code."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -9,13 +11,17 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class WorkerView:
     """What the policy sees of a worker. `num_tokens`: of prompts that it has still to compute; `num_sequences`: that it
-    decodes, or will."""
+    decodes, or will; `num_cached`: of this prompt's tokens, whose KV it has; `tokens_per_second`: of prefill, measured,
+    0 if unknown; `bytes_per_second`: that it pulls pages with, 0 if unknown."""
 
     worker_id: str
     role: str
     num_tokens: int
     num_sequences: int
     max_batch_size: int
+    num_cached: int = 0
+    tokens_per_second: float = 0.0
+    bytes_per_second: float = 0.0
 
     @property
     def can_prefill(self) -> bool:
@@ -27,32 +33,114 @@ class WorkerView:
 
 
 @dataclass(frozen=True)
+class RoutedRequest:
+    """What the policy sees of a request. `favourite`: the worker that prefilled its session last; `may_move`: whether
+    another worker than decode's may prefill it."""
+
+    num_tokens: int
+    bytes_per_token: int = 0
+    favourite: str | None = None
+    may_move: bool = True
+
+
+@dataclass(frozen=True)
 class Choice:
-    """`prefill`: the worker that computes the prompt; None: the one that decodes."""
+    """`prefill`: the worker that computes the prompt; None: the one that decodes. `num_new_tokens`: to compute there;
+    `seconds`: to the first token, as expected."""
 
     decode: str
     prefill: str | None
     reason: str
+    num_new_tokens: int
+    seconds: float
+
+    @property
+    def computed_by(self) -> str:
+        return self.prefill or self.decode
 
 
-SHORT_PROMPT = 64  # tokens: what so few cost is less than what moving them does
+@dataclass(frozen=True)
+class RoutingSettings:
+    """What is assumed until it is measured, and what is weighed against a second of this request's waiting.
+    `always_apart`: no worker prefills what it decodes, as long as another can."""
+
+    always_apart: bool = False
+    tokens_per_second: float = 10_000.0
+    bytes_per_second: float = 1e9
+    hop_seconds: float = 0.005  # of a prefill elsewhere, beside the bytes
+    disturbance: float = 0.25  # a second by which each sequence of a batch waits for this prompt
+    full_batch: float = 1.0  # seconds that a place in a full batch is worth less than in an empty one
+    no_place: float = 5.0  # seconds of waiting for a place, for each batch that waits before
+    loyalty: float = 1.5  # a session stays with its worker up to so many times the best expectation,
+    loyalty_seconds: float = 0.05  # and so much longer
 
 
-def choose(workers: Sequence[WorkerView], num_tokens: int, without: Collection[str] = (), *, may_move: bool = True) -> Choice | None:
-    """The least loaded workers for a prompt with so many tokens to compute; None where nobody can decode. `without`:
-    workers not to be asked; `may_move`: whether another worker than decode's may prefill it."""
+DEFAULT_ROUTING = RoutingSettings()
+
+
+def choose(
+    workers: Sequence[WorkerView], request: RoutedRequest, without: Collection[str] = (), settings: RoutingSettings = DEFAULT_ROUTING
+) -> Choice | None:
+    """The best workers for a request; None where nobody can decode. `without`: workers not to be asked."""
     known = [worker for worker in workers if worker.worker_id not in without]
     # A worker that only prefills has both programs: with no other left it decodes too.
     decoders = [worker for worker in known if worker.can_decode] or known
     if not decoders:
         return None
-    decode = min(decoders, key=lambda worker: (worker.num_sequences / worker.max_batch_size, worker.num_tokens, worker.worker_id))
-    prefillers = [worker for worker in known if worker.can_prefill and worker.worker_id != decode.worker_id]
-    if not may_move or not prefillers:
-        return Choice(decode.worker_id, None, "no other worker prefills" if may_move else "it can't be handed over")
-    prefill = min(prefillers, key=lambda worker: (worker.num_tokens, worker.worker_id))
-    if num_tokens < SHORT_PROMPT:
-        return Choice(decode.worker_id, None, "short prompt")
-    if decode.can_prefill and prefill.role != "prefill" and decode.num_tokens <= prefill.num_tokens:
-        return Choice(decode.worker_id, None, "decode's worker has room for it")
-    return Choice(decode.worker_id, prefill.worker_id, "prefilled apart")
+    rates = [worker.tokens_per_second for worker in workers if worker.tokens_per_second]
+    costs = _Options(request, settings, statistics.median(rates) if rates else settings.tokens_per_second)
+    options: list[tuple[float, Choice]] = []
+    decode = min(decoders, key=lambda worker: (costs.place(worker) + costs.move(worker), worker.worker_id))
+    if request.may_move:
+        options += [costs.apart(worker, decode) for worker in known if worker.can_prefill and worker is not decode]
+    if not options or not settings.always_apart:
+        options += [costs.alone(worker) for worker in decoders]
+    best_cost, best = min(options, key=lambda option: option[0])
+    if request.favourite is not None:
+        loyal = [(cost, choice) for cost, choice in options if choice.computed_by == request.favourite]
+        for cost, choice in sorted(loyal, key=lambda option: option[0])[:1]:
+            if cost <= best_cost * settings.loyalty + settings.loyalty_seconds:
+                return choice
+    return best
+
+
+class _Options:
+    """Of a request's options, in seconds."""
+
+    def __init__(self, request: RoutedRequest, settings: RoutingSettings, tokens_per_second: float) -> None:
+        self._request, self._settings, self._usual_rate = request, settings, tokens_per_second
+
+    def alone(self, worker: WorkerView) -> tuple[float, Choice]:
+        """One worker does both."""
+        queue, compute, num_new = self._prefill(worker)
+        seconds = queue + compute
+        cost = seconds + self._disturbance(worker, compute) + self.place(worker)
+        return cost, Choice(worker.worker_id, None, "decode's worker does it as soon", num_new, seconds)
+
+    def apart(self, prefill: WorkerView, decode: WorkerView) -> tuple[float, Choice]:
+        """Pages move while prefill computes those after them."""
+        queue, compute, num_new = self._prefill(prefill)
+        seconds = queue + max(compute, self.move(decode)) + self._settings.hop_seconds
+        cost = seconds + self._disturbance(prefill, compute) + self.place(decode)
+        return cost, Choice(decode.worker_id, prefill.worker_id, "prefilled apart", num_new, seconds)
+
+    def place(self, worker: WorkerView) -> float:
+        """What a place in its decode batch costs."""
+        taken = worker.num_sequences / worker.max_batch_size
+        return self._settings.full_batch * min(taken, 1.0) + self._settings.no_place * max(0.0, taken - 1.0)
+
+    def move(self, decode: WorkerView) -> float:
+        """Moving what decode's worker has not to it."""
+        num_bytes = max(0, self._request.num_tokens - decode.num_cached) * self._request.bytes_per_token
+        return num_bytes / (decode.bytes_per_second or self._settings.bytes_per_second)
+
+    def _prefill(self, worker: WorkerView) -> tuple[float, float, int]:
+        """Seconds in the worker's queue, seconds of computing, tokens to compute."""
+        rate = worker.tokens_per_second or self._usual_rate
+        num_new = max(1, self._request.num_tokens - worker.num_cached)
+        return worker.num_tokens / rate, num_new / rate, num_new
+
+    def _disturbance(self, worker: WorkerView, compute: float) -> float:
+        """Of those that it decodes meanwhile. Who decodes only may get more of them at any moment."""
+        num_disturbed = min(worker.num_sequences, worker.max_batch_size)
+        return self._settings.disturbance * compute * max(num_disturbed, int(worker.role == "decode"))

@@ -12,9 +12,10 @@ import json
 import logging
 import secrets
 import time
+from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
@@ -23,12 +24,13 @@ import grpc.aio
 from jaxinfer.config import ConfigError
 from jaxinfer.encode.text_batching import Embedded, TokenIds
 from jaxinfer.engine.intake import RequestIntake
+from jaxinfer.kv_cache.block_keys import block_keys, digests
 from jaxinfer.request import DEFAULT_CONTEXT, FinishReason, OutputDelta, RequestContext, RequestError, SamplingParams
 from jaxinfer.segments import Prompt
 from jaxinfer.stats import EngineStats
 from jaxinfer.tokenizer import Tokenizer
 from server.backend import Overloaded, Unavailable
-from server.router.policy import Choice, choose
+from server.router.policy import DEFAULT_ROUTING, Choice, RoutedRequest, RoutingSettings, choose
 from server.router.workers import KnownWorker, Workers
 from server.workers import messages, worker_pb2_grpc
 from server.workers import worker_pb2 as pb
@@ -37,6 +39,7 @@ from server.workers.credentials import Credentials
 logger = logging.getLogger(__name__)
 
 _MOST_LOST = 8  # workers that a sequence may lose: then it is the sequence that kills them
+_MOST_SESSIONS = 65536  # whose workers are remembered
 _REFUSED = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION)
 
 
@@ -55,12 +58,14 @@ class RouterBackend:
         credentials: Credentials,
         address: tuple[str, int],
         *,
+        routing: RoutingSettings = DEFAULT_ROUTING,
         wait_seconds: float = 10.0,
         max_queue_size: int = 1024,
     ) -> None:
         self._address = address
         self._server: grpc.aio.Server | None = None
         self._workers, self._tokenizer, self._credentials = workers, tokenizer, credentials
+        self._routing = routing
         self._wait_seconds, self._max_queue_size = wait_seconds, max_queue_size
         self._stats = EngineStats()
         self._num_under_way = 0
@@ -68,7 +73,9 @@ class RouterBackend:
         self._quiet.set()
         self._is_stopping = False
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._favourites = _Recent(_MOST_SESSIONS)
         self.num_migrations = 0
+        self.num_routed: Counter[str] = Counter()  # sequences, by why they went where they went
 
     @property
     def _info(self) -> pb.WorkerInfo:
@@ -152,9 +159,12 @@ class RouterBackend:
         output: list[int] = []
         lost: list[str] = []
         while True:
-            choice = await self._choose(len(prompt) + len(output), lost, params)
+            digests = self._digests(prompt, output, context)
+            choice = await self._choose(len(prompt) + len(output), digests, lost, params, context)
+            call_id = f"{request_id}-{index}-{len(lost)}"
+            self._workers.prefixes.expect(choice.computed_by, digests)
             try:
-                async with aclosing(self._call(choice, f"{request_id}-{index}-{len(lost)}", prompt, params, context, output)) as deltas:
+                async with aclosing(self._call(choice, call_id, prompt, params, context, output)) as deltas:
                     async for message in deltas:
                         delta = messages.read_delta(message, request_id, index)
                         output += delta.token_ids
@@ -172,16 +182,34 @@ class RouterBackend:
                 logger.warning("%s goes on elsewhere after %d tokens: worker %s: %s", request_id, len(output), choice.decode[:8], error)
                 if len(lost) > _MOST_LOST:
                     raise Unavailable(f"{len(lost)} workers were lost while they answered this request") from error
+            finally:
+                self._workers.prefixes.settle(choice.computed_by, digests)
 
-    async def _choose(self, num_tokens: int, lost: Sequence[str], params: SamplingParams) -> Choice:
+    def _digests(self, prompt: Prompt, output: Sequence[int], context: RequestContext) -> list[bytes]:
+        """What names the blocks that a worker would have to have; none without a worker."""
+        page_size = next((worker.info.page_size for worker in self._workers.all), 0)
+        if not page_size:
+            return []
+        history = _History([*prompt.token_ids.tolist(), *output], prompt, context)
+        return digests(context.namespace, block_keys(history, page_size, len(history.token_ids) // page_size))
+
+    async def _choose(
+        self, num_tokens: int, digests: Sequence[bytes], lost: Sequence[str], params: SamplingParams, context: RequestContext
+    ) -> Choice:
         """Waits for a worker where none is left. Raises `Unavailable` after a while."""
         deadline = time.monotonic() + self._wait_seconds
-        may_move = params.max_tokens != 0
+        session = None if context.session is None else (context.namespace, context.session)
         while True:
-            changed = self._workers.changed
-            views = [worker.view() for worker in self._workers.all]
-            choice = choose(views, num_tokens, lost, may_move=may_move) or choose(views, num_tokens, may_move=may_move)
+            changed, workers = self._workers.changed, self._workers.all
+            num_cached = self._workers.prefixes.match(digests, [worker.info.worker_id for worker in workers])
+            views = [worker.view(num_cached[worker.info.worker_id] * worker.info.page_size) for worker in workers]
+            bytes_per_token = max((worker.info.kv_bytes_per_token for worker in workers), default=0)
+            routed = RoutedRequest(num_tokens, bytes_per_token, session and self._favourites.get(session), may_move=params.max_tokens != 0)
+            choice = choose(views, routed, lost, self._routing) or choose(views, routed, settings=self._routing)
             if choice is not None:
+                if session is not None:
+                    self._favourites[session] = choice.computed_by
+                self.num_routed[choice.reason] += 1
                 return choice
             try:
                 await asyncio.wait_for(changed.wait(), deadline - time.monotonic())
@@ -205,19 +233,21 @@ class RouterBackend:
             context=messages.context_message(context),
             output_token_ids=output,
             prefill_address=None if prefill is None else prefill.info.address,
+            num_new_tokens=choice.num_new_tokens,
         )
         call = decode.stub.Generate(asked, metadata=self._credentials.metadata)
-        added = _AddedLoad(prefill or decode, decode, len(prompt) + len(output))
+        work = [(prefill or decode).given.begin(choice.num_new_tokens), decode.given.begin(0, num_sequences=1)]
         try:
             async for message in _until_lost(call, decode):
-                added.has_begun()
+                work[0].has_prefilled()
                 yield message
         except grpc.aio.AioRpcError as error:
             if error.code() in _REFUSED:
                 raise _refusal(error) from error
             raise WorkerLost(f"{error.code().name}: {error.details()}") from error
         finally:
-            added.end()
+            for part in work:
+                part.end()
             call.cancel()
 
     async def embed(self, request_id: str, token_lists: Sequence[TokenIds], context: RequestContext = DEFAULT_CONTEXT) -> Embedded:
@@ -267,22 +297,27 @@ class RouterBackend:
             await self._server.stop(0.0)
 
 
-class _AddedLoad:
-    """What a sequence adds to its workers' loads until it has ended."""
+class _Recent(OrderedDict[tuple[str, str], str]):
+    """The last worker of each session, of so many sessions."""
 
-    def __init__(self, prefill: KnownWorker, decode: KnownWorker, num_tokens: int) -> None:
-        self._prefill, self._decode, self._num_tokens = prefill, decode, num_tokens
-        prefill.num_tokens += num_tokens
-        decode.num_sequences += 1
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._most = most
 
-    def has_begun(self) -> None:
-        """Its prompt is computed."""
-        self._prefill.num_tokens -= self._num_tokens
-        self._num_tokens = 0
+    def __setitem__(self, session: tuple[str, str], worker_id: str) -> None:
+        super().__setitem__(session, worker_id)
+        self.move_to_end(session)
+        if len(self) > self._most:
+            self.popitem(last=False)
 
-    def end(self) -> None:
-        self.has_begun()
-        self._decode.num_sequences -= 1
+
+@dataclass(frozen=True)
+class _History:
+    """See `TokenHistory`."""
+
+    token_ids: Sequence[int]
+    prompt: Prompt
+    context: RequestContext
 
 
 async def _until_lost(call: Any, worker: KnownWorker) -> AsyncIterator[pb.Delta]:

@@ -10,12 +10,15 @@ import grpc
 import grpc.aio
 
 from server.router.policy import WorkerView
+from server.router.prefix_index import PrefixIndex
+from server.workers import messages, worker_pb2_grpc
 from server.workers import worker_pb2 as pb
-from server.workers import worker_pb2_grpc
 from server.workers.credentials import Credentials
+from server.workers.work_under_way import WorkUnderWay
 
 logger = logging.getLogger(__name__)
 
+_CACHE_RETRY_SECONDS = 0.5
 SILENT_SECONDS = 3.0  # without a word from a worker, after which it counts as lost
 
 
@@ -27,12 +30,21 @@ class KnownWorker:
         self.stub = worker_pb2_grpc.WorkerStub(channel)
         self.load = pb.Load()
         self.lost = asyncio.Event()
-        self.num_tokens = 0  # of prompts given to it that have no first token yet
-        self.num_sequences = 0  # that it decodes, or will
+        self.given = WorkUnderWay()  # by this router
 
-    def view(self) -> WorkerView:
-        info = self.info
-        return WorkerView(info.worker_id, info.role, self.num_tokens, self.num_sequences, info.max_batch_size)
+    def view(self, num_cached: int = 0) -> WorkerView:
+        """With what other routers gave it, as far as it has told. `num_cached`: of the prompt in question, in tokens."""
+        info, given, load = self.info, self.given, self.load
+        return WorkerView(
+            info.worker_id,
+            info.role,
+            max(given.num_tokens, load.num_pending_tokens),
+            max(given.num_sequences, load.num_sequences),
+            info.max_batch_size,
+            num_cached,
+            load.prefill_tokens_per_second,
+            load.bytes_per_second,
+        )
 
     async def close(self) -> None:
         self.lost.set()
@@ -46,6 +58,7 @@ class Workers(worker_pb2_grpc.RouterServicer):
         self._credentials, self._tokenizer_digest = credentials, tokenizer_digest
         self._known: dict[str, KnownWorker] = {}
         self.changed = asyncio.Event()
+        self.prefixes = PrefixIndex()
 
     @property
     def all(self) -> list[KnownWorker]:
@@ -67,17 +80,20 @@ class Workers(worker_pb2_grpc.RouterServicer):
         before = self._known.get(request.worker_id)
         self._known[request.worker_id] = worker
         if before is not None:  # the same process, whose connection broke or whose role has changed
-            worker.num_tokens, worker.num_sequences = before.num_tokens, before.num_sequences
+            worker.given = before.given
         self._announce()
         logger.info("worker %s (%s) is here: %s", request.worker_id[:8], request.role, request.address)
         watching = asyncio.create_task(self._watch(worker))
+        following = asyncio.create_task(self._follow_cache(worker))
         try:
             yield pb.Registered()
             await watching
         finally:
             watching.cancel()
+            following.cancel()
             if self._known.get(request.worker_id) is worker:
                 del self._known[request.worker_id]
+                self.prefixes.forget(request.worker_id)
                 logger.warning("worker %s (%s) is gone", request.worker_id[:8], request.role)
             self._announce()
             await worker.close()
@@ -94,12 +110,34 @@ class Workers(worker_pb2_grpc.RouterServicer):
         finally:
             call.cancel()
 
+    async def _follow_cache(self, worker: KnownWorker) -> None:
+        """Know what its prefix cache has, for as long as the worker is here."""
+        worker_id = worker.info.worker_id
+        while True:
+            call, last = worker.stub.WatchCache(pb.CacheRequest(), metadata=self._credentials.metadata), -1
+            try:
+                async for message in call:
+                    change = messages.read_cache(message)
+                    if change.is_reset:
+                        self.prefixes.replace(worker_id, change.inserted)
+                    elif change.first == last + 1:
+                        self.prefixes.discard(worker_id, change.evicted)
+                        self.prefixes.add(worker_id, change.inserted)
+                    else:
+                        break  # something was missed: from the beginning again
+                    last = change.last
+            except grpc.aio.AioRpcError as error:
+                logger.debug("worker %s tells nothing of its cache: %s", worker_id[:8], error.details())
+            finally:
+                call.cancel()
+            await asyncio.sleep(_CACHE_RETRY_SECONDS)
+
     def _difference(self, info: pb.WorkerInfo) -> str | None:
         """Why this worker can't stand beside the others."""
         if info.tokenizer_digest != self._tokenizer_digest:
             return f"the worker's tokenizer ({info.tokenizer_digest}) is not the router's ({self._tokenizer_digest}): give both the same --model"
         for other in self.all:
-            for name in ("version", "model_digest"):
+            for name in ("version", "model_digest", "page_size"):
                 here, there = getattr(other.info, name), getattr(info, name)
                 if here != there:
                     return f"the worker's {name} is {there}, that of {other.info.address} is {here}: a router's workers serve one model"

@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterable
 from dataclasses import fields
 
+from jaxinfer.kv_cache.block_keys import DIGEST_BYTES
+from jaxinfer.kv_cache.events import CacheChange
 from jaxinfer.kv_transfer.kv_receiver import FirstToken
 from jaxinfer.request import DeviceUsage, FinishReason, OutputDelta, RequestContext, SamplingParams, TokenLogprob
 from server.workers import worker_pb2 as pb
@@ -107,6 +109,24 @@ def read_first_token(message: pb.FirstToken) -> FirstToken:
         message.queue_seconds,
         message.prefill_seconds,
     )
+
+
+def cache_message(change: CacheChange) -> pb.CacheChange:
+    return pb.CacheChange(
+        first=change.first,
+        last=change.last,
+        inserted=b"".join(change.inserted),
+        evicted=b"".join(change.evicted),
+        is_reset=change.is_reset,
+    )
+
+
+def read_cache(message: pb.CacheChange) -> CacheChange:
+    return CacheChange(message.first, message.last, _split(message.inserted), _split(message.evicted), message.is_reset)
+
+
+def _split(digests: bytes) -> tuple[bytes, ...]:
+    return tuple(digests[start : start + DIGEST_BYTES] for start in range(0, len(digests), DIGEST_BYTES))
 
 
 def _logprob_message(logprob: TokenLogprob | None) -> pb.TokenLogprob:

@@ -30,14 +30,16 @@ from jaxinfer.request import RequestError
 from server.workers import messages, worker_pb2_grpc
 from server.workers import worker_pb2 as pb
 from server.workers.credentials import Credentials
+from server.workers.work_under_way import WorkUnderWay
 
 _Start = Callable[[KVReceiver, Sequence[int]], None]
-_Work = Coroutine[Any, Any, None]
+_Pull = Coroutine[Any, Any, None]
 
 logger = logging.getLogger(__name__)
 
 ROLES = ("prefill", "decode", "both")
 _LOAD_SECONDS = 0.1  # between looks at the load
+_CACHE_SECONDS = 0.05  # between looks at what the prefix cache told
 _LOAD_AT_LEAST = 1.0  # seconds between messages of it, though nothing has changed
 
 
@@ -51,6 +53,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._client = PageClient(token=credentials.token)
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._geometry = engine.page_spec
+        self._work = WorkUnderWay()
         self.changed = asyncio.Event()  # the role
 
     async def Describe(self, request: pb.DescribeRequest, context: grpc.aio.ServicerContext) -> pb.WorkerInfo:
@@ -74,8 +77,18 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 yield load
             await asyncio.sleep(_LOAD_SECONDS)
 
+    async def WatchCache(self, request: pb.CacheRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[pb.CacheChange]:
+        events, last = self._engine.cache_events, None
+        while True:
+            change = None if events is None else events.since(last)
+            if change is not None:
+                last = change.last
+                yield messages.cache_message(change)
+            await asyncio.sleep(_CACHE_SECONDS)
+
     async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[pb.Delta]:
         receiver, fetching = None, _Fetching()
+        work = self._work.begin(0 if request.HasField("prefill_address") else request.num_new_tokens, num_sequences=1)
         if request.HasField("prefill_address"):
             receiver = KVReceiver(self._fetcher(request, fetching), self._geometry)
         try:
@@ -83,11 +96,15 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             new = NewRequest(new.request_id, new.prompt, new.params, new.context, receiver, tuple(request.output_token_ids))
             async with aclosing(self._requests.stream(new)) as deltas:
                 async for delta in deltas:
+                    work.has_prefilled()
+                    if receiver is None:
+                        work.measure(delta, len(new.prompt) + len(new.output_ids))
                     yield messages.delta_message(delta)
         except Exception as error:
             await _abort(context, error)
         finally:
             fetching.cancel()
+            work.end()
 
     async def Prefill(self, request: pb.PrefillRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[pb.PrefillEvent]:
         if difference := self._difference(request):
@@ -99,6 +116,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 
         sender.when_closed = tell
         self._pages.add(request.handoff_id, sender)
+        work = self._work.begin(request.num_new_tokens)
         try:
             yield pb.PrefillEvent(offered=pb.Offered(page_port=self._pages.port))
             new = self._new_request(
@@ -107,6 +125,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             new = NewRequest(new.request_id, new.prompt, new.params, new.context, sender, tuple(request.output_token_ids))
             async with aclosing(self._requests.stream(new)) as deltas:
                 async for delta in deltas:
+                    work.has_prefilled()
+                    work.measure(delta, len(new.prompt) + len(new.output_ids))
                     if delta.token_ids:
                         yield pb.PrefillEvent(first_token=messages.first_token_message(delta))
             await over.wait()  # the call lasts as long as the hand-off: whoever ends it ends both
@@ -114,6 +134,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             await _abort(context, error)
         finally:
             self._pages.remove(request.handoff_id)
+            work.end()
 
     def _difference(self, request: pb.PrefillRequest) -> str | None:
         """Why pages of this worker would mean something else to the one that asks."""
@@ -148,6 +169,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 request_id=request.request_id,
                 prompt_token_ids=request.prompt_token_ids,
                 output_token_ids=request.output_token_ids,
+                num_new_tokens=request.num_new_tokens,
                 params=request.params,
                 context=request.context,
                 handoff_id=handoff_id,
@@ -191,6 +213,10 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             num_incoming=stats.num_incoming,
             num_kept_handoffs=self._pages.num_senders,
             num_pages_received=stats.num_pages_received,
+            num_pending_tokens=self._work.num_tokens,
+            num_sequences=self._work.num_sequences,
+            prefill_tokens_per_second=self._work.tokens_per_second,
+            bytes_per_second=self._client.bytes_per_second,
         )
 
     async def close(self) -> None:
@@ -206,7 +232,7 @@ class _Fetching:
         self._task: asyncio.Task[None] | None = None
         self._is_over = False
 
-    def begin(self, work: _Work) -> None:
+    def begin(self, work: _Pull) -> None:
         if self._is_over:
             work.close()
         else:

@@ -50,6 +50,7 @@ def describe(engine: Engine, role: str, address: str, page_port: int) -> pb.Work
         vocab_size=engine.vocab_size,
         sampling_defaults=json.dumps(dict(engine.sampling_defaults)),
         page_size=engine.page_spec.page_size,
+        kv_bytes_per_token=engine.page_spec.page_bytes * engine.page_spec.num_groups // engine.page_spec.page_size,
     )
 
 

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bserver/workers/worker.proto\x12\x13jaxinfer.workers.v1\"\x0c\n\nRegistered\"\x11\n\x0f\x44\x65scribeRequest\"\r\n\x0bLoadRequest\"\x1b\n\x0bRoleRequest\x12\x0c\n\x04role\x18\x01 \x01(\t\"\xa9\x02\n\nWorkerInfo\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0c\n\x04role\x18\x03 \x01(\t\x12\x0f\n\x07version\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x14\n\x0cmodel_digest\x18\x06 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x07 \x01(\t\x12\x15\n\rpage_geometry\x18\x08 \x01(\t\x12\x11\n\tpage_port\x18\t \x01(\r\x12\x15\n\rmax_model_len\x18\n \x01(\r\x12\x16\n\x0emax_batch_size\x18\x0b \x01(\r\x12\x12\n\nvocab_size\x18\x0c \x01(\r\x12\x19\n\x11sampling_defaults\x18\r \x01(\t\x12\x11\n\tpage_size\x18\x0e \x01(\r\"\x8c\x01\n\x07\x43ontext\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x11\n\tnamespace\x18\x02 \x01(\t\x12\x14\n\x07session\x18\x03 \x01(\tH\x00\x88\x01\x01\x12\x10\n\x08priority\x18\x04 \x01(\x11\x12\x19\n\x0cseconds_left\x18\x05 \x01(\x01H\x01\x88\x01\x01\x42\n\n\x08_sessionB\x0f\n\r_seconds_left\"\xd2\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x1c\n\x10prompt_token_ids\x18\x02 \x03(\rB\x02\x10\x01\x12\x0e\n\x06params\x18\x03 \x01(\t\x12-\n\x07\x63ontext\x18\x04 \x01(\x0b\x32\x1c.jaxinfer.workers.v1.Context\x12\x1c\n\x10output_token_ids\x18\x05 \x03(\rB\x02\x10\x01\x12\x1c\n\x0fprefill_address\x18\x06 \x01(\tH\x00\x88\x01\x01\x42\x12\n\x10_prefill_address\"\x84\x02\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x1c\n\x10prompt_token_ids\x18\x02 \x03(\rB\x02\x10\x01\x12\x0e\n\x06params\x18\x03 \x01(\t\x12-\n\x07\x63ontext\x18\x04 \x01(\x0b\x32\x1c.jaxinfer.workers.v1.Context\x12\x12\n\nhandoff_id\x18\x05 \x01(\x0c\x12\x11\n\tnum_known\x18\x06 \x01(\r\x12\x15\n\rpage_geometry\x18\x07 \x01(\t\x12\x14\n\x0cmodel_digest\x18\x08 \x01(\t\x12\x0f\n\x07version\x18\t \x01(\t\x12\x1c\n\x10output_token_ids\x18\n \x03(\rB\x02\x10\x01\"\x80\x01\n\x0cPrefillEvent\x12/\n\x07offered\x18\x01 \x01(\x0b\x32\x1c.jaxinfer.workers.v1.OfferedH\x00\x12\x36\n\x0b\x66irst_token\x18\x02 \x01(\x0b\x32\x1f.jaxinfer.workers.v1.FirstTokenH\x00\x42\x07\n\x05\x65vent\"\x1c\n\x07Offered\x12\x11\n\tpage_port\x18\x01 \x01(\r\"\xe3\x01\n\nFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x37\n\x07logprob\x18\x02 \x01(\x0b\x32!.jaxinfer.workers.v1.TokenLogprobH\x00\x88\x01\x01\x12:\n\x0fprompt_logprobs\x18\x03 \x03(\x0b\x32!.jaxinfer.workers.v1.TokenLogprob\x12\x12\n\nnum_cached\x18\x04 \x01(\r\x12\x15\n\rqueue_seconds\x18\x05 \x01(\x01\x12\x17\n\x0fprefill_seconds\x18\x06 \x01(\x01\x42\n\n\x08_logprob\"\x94\x01\n\x0cTokenLogprob\x12\x15\n\x08token_id\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\x12\x19\n\rtop_token_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x18\n\x0ctop_logprobs\x18\x04 \x03(\x01\x42\x02\x10\x01\x12\x11\n\x04rank\x18\x05 \x01(\rH\x01\x88\x01\x01\x42\x0b\n\t_token_idB\x07\n\x05_rank\"\xf5\x02\n\x05\x44\x65lta\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x15\n\ttoken_ids\x18\x02 \x03(\rB\x02\x10\x01\x12\x33\n\x08logprobs\x18\x03 \x03(\x0b\x32!.jaxinfer.workers.v1.TokenLogprob\x12\x1a\n\rfinish_reason\x18\x04 \x01(\tH\x01\x88\x01\x01\x12\x13\n\tstop_text\x18\x05 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x06 \x01(\rH\x00\x12:\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32!.jaxinfer.workers.v1.TokenLogprob\x12\x1b\n\x13has_prompt_logprobs\x18\x08 \x01(\x08\x12\x15\n\rcached_tokens\x18\t \x01(\r\x12.\n\x05usage\x18\n \x01(\x0b\x32\x1a.jaxinfer.workers.v1.UsageH\x02\x88\x01\x01\x42\x0c\n\nstopped_byB\x10\n\x0e_finish_reasonB\x08\n\x06_usage\"O\n\x05Usage\x12\x15\n\rqueue_seconds\x18\x01 \x01(\x01\x12\x17\n\x0fprefill_seconds\x18\x02 \x01(\x01\x12\x16\n\x0e\x64\x65\x63ode_seconds\x18\x03 \x01(\x01\"\x96\x02\n\x04Load\x12\x13\n\x0bnum_waiting\x18\x01 \x01(\r\x12\x16\n\x0enum_prefilling\x18\x02 \x01(\r\x12\x13\n\x0bnum_running\x18\x03 \x01(\r\x12\x16\n\x0enum_free_pages\x18\x04 \x01(\r\x12\x14\n\x0cnum_incoming\x18\x05 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x06 \x01(\x04\x12\x19\n\x11num_prompt_tokens\x18\x07 \x01(\x04\x12\x19\n\x11num_output_tokens\x18\x08 \x01(\x04\x12\x16\n\x0enum_used_pages\x18\t \x01(\r\x12\x19\n\x11num_kept_handoffs\x18\n \x01(\r\x12\x1a\n\x12num_pages_received\x18\x0b \x01(\x04\x32X\n\x06Router\x12N\n\x08Register\x12\x1f.jaxinfer.workers.v1.WorkerInfo\x1a\x1f.jaxinfer.workers.v1.Registered0\x01\x32\x9a\x03\n\x06Worker\x12Q\n\x08\x44\x65scribe\x12$.jaxinfer.workers.v1.DescribeRequest\x1a\x1f.jaxinfer.workers.v1.WorkerInfo\x12N\n\x08Generate\x12$.jaxinfer.workers.v1.GenerateRequest\x1a\x1a.jaxinfer.workers.v1.Delta0\x01\x12S\n\x07Prefill\x12#.jaxinfer.workers.v1.PrefillRequest\x1a!.jaxinfer.workers.v1.PrefillEvent0\x01\x12J\n\tWatchLoad\x12 .jaxinfer.workers.v1.LoadRequest\x1a\x19.jaxinfer.workers.v1.Load0\x01\x12L\n\x07SetRole\x12 .jaxinfer.workers.v1.RoleRequest\x1a\x1f.jaxinfer.workers.v1.WorkerInfob\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bserver/workers/worker.proto\x12\x13jaxinfer.workers.v1\"\x0c\n\nRegistered\"\x11\n\x0f\x44\x65scribeRequest\"\r\n\x0bLoadRequest\"\x0e\n\x0c\x43\x61\x63heRequest\"\x1b\n\x0bRoleRequest\x12\x0c\n\x04role\x18\x01 \x01(\t\"\xc5\x02\n\nWorkerInfo\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0c\n\x04role\x18\x03 \x01(\t\x12\x0f\n\x07version\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x14\n\x0cmodel_digest\x18\x06 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x07 \x01(\t\x12\x15\n\rpage_geometry\x18\x08 \x01(\t\x12\x11\n\tpage_port\x18\t \x01(\r\x12\x15\n\rmax_model_len\x18\n \x01(\r\x12\x16\n\x0emax_batch_size\x18\x0b \x01(\r\x12\x12\n\nvocab_size\x18\x0c \x01(\r\x12\x19\n\x11sampling_defaults\x18\r \x01(\t\x12\x11\n\tpage_size\x18\x0e \x01(\r\x12\x1a\n\x12kv_bytes_per_token\x18\x0f \x01(\x04\"\x8c\x01\n\x07\x43ontext\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x11\n\tnamespace\x18\x02 \x01(\t\x12\x14\n\x07session\x18\x03 \x01(\tH\x00\x88\x01\x01\x12\x10\n\x08priority\x18\x04 \x01(\x11\x12\x19\n\x0cseconds_left\x18\x05 \x01(\x01H\x01\x88\x01\x01\x42\n\n\x08_sessionB\x0f\n\r_seconds_left\"\xea\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x1c\n\x10prompt_token_ids\x18\x02 \x03(\rB\x02\x10\x01\x12\x0e\n\x06params\x18\x03 \x01(\t\x12-\n\x07\x63ontext\x18\x04 \x01(\x0b\x32\x1c.jaxinfer.workers.v1.Context\x12\x1c\n\x10output_token_ids\x18\x05 \x03(\rB\x02\x10\x01\x12\x1c\n\x0fprefill_address\x18\x06 \x01(\tH\x00\x88\x01\x01\x12\x16\n\x0enum_new_tokens\x18\x07 \x01(\rB\x12\n\x10_prefill_address\"\x9c\x02\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x1c\n\x10prompt_token_ids\x18\x02 \x03(\rB\x02\x10\x01\x12\x0e\n\x06params\x18\x03 \x01(\t\x12-\n\x07\x63ontext\x18\x04 \x01(\x0b\x32\x1c.jaxinfer.workers.v1.Context\x12\x12\n\nhandoff_id\x18\x05 \x01(\x0c\x12\x11\n\tnum_known\x18\x06 \x01(\r\x12\x15\n\rpage_geometry\x18\x07 \x01(\t\x12\x14\n\x0cmodel_digest\x18\x08 \x01(\t\x12\x0f\n\x07version\x18\t \x01(\t\x12\x1c\n\x10output_token_ids\x18\n \x03(\rB\x02\x10\x01\x12\x16\n\x0enum_new_tokens\x18\x0b \x01(\r\"\x80\x01\n\x0cPrefillEvent\x12/\n\x07offered\x18\x01 \x01(\x0b\x32\x1c.jaxinfer.workers.v1.OfferedH\x00\x12\x36\n\x0b\x66irst_token\x18\x02 \x01(\x0b\x32\x1f.jaxinfer.workers.v1.FirstTokenH\x00\x42\x07\n\x05\x65vent\"\x1c\n\x07Offered\x12\x11\n\tpage_port\x18\x01 \x01(\r\"\xe3\x01\n\nFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x37\n\x07logprob\x18\x02 \x01(\x0b\x32!.jaxinfer.workers.v1.TokenLogprobH\x00\x88\x01\x01\x12:\n\x0fprompt_logprobs\x18\x03 \x03(\x0b\x32!.jaxinfer.workers.v1.TokenLogprob\x12\x12\n\nnum_cached\x18\x04 \x01(\r\x12\x15\n\rqueue_seconds\x18\x05 \x01(\x01\x12\x17\n\x0fprefill_seconds\x18\x06 \x01(\x01\x42\n\n\x08_logprob\"\x94\x01\n\x0cTokenLogprob\x12\x15\n\x08token_id\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\x12\x19\n\rtop_token_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x18\n\x0ctop_logprobs\x18\x04 \x03(\x01\x42\x02\x10\x01\x12\x11\n\x04rank\x18\x05 \x01(\rH\x01\x88\x01\x01\x42\x0b\n\t_token_idB\x07\n\x05_rank\"\xf5\x02\n\x05\x44\x65lta\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x15\n\ttoken_ids\x18\x02 \x03(\rB\x02\x10\x01\x12\x33\n\x08logprobs\x18\x03 \x03(\x0b\x32!.jaxinfer.workers.v1.TokenLogprob\x12\x1a\n\rfinish_reason\x18\x04 \x01(\tH\x01\x88\x01\x01\x12\x13\n\tstop_text\x18\x05 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x06 \x01(\rH\x00\x12:\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32!.jaxinfer.workers.v1.TokenLogprob\x12\x1b\n\x13has_prompt_logprobs\x18\x08 \x01(\x08\x12\x15\n\rcached_tokens\x18\t \x01(\r\x12.\n\x05usage\x18\n \x01(\x0b\x32\x1a.jaxinfer.workers.v1.UsageH\x02\x88\x01\x01\x42\x0c\n\nstopped_byB\x10\n\x0e_finish_reasonB\x08\n\x06_usage\"O\n\x05Usage\x12\x15\n\rqueue_seconds\x18\x01 \x01(\x01\x12\x17\n\x0fprefill_seconds\x18\x02 \x01(\x01\x12\x16\n\x0e\x64\x65\x63ode_seconds\x18\x03 \x01(\x01\"\x86\x03\n\x04Load\x12\x13\n\x0bnum_waiting\x18\x01 \x01(\r\x12\x16\n\x0enum_prefilling\x18\x02 \x01(\r\x12\x13\n\x0bnum_running\x18\x03 \x01(\r\x12\x16\n\x0enum_free_pages\x18\x04 \x01(\r\x12\x14\n\x0cnum_incoming\x18\x05 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x06 \x01(\x04\x12\x19\n\x11num_prompt_tokens\x18\x07 \x01(\x04\x12\x19\n\x11num_output_tokens\x18\x08 \x01(\x04\x12\x16\n\x0enum_used_pages\x18\t \x01(\r\x12\x19\n\x11num_kept_handoffs\x18\n \x01(\r\x12\x1a\n\x12num_pages_received\x18\x0b \x01(\x04\x12\x1a\n\x12num_pending_tokens\x18\x0c \x01(\x04\x12\x15\n\rnum_sequences\x18\r \x01(\r\x12!\n\x19prefill_tokens_per_second\x18\x0e \x01(\x01\x12\x18\n\x10\x62ytes_per_second\x18\x0f \x01(\x01\"_\n\x0b\x43\x61\x63heChange\x12\r\n\x05\x66irst\x18\x01 \x01(\x04\x12\x0c\n\x04last\x18\x02 \x01(\x04\x12\x10\n\x08inserted\x18\x03 \x01(\x0c\x12\x0f\n\x07\x65victed\x18\x04 \x01(\x0c\x12\x10\n\x08is_reset\x18\x05 \x01(\x08\x32X\n\x06Router\x12N\n\x08Register\x12\x1f.jaxinfer.workers.v1.WorkerInfo\x1a\x1f.jaxinfer.workers.v1.Registered0\x01\x32\xef\x03\n\x06Worker\x12Q\n\x08\x44\x65scribe\x12$.jaxinfer.workers.v1.DescribeRequest\x1a\x1f.jaxinfer.workers.v1.WorkerInfo\x12N\n\x08Generate\x12$.jaxinfer.workers.v1.GenerateRequest\x1a\x1a.jaxinfer.workers.v1.Delta0\x01\x12S\n\x07Prefill\x12#.jaxinfer.workers.v1.PrefillRequest\x1a!.jaxinfer.workers.v1.PrefillEvent0\x01\x12J\n\tWatchLoad\x12 .jaxinfer.workers.v1.LoadRequest\x1a\x19.jaxinfer.workers.v1.Load0\x01\x12S\n\nWatchCache\x12!.jaxinfer.workers.v1.CacheRequest\x1a .jaxinfer.workers.v1.CacheChange0\x01\x12L\n\x07SetRole\x12 .jaxinfer.workers.v1.RoleRequest\x1a\x1f.jaxinfer.workers.v1.WorkerInfob\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -51,32 +51,36 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DESCRIBEREQUEST']._serialized_end=83
   _globals['_LOADREQUEST']._serialized_start=85
   _globals['_LOADREQUEST']._serialized_end=98
-  _globals['_ROLEREQUEST']._serialized_start=100
-  _globals['_ROLEREQUEST']._serialized_end=127
-  _globals['_WORKERINFO']._serialized_start=130
-  _globals['_WORKERINFO']._serialized_end=427
-  _globals['_CONTEXT']._serialized_start=430
-  _globals['_CONTEXT']._serialized_end=570
-  _globals['_GENERATEREQUEST']._serialized_start=573
-  _globals['_GENERATEREQUEST']._serialized_end=783
-  _globals['_PREFILLREQUEST']._serialized_start=786
-  _globals['_PREFILLREQUEST']._serialized_end=1046
-  _globals['_PREFILLEVENT']._serialized_start=1049
-  _globals['_PREFILLEVENT']._serialized_end=1177
-  _globals['_OFFERED']._serialized_start=1179
-  _globals['_OFFERED']._serialized_end=1207
-  _globals['_FIRSTTOKEN']._serialized_start=1210
-  _globals['_FIRSTTOKEN']._serialized_end=1437
-  _globals['_TOKENLOGPROB']._serialized_start=1440
-  _globals['_TOKENLOGPROB']._serialized_end=1588
-  _globals['_DELTA']._serialized_start=1591
-  _globals['_DELTA']._serialized_end=1964
-  _globals['_USAGE']._serialized_start=1966
-  _globals['_USAGE']._serialized_end=2045
-  _globals['_LOAD']._serialized_start=2048
-  _globals['_LOAD']._serialized_end=2326
-  _globals['_ROUTER']._serialized_start=2328
-  _globals['_ROUTER']._serialized_end=2416
-  _globals['_WORKER']._serialized_start=2419
-  _globals['_WORKER']._serialized_end=2829
+  _globals['_CACHEREQUEST']._serialized_start=100
+  _globals['_CACHEREQUEST']._serialized_end=114
+  _globals['_ROLEREQUEST']._serialized_start=116
+  _globals['_ROLEREQUEST']._serialized_end=143
+  _globals['_WORKERINFO']._serialized_start=146
+  _globals['_WORKERINFO']._serialized_end=471
+  _globals['_CONTEXT']._serialized_start=474
+  _globals['_CONTEXT']._serialized_end=614
+  _globals['_GENERATEREQUEST']._serialized_start=617
+  _globals['_GENERATEREQUEST']._serialized_end=851
+  _globals['_PREFILLREQUEST']._serialized_start=854
+  _globals['_PREFILLREQUEST']._serialized_end=1138
+  _globals['_PREFILLEVENT']._serialized_start=1141
+  _globals['_PREFILLEVENT']._serialized_end=1269
+  _globals['_OFFERED']._serialized_start=1271
+  _globals['_OFFERED']._serialized_end=1299
+  _globals['_FIRSTTOKEN']._serialized_start=1302
+  _globals['_FIRSTTOKEN']._serialized_end=1529
+  _globals['_TOKENLOGPROB']._serialized_start=1532
+  _globals['_TOKENLOGPROB']._serialized_end=1680
+  _globals['_DELTA']._serialized_start=1683
+  _globals['_DELTA']._serialized_end=2056
+  _globals['_USAGE']._serialized_start=2058
+  _globals['_USAGE']._serialized_end=2137
+  _globals['_LOAD']._serialized_start=2140
+  _globals['_LOAD']._serialized_end=2530
+  _globals['_CACHECHANGE']._serialized_start=2532
+  _globals['_CACHECHANGE']._serialized_end=2627
+  _globals['_ROUTER']._serialized_start=2629
+  _globals['_ROUTER']._serialized_end=2717
+  _globals['_WORKER']._serialized_start=2720
+  _globals['_WORKER']._serialized_end=3215
 # @@protoc_insertion_point(module_scope)

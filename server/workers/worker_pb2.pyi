@@ -18,6 +18,10 @@ class LoadRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class CacheRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class RoleRequest(_message.Message):
     __slots__ = ("role",)
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -25,7 +29,7 @@ class RoleRequest(_message.Message):
     def __init__(self, role: _Optional[str] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("worker_id", "address", "role", "version", "model", "model_digest", "tokenizer_digest", "page_geometry", "page_port", "max_model_len", "max_batch_size", "vocab_size", "sampling_defaults", "page_size")
+    __slots__ = ("worker_id", "address", "role", "version", "model", "model_digest", "tokenizer_digest", "page_geometry", "page_port", "max_model_len", "max_batch_size", "vocab_size", "sampling_defaults", "page_size", "kv_bytes_per_token")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -40,6 +44,7 @@ class WorkerInfo(_message.Message):
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_DEFAULTS_FIELD_NUMBER: _ClassVar[int]
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     address: str
     role: str
@@ -54,7 +59,8 @@ class WorkerInfo(_message.Message):
     vocab_size: int
     sampling_defaults: str
     page_size: int
-    def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., role: _Optional[str] = ..., version: _Optional[str] = ..., model: _Optional[str] = ..., model_digest: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., page_geometry: _Optional[str] = ..., page_port: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_batch_size: _Optional[int] = ..., vocab_size: _Optional[int] = ..., sampling_defaults: _Optional[str] = ..., page_size: _Optional[int] = ...) -> None: ...
+    kv_bytes_per_token: int
+    def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., role: _Optional[str] = ..., version: _Optional[str] = ..., model: _Optional[str] = ..., model_digest: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., page_geometry: _Optional[str] = ..., page_port: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_batch_size: _Optional[int] = ..., vocab_size: _Optional[int] = ..., sampling_defaults: _Optional[str] = ..., page_size: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ...) -> None: ...
 
 class Context(_message.Message):
     __slots__ = ("tenant", "namespace", "session", "priority", "seconds_left")
@@ -71,23 +77,25 @@ class Context(_message.Message):
     def __init__(self, tenant: _Optional[str] = ..., namespace: _Optional[str] = ..., session: _Optional[str] = ..., priority: _Optional[int] = ..., seconds_left: _Optional[float] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "prompt_token_ids", "params", "context", "output_token_ids", "prefill_address")
+    __slots__ = ("request_id", "prompt_token_ids", "params", "context", "output_token_ids", "prefill_address", "num_new_tokens")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PARAMS_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    NUM_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     params: str
     context: Context
     output_token_ids: _containers.RepeatedScalarFieldContainer[int]
     prefill_address: str
-    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., params: _Optional[str] = ..., context: _Optional[_Union[Context, _Mapping]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., prefill_address: _Optional[str] = ...) -> None: ...
+    num_new_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., params: _Optional[str] = ..., context: _Optional[_Union[Context, _Mapping]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., prefill_address: _Optional[str] = ..., num_new_tokens: _Optional[int] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("request_id", "prompt_token_ids", "params", "context", "handoff_id", "num_known", "page_geometry", "model_digest", "version", "output_token_ids")
+    __slots__ = ("request_id", "prompt_token_ids", "params", "context", "handoff_id", "num_known", "page_geometry", "model_digest", "version", "output_token_ids", "num_new_tokens")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PARAMS_FIELD_NUMBER: _ClassVar[int]
@@ -98,6 +106,7 @@ class PrefillRequest(_message.Message):
     MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     params: str
@@ -108,7 +117,8 @@ class PrefillRequest(_message.Message):
     model_digest: str
     version: str
     output_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., params: _Optional[str] = ..., context: _Optional[_Union[Context, _Mapping]] = ..., handoff_id: _Optional[bytes] = ..., num_known: _Optional[int] = ..., page_geometry: _Optional[str] = ..., model_digest: _Optional[str] = ..., version: _Optional[str] = ..., output_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    num_new_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., params: _Optional[str] = ..., context: _Optional[_Union[Context, _Mapping]] = ..., handoff_id: _Optional[bytes] = ..., num_known: _Optional[int] = ..., page_geometry: _Optional[str] = ..., model_digest: _Optional[str] = ..., version: _Optional[str] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., num_new_tokens: _Optional[int] = ...) -> None: ...
 
 class PrefillEvent(_message.Message):
     __slots__ = ("offered", "first_token")
@@ -189,7 +199,7 @@ class Usage(_message.Message):
     def __init__(self, queue_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., decode_seconds: _Optional[float] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("num_waiting", "num_prefilling", "num_running", "num_free_pages", "num_incoming", "num_cached_tokens", "num_prompt_tokens", "num_output_tokens", "num_used_pages", "num_kept_handoffs", "num_pages_received")
+    __slots__ = ("num_waiting", "num_prefilling", "num_running", "num_free_pages", "num_incoming", "num_cached_tokens", "num_prompt_tokens", "num_output_tokens", "num_used_pages", "num_kept_handoffs", "num_pages_received", "num_pending_tokens", "num_sequences", "prefill_tokens_per_second", "bytes_per_second")
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_PREFILLING_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
@@ -201,6 +211,10 @@ class Load(_message.Message):
     NUM_USED_PAGES_FIELD_NUMBER: _ClassVar[int]
     NUM_KEPT_HANDOFFS_FIELD_NUMBER: _ClassVar[int]
     NUM_PAGES_RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    NUM_PENDING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     num_waiting: int
     num_prefilling: int
     num_running: int
@@ -212,4 +226,22 @@ class Load(_message.Message):
     num_used_pages: int
     num_kept_handoffs: int
     num_pages_received: int
-    def __init__(self, num_waiting: _Optional[int] = ..., num_prefilling: _Optional[int] = ..., num_running: _Optional[int] = ..., num_free_pages: _Optional[int] = ..., num_incoming: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., num_used_pages: _Optional[int] = ..., num_kept_handoffs: _Optional[int] = ..., num_pages_received: _Optional[int] = ...) -> None: ...
+    num_pending_tokens: int
+    num_sequences: int
+    prefill_tokens_per_second: float
+    bytes_per_second: float
+    def __init__(self, num_waiting: _Optional[int] = ..., num_prefilling: _Optional[int] = ..., num_running: _Optional[int] = ..., num_free_pages: _Optional[int] = ..., num_incoming: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., num_used_pages: _Optional[int] = ..., num_kept_handoffs: _Optional[int] = ..., num_pages_received: _Optional[int] = ..., num_pending_tokens: _Optional[int] = ..., num_sequences: _Optional[int] = ..., prefill_tokens_per_second: _Optional[float] = ..., bytes_per_second: _Optional[float] = ...) -> None: ...
+
+class CacheChange(_message.Message):
+    __slots__ = ("first", "last", "inserted", "evicted", "is_reset")
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    INSERTED_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_FIELD_NUMBER: _ClassVar[int]
+    IS_RESET_FIELD_NUMBER: _ClassVar[int]
+    first: int
+    last: int
+    inserted: bytes
+    evicted: bytes
+    is_reset: bool
+    def __init__(self, first: _Optional[int] = ..., last: _Optional[int] = ..., inserted: _Optional[bytes] = ..., evicted: _Optional[bytes] = ..., is_reset: bool = ...) -> None: ...

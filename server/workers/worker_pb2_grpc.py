@@ -131,6 +131,11 @@ class WorkerStub(object):
                 request_serializer=server_dot_workers_dot_worker__pb2.LoadRequest.SerializeToString,
                 response_deserializer=server_dot_workers_dot_worker__pb2.Load.FromString,
                 _registered_method=True)
+        self.WatchCache = channel.unary_stream(
+                '/jaxinfer.workers.v1.Worker/WatchCache',
+                request_serializer=server_dot_workers_dot_worker__pb2.CacheRequest.SerializeToString,
+                response_deserializer=server_dot_workers_dot_worker__pb2.CacheChange.FromString,
+                _registered_method=True)
         self.SetRole = channel.unary_unary(
                 '/jaxinfer.workers.v1.Worker/SetRole',
                 request_serializer=server_dot_workers_dot_worker__pb2.RoleRequest.SerializeToString,
@@ -169,6 +174,13 @@ class WorkerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchCache(self, request, context):
+        """What its prefix cache has: first all of it, then what comes and goes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def SetRole(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -197,6 +209,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.WatchLoad,
                     request_deserializer=server_dot_workers_dot_worker__pb2.LoadRequest.FromString,
                     response_serializer=server_dot_workers_dot_worker__pb2.Load.SerializeToString,
+            ),
+            'WatchCache': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchCache,
+                    request_deserializer=server_dot_workers_dot_worker__pb2.CacheRequest.FromString,
+                    response_serializer=server_dot_workers_dot_worker__pb2.CacheChange.SerializeToString,
             ),
             'SetRole': grpc.unary_unary_rpc_method_handler(
                     servicer.SetRole,
@@ -313,6 +330,33 @@ class Worker(object):
             '/jaxinfer.workers.v1.Worker/WatchLoad',
             server_dot_workers_dot_worker__pb2.LoadRequest.SerializeToString,
             server_dot_workers_dot_worker__pb2.Load.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/jaxinfer.workers.v1.Worker/WatchCache',
+            server_dot_workers_dot_worker__pb2.CacheRequest.SerializeToString,
+            server_dot_workers_dot_worker__pb2.CacheChange.FromString,
             options,
             channel_credentials,
             insecure,

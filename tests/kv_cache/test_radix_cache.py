@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from jaxinfer.kv_cache import radix_cache
 from jaxinfer.kv_cache.allocator import PageAllocator
 from jaxinfer.kv_cache.block_keys import digests
+from jaxinfer.kv_cache.events import CacheEvents
 from jaxinfer.kv_cache.radix_cache import CachedBlock, RadixCache
 
 PAGE_SIZE = 2
@@ -27,7 +28,8 @@ class Pool:
     def __init__(self, num_pages: int = 12) -> None:
         self.now = 1000.0
         self.allocator = PageAllocator(num_pages + 1)
-        self.cache = RadixCache(self.allocator, PAGE_SIZE, clock=lambda: self.now)
+        self.events = CacheEvents(most_kept=12)
+        self.cache = RadixCache(self.allocator, PAGE_SIZE, clock=lambda: self.now, events=self.events)
 
     def compute(self, text: str, namespace: str = "", warm_until: float = 0.0) -> list[int]:
         """A sequence that computes all its pages, makes them known and goes on; its page table. A letter is a token."""
@@ -180,18 +182,6 @@ def test_a_stranger_does_not_cool_a_sessions_pages_and_the_session_warms_a_stran
     assert pool.evict(2) == ["aa", "ee"], "bb is warm for longer"
 
 
-def test_forgetting_everything_leaves_sequences_their_pages():
-    pool = Pool()
-    table = pool.compute("aabb")
-    pool.serve("cc", "dd")
-    pool.cache.clear()
-    assert (pool.cache.num_pages, pool.allocator.num_evictable, pool.allocator.num_used) == (0, 0, 2)
-    assert pool.match("aabb") == pool.match("cc") == pool.evict(9) == []
-    pool.cache.insert(keys("aabb"), "", table, 2)
-    pool.allocator.release(table)
-    assert pool.evict(9) == ["bb", "aa"]
-
-
 def test_namespaces_that_hold_nothing_are_forgotten():
     pool = Pool()
     for number in range(100):
@@ -283,6 +273,8 @@ class RadixCacheAgainstModel(RuleBasedStateMachine):
         self.known: dict[tuple[str, str], Known] = {}  # by namespace and the whole run of letters
         self.running: list[Running] = []
         self.num_uses = 0
+        self.told: set[bytes] = set()  # digests, by events
+        self.last_event: int | None = None
 
     # What the model says.
 
@@ -431,9 +423,14 @@ class RadixCacheAgainstModel(RuleBasedStateMachine):
         self.evict_pages(count)
 
     @rule()
-    def clear(self) -> None:
-        self.pool.cache.clear()
-        self.known.clear()
+    def read_events(self) -> None:
+        """Of a reader that comes now and then, at times too late."""
+        change = self.pool.events.since(self.last_event)
+        if change is not None:
+            assert change.is_reset or change.first == (self.last_event or 0) + 1
+            self.last_event = change.last
+            self.told = (set() if change.is_reset else self.told - set(change.evicted)) | set(change.inserted)
+        assert self.told == {digests(namespace, keys(run))[-1] for namespace, run in self.known}
 
     # What always holds.
 
@@ -465,7 +462,7 @@ class RadixCacheAgainstModel(RuleBasedStateMachine):
 
     @invariant()
     def all_that_is_evictable_can_be_evicted_and_no_more(self) -> None:
-        cache = copy.deepcopy(self.pool.cache)
+        cache = copy.deepcopy(self.pool.cache, {id(self.pool.events): None})
         num_evictable = cache._allocator.num_evictable
         assert len(cache.evict(99)) == num_evictable
         assert cache._allocator.num_evictable == 0

@@ -46,9 +46,9 @@ class Cluster:
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def start_router(self) -> None:
-        self._start(
-            "router", "--port", str(self.port), "--workers-port", str(self.workers_port), "--model", str(self.model), "--no-access-log"
-        )
+        ports = ("--port", str(self.port), "--workers-port", str(self.workers_port))
+        # By expectation such short prompts would never be prefilled apart.
+        self._start("router", *ports, "--model", str(self.model), "--prefill-apart", "always", "--no-access-log")
 
     def start_worker(self, name: str, role: str, **settings: Any) -> None:
         flags = [f"--{key.replace('_', '-')}={_text(value)}" for key, value in (SETTINGS | settings).items()]
