@@ -68,7 +68,8 @@ class RoutingSettings:
     tokens_per_second: float = 10_000.0
     bytes_per_second: float = 1e9
     hop_seconds: float = 0.005  # of a prefill elsewhere, beside the bytes
-    disturbance: float = 0.25  # a second by which each sequence of a batch waits for this prompt
+    disturbance: float = 0.1  # a second by which each sequence of a batch waits for this prompt
+    thrift: float = 4.0  # a second of computing what another worker has: all that come later wait for it
     full_batch: float = 1.0  # seconds that a place in a full batch is worth less than in an empty one
     no_place: float = 5.0  # seconds of waiting for a place, for each batch that waits before
     loyalty: float = 1.5  # a session stays with its worker up to so many times the best expectation,
@@ -114,14 +115,14 @@ class _Options:
         """One worker does both."""
         queue, compute, num_new = self._prefill(worker)
         seconds = queue + compute
-        cost = seconds + self._disturbance(worker, compute) + self.place(worker)
+        cost = seconds + self._settings.thrift * compute + self._disturbance(worker, compute) + self.place(worker)
         return cost, Choice(worker.worker_id, None, "decode's worker does it as soon", num_new, seconds)
 
     def apart(self, prefill: WorkerView, decode: WorkerView) -> tuple[float, Choice]:
         """Pages move while prefill computes those after them."""
         queue, compute, num_new = self._prefill(prefill)
         seconds = queue + max(compute, self.move(decode)) + self._settings.hop_seconds
-        cost = seconds + self._disturbance(prefill, compute) + self.place(decode)
+        cost = seconds + self._settings.thrift * compute + self._disturbance(prefill, compute) + self.place(decode)
         return cost, Choice(decode.worker_id, prefill.worker_id, "prefilled apart", num_new, seconds)
 
     def place(self, worker: WorkerView) -> float:
