@@ -32,7 +32,7 @@ def packed_matmul(
       backend: 'llvm_cpu' (CPU devices only) or 'reference'.
 
     Returns [T, O] sums: float32, or int32 for integers. float32 is summed in another order than XLA's. Raises
-    `ValueError` for inconsistent shapes or types.
+    `ValueError` for inconsistent shapes or types, and for a processor that lacks the instructions.
     """
     group = GROUP.get(x.dtype.name)
     if group is None or x.ndim != 2 or matrices.dtype != packed_dtype(x.dtype):
@@ -45,6 +45,8 @@ def packed_matmul(
         )
     if place.shape != () or place.dtype != jnp.int32:
         raise ValueError(f"packed_matmul: place {place.dtype}{place.shape} must be one int32")
+    if backend == "llvm_cpu" and (reason := unsupported_reason(x.dtype)) is not None:
+        raise ValueError(f"packed_matmul: {reason}")  # LLVM would end the process
     return _IMPLEMENTATIONS[backend](x, matrices, place)
 
 

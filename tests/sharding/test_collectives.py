@@ -52,6 +52,8 @@ def compiled(
     name: str | None = None,
 ) -> tuple[jax.stages.Compiled, PagePool]:
     """The role's program, or another of its by name, of abstract weights."""
+    if reason := FORMATS[weight_format].matrices.unsupported_reason("cpu"):
+        pytest.skip(reason)
     runner, size = RUNNERS[role]
     template, mesh = make_template(config, FORMATS[weight_format]), make_mesh(range(num_devices))
     spec = PageSpec.of(config.with_own_heads(), page_size, 4)
