@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import Mesh
 
 from checkpoints.hub import open_source
@@ -59,6 +60,8 @@ def put(
     """`matrices`: a format of their own, instead of the type's packed or plain one."""
     packed = Packed(jnp.dtype(dtype))
     weight_format = ModelWeightFormat(matrices or (packed if is_packed else packed.unpacked))
+    if reason := weight_format.matrices.unsupported_reason("cpu"):
+        pytest.skip(reason)
     source = open_source(folder)
     config = config_of(source)
     template, mesh = make_template(config.on_devices(len(device_ids)), weight_format), make_mesh(device_ids)

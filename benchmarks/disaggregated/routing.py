@@ -140,6 +140,7 @@ def by_policy() -> Route:
                 worker.max_batch_size,
                 min(found[worker.worker_id] * BLOCK_TOKENS, request.num_tokens),
                 worker.work.tokens_per_second,
+                num_held=index.num_held(worker.worker_id),
             )
             for worker in workers
         ]

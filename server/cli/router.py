@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
-import os
 import signal
 import sys
 from contextlib import ExitStack
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from jaxinfer.start_progress import StartProgress
 from server.api_keys import KeyRing
+from server.cli.cluster_flags import add_cluster_flags, credentials
 from server.cli.listener import listening_socket
 from server.cli.model_name import check_name
 from server.cli.server_config import names_of, router_config
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TOKEN_VARIABLE = "JAXINFER_WORKER_TOKEN"
 _LEFT_OUT = ("embedding_truncate", "served_embedding_name", "batch_dir", "watchdog_timeout")
 
 
@@ -44,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="auto: a prompt is prefilled by another worker than decode's where its first token is expected sooner then; always: by another "
         "wherever there is one (default: auto)",
     )
+    add_cluster_flags(group)
     add_flags(parser, "server", [field for field in dataclasses.fields(ServerConfig) if field.name not in _LEFT_OUT])
 
 
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     for check in (KeyRing.api_keys, KeyRing.metrics_keys, Tls.of):
         check(config)
     check_name(arguments.model)
-    token = os.environ.pop(TOKEN_VARIABLE, "")
+    known = credentials(arguments, "workers_host", arguments.workers_host)
     with ExitStack() as opened:
         listener = opened.enter_context(listening_socket(config))
         usage_log = opened.enter_context(UsageLog(config.usage_log)) if config.usage_log else None
@@ -64,10 +64,6 @@ def run(arguments: argparse.Namespace) -> int:
         from server.graceful import GracefulServer
         from server.http_limits import raise_file_limit
         from server.starting import StartingApp
-        from server.workers.credentials import Credentials
-
-        credentials = Credentials(token)
-        credentials.check_address("workers_host", arguments.workers_host)
 
         def build() -> FastAPI:
             from checkpoints.hub import open_source, resolve
@@ -78,9 +74,9 @@ def run(arguments: argparse.Namespace) -> int:
             from server.router.workers import Workers
 
             tokenizer = Tokenizer.from_source(open_source(resolve(arguments.model)))
-            workers = Workers(credentials, tokenizer.digest)
+            workers = Workers(known, tokenizer.digest)
             routing = RoutingSettings(always_apart=arguments.prefill_apart == "always")
-            backend = RouterBackend(workers, tokenizer, credentials, (arguments.workers_host, arguments.workers_port), routing=routing)
+            backend = RouterBackend(workers, tokenizer, known, (arguments.workers_host, arguments.workers_port), routing=routing)
             return create_app(backend, tokenizer, config, usage_log)
 
         host, port = listener.getsockname()[:2]

@@ -6,16 +6,14 @@ import argparse
 import asyncio
 import dataclasses
 import logging
-import os
 import signal
 import sys
 
 from jaxinfer.config import ConfigError, flat_fields
+from server.cli.cluster_flags import add_cluster_flags, credentials
 from server.cli.engine_start import engine_config, start_engine
 from server.flags import add_flags
 from server.logs import configure
-
-TOKEN_VARIABLE = "JAXINFER_WORKER_TOKEN"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,8 +22,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--role", choices=("prefill", "decode", "both"), default="both", help="what routers give it (default: both)")
     group.add_argument("--router", metavar="HOST:PORT", required=True, help="workers' port of each router, separated by commas")
     group.add_argument("--host", default="127.0.0.1", help="this machine's address, by which others reach it (default: 127.0.0.1)")
+    group.add_argument("--port", type=int, default=0, metavar="N", help="port that routers and workers call it at; 0: any (default: 0)")
+    group.add_argument("--page-port", type=int, default=0, metavar="N", help="port that others pull pages at; 0: any (default: 0)")
     group.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="(default: info)")
     group.add_argument("--log-format", choices=("text", "json"), default="text", help="(default: text)")
+    add_cluster_flags(group)
     add_flags(parser, "engine", [field for field in flat_fields() if field.name != "kv_transport"])
 
 
@@ -36,10 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
         host, _, port = router.rpartition(":")
         if not host or not port.isdigit():
             raise ConfigError(f"router is {router!r}: give HOST:PORT, such as 10.0.0.1:8100")
-    from server.workers.credentials import Credentials
-
-    credentials = Credentials(os.environ.pop(TOKEN_VARIABLE, ""))
-    credentials.check_address("host", arguments.host)
+    known = credentials(arguments, "host", arguments.host)
     settings = engine_config(arguments)
     settings = dataclasses.replace(settings, cache=dataclasses.replace(settings.cache, kv_transport=True))
     configure(arguments.log_level, arguments.log_format)
@@ -48,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     engine = start_engine(settings, Console(stderr=True, quiet=arguments.log_format == "json"))
 
-    from server.workers.worker import serve
+    from server.workers.worker import WorkerAddress, serve
 
     async def serve_until_told() -> None:
         stop, loop = asyncio.Event(), asyncio.get_running_loop()
@@ -62,7 +60,8 @@ def run(arguments: argparse.Namespace) -> int:
             else:
                 print(message, file=sys.stderr, flush=True)
 
-        await serve(engine, arguments.role, arguments.host, routers, credentials, stop, ready)
+        address = WorkerAddress(arguments.host, arguments.port, arguments.page_port)
+        await serve(engine, arguments.role, address, routers, known, stop, ready)
 
     asyncio.run(serve_until_told())
     return 0

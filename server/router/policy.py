@@ -12,7 +12,7 @@ from dataclasses import dataclass
 class WorkerView:
     """What the policy sees of a worker. `num_tokens`: of prompts that it has still to compute; `num_sequences`: that it
     decodes, or will; `num_cached`: of this prompt's tokens, whose KV it has; `tokens_per_second`: of prefill, measured,
-    0 if unknown; `bytes_per_second`: that it pulls pages with, 0 if unknown."""
+    0 if unknown; `bytes_per_second`: that it pulls pages with, 0 if unknown; `num_held`: blocks in its prefix cache."""
 
     worker_id: str
     role: str
@@ -22,6 +22,7 @@ class WorkerView:
     num_cached: int = 0
     tokens_per_second: float = 0.0
     bytes_per_second: float = 0.0
+    num_held: int = 0
 
     @property
     def can_prefill(self) -> bool:
@@ -96,7 +97,9 @@ def choose(
         options += [costs.apart(worker, decode) for worker in known if worker.can_prefill and worker is not decode]
     if not options or not settings.always_apart:
         options += [costs.alone(worker) for worker in decoders]
-    best_cost, best = min(options, key=lambda option: option[0])
+    # Of equals the one whose cache has most room: else the first would have all, and forget it, while others idle.
+    num_held = {worker.worker_id: worker.num_held for worker in known}
+    best_cost, best = min(options, key=lambda option: (round(option[0], 3), num_held[option[1].computed_by]))
     if request.favourite is not None:
         loyal = [(cost, choice) for cost, choice in options if choice.computed_by == request.favourite]
         for cost, choice in sorted(loyal, key=lambda option: option[0])[:1]:

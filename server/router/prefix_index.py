@@ -65,6 +65,10 @@ class PrefixIndex:
             else:
                 del expected[digest]
 
+    def num_held(self, worker_id: str) -> int:
+        """Blocks that it told of."""
+        return len(self._held.get(worker_id, ()))
+
     def match(self, digests: Sequence[bytes], worker_ids: Collection[str]) -> dict[str, int]:
         """How many of a prompt's blocks, from the first on, each of these workers has or will have."""
         found = dict.fromkeys(worker_ids, 0)

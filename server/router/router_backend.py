@@ -201,8 +201,13 @@ class RouterBackend:
         session = None if context.session is None else (context.namespace, context.session)
         while True:
             changed, workers = self._workers.changed, self._workers.all
-            num_cached = self._workers.prefixes.match(digests, [worker.info.worker_id for worker in workers])
-            views = [worker.view(num_cached[worker.info.worker_id] * worker.info.page_size) for worker in workers]
+            prefixes = self._workers.prefixes
+            num_cached = prefixes.match(digests, [worker.info.worker_id for worker in workers])
+            views = [
+                worker.view(num_cached[worker_id] * worker.info.page_size, prefixes.num_held(worker_id))
+                for worker in workers
+                for worker_id in (worker.info.worker_id,)
+            ]
             bytes_per_token = max((worker.info.kv_bytes_per_token for worker in workers), default=0)
             routed = RoutedRequest(num_tokens, bytes_per_token, session and self._favourites.get(session), may_move=params.max_tokens != 0)
             choice = choose(views, routed, lost, self._routing) or choose(views, routed, settings=self._routing)
@@ -276,7 +281,7 @@ class RouterBackend:
         self._server = self._credentials.server()
         worker_pb2_grpc.add_RouterServicer_to_server(self._workers, self._server)
         try:
-            self._server.add_insecure_port(f"{host}:{port}")
+            self._credentials.listen(self._server, f"{host}:{port}")
         except RuntimeError as error:
             raise ConfigError(
                 f"can't listen for workers on {host} port {port}; choose others with --workers-host and --workers-port"

@@ -30,20 +30,23 @@ class KnownWorker:
         self.stub = worker_pb2_grpc.WorkerStub(channel)
         self.load = pb.Load()
         self.lost = asyncio.Event()
+        self.heard = asyncio.Event()
         self.given = WorkUnderWay()  # by this router
 
-    def view(self, num_cached: int = 0) -> WorkerView:
-        """With what other routers gave it, as far as it has told. `num_cached`: of the prompt in question, in tokens."""
+    def view(self, num_cached: int = 0, num_held: int = 0) -> WorkerView:
+        """With what other routers gave it, as far as it has told. `num_cached`: of the prompt in question, in tokens;
+        `num_held`: blocks in its prefix cache."""
         info, given, load = self.info, self.given, self.load
         return WorkerView(
             info.worker_id,
-            info.role,
+            load.role or info.role,
             max(given.num_tokens, load.num_pending_tokens),
             max(given.num_sequences, load.num_sequences),
             info.max_batch_size,
             num_cached,
             load.prefill_tokens_per_second,
             load.bytes_per_second,
+            num_held,
         )
 
     async def close(self) -> None:
@@ -77,36 +80,59 @@ class Workers(worker_pb2_grpc.RouterServicer):
         if difference := self._difference(request):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, difference)
         worker = KnownWorker(request, self._credentials.channel(request.address))
+        watching = asyncio.create_task(self._watch(worker))
+        following = asyncio.create_task(self._follow_cache(worker))
+        hearing = asyncio.create_task(worker.heard.wait())
+        try:
+            await asyncio.wait((watching, hearing), return_when=asyncio.FIRST_COMPLETED)
+            if not worker.heard.is_set():
+                why = await watching
+                logger.warning("a worker (%s) is there, but can't be reached at %s: %s", request.role, request.address, why)
+                await context.abort(grpc.StatusCode.UNAVAILABLE, f"it can't reach this worker at {request.address}: {why}")
+            self._admit(worker)
+            yield pb.Registered()
+            logger.info("worker %s: %s", request.worker_id[:8], await watching)
+        finally:
+            for task in (watching, following, hearing):
+                task.cancel()
+            self._dismiss(worker)
+            await worker.close()
+
+    def _admit(self, worker: KnownWorker) -> None:
+        request = worker.info
         before = self._known.get(request.worker_id)
         self._known[request.worker_id] = worker
-        if before is not None:  # the same process, whose connection broke or whose role has changed
+        if before is not None:  # the same process, whose connection broke
             worker.given = before.given
         self._announce()
         logger.info("worker %s (%s) is here: %s", request.worker_id[:8], request.role, request.address)
-        watching = asyncio.create_task(self._watch(worker))
-        following = asyncio.create_task(self._follow_cache(worker))
-        try:
-            yield pb.Registered()
-            await watching
-        finally:
-            watching.cancel()
-            following.cancel()
-            if self._known.get(request.worker_id) is worker:
-                del self._known[request.worker_id]
-                self.prefixes.forget(request.worker_id)
-                logger.warning("worker %s (%s) is gone", request.worker_id[:8], request.role)
-            self._announce()
-            await worker.close()
 
-    async def _watch(self, worker: KnownWorker) -> None:
-        """Read its load until it falls silent."""
+    def _dismiss(self, worker: KnownWorker) -> None:
+        worker_id = worker.info.worker_id
+        if self._known.get(worker_id) is worker:
+            del self._known[worker_id]
+            self.prefixes.forget(worker_id)
+            logger.warning("worker %s (%s) is gone", worker_id[:8], worker.info.role)
+        self._announce()
+
+    async def _watch(self, worker: KnownWorker) -> str:
+        """Read its load until it falls silent; why it did."""
         call = worker.stub.WatchLoad(pb.LoadRequest(), metadata=self._credentials.metadata)
         loads = call.__aiter__()
         try:
             while True:
-                worker.load = await asyncio.wait_for(anext(loads), SILENT_SECONDS)
-        except (TimeoutError, StopAsyncIteration, grpc.aio.AioRpcError) as error:
-            logger.info("worker %s fell silent: %s", worker.info.worker_id[:8], type(error).__name__)
+                load = await asyncio.wait_for(anext(loads), SILENT_SECONDS)
+                if worker.heard.is_set() and load.role != worker.load.role:
+                    logger.info("worker %s is %s from now on, it was %s", worker.info.worker_id[:8], load.role, worker.load.role)
+                    self._announce()
+                worker.load = load
+                worker.heard.set()
+        except TimeoutError:
+            return f"it said nothing for {SILENT_SECONDS:g} s"
+        except StopAsyncIteration:
+            return "it ended"
+        except grpc.aio.AioRpcError as error:
+            return str(error.details())
         finally:
             call.cancel()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import socket
+import ssl
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ import grpc
 import grpc.aio
 
 from jaxinfer.config import ConfigError
+from server.workers.cluster_tls import ClusterTls
 
 TOKEN_KEY = "x-jaxinfer-token"
 
@@ -31,19 +33,39 @@ KEEPALIVE = (
 
 @dataclass(frozen=True)
 class Credentials:
-    """`token`: the same for all of a cluster; empty on loopback only."""
+    """`token`: the same for all of a cluster. Without it, and without certificates on both sides, loopback only."""
 
     token: str = ""
+    tls: ClusterTls | None = None
 
     def check_address(self, flag: str, host: str) -> None:
         """Raises `ConfigError` for an address that others can reach while nobody has to prove anything."""
-        if not self.token and not _is_loopback(host):
+        if not self.token and not (self.tls is not None and self.tls.is_mutual) and not _is_loopback(host):
             raise ConfigError(
-                f"{flag} is {host}, which other machines can reach: set JAXINFER_WORKER_TOKEN to the same secret on all of them"
+                f"{flag} is {host}, which other machines can reach: set JAXINFER_WORKER_TOKEN to the same secret on all of them, or give each "
+                "a certificate (--cluster-certificate)"
             )
 
+    @property
+    def page_server_tls(self) -> ssl.SSLContext | None:
+        """For pages that others pull from here."""
+        return None if self.tls is None else self.tls.server_context()
+
+    @property
+    def page_client_tls(self) -> ssl.SSLContext | None:
+        """For pages that are pulled from others."""
+        return None if self.tls is None else self.tls.client_context()
+
     def channel(self, address: str) -> grpc.aio.Channel:
-        return grpc.aio.insecure_channel(address, options=KEEPALIVE)
+        if self.tls is None:
+            return grpc.aio.insecure_channel(address, options=KEEPALIVE)
+        return grpc.aio.secure_channel(address, self.tls.channel_credentials(), options=KEEPALIVE)
+
+    def listen(self, server: grpc.aio.Server, address: str) -> int:
+        """Its port. Raises `RuntimeError` for an address that can't be listened on."""
+        if self.tls is None:
+            return int(server.add_insecure_port(address))
+        return int(server.add_secure_port(address, self.tls.server_credentials()))
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:

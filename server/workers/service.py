@@ -50,21 +50,20 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self.info = info
         self._engine, self._loop, self._pages, self._credentials = engine, loop, pages, credentials
         self._requests = AsyncRequests(loop)
-        self._client = PageClient(token=credentials.token)
+        self._client = PageClient(token=credentials.token, tls=credentials.page_client_tls)
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._geometry = engine.page_spec
         self._work = WorkUnderWay()
-        self.changed = asyncio.Event()  # the role
 
     async def Describe(self, request: pb.DescribeRequest, context: grpc.aio.ServicerContext) -> pb.WorkerInfo:
         return self.info
 
     async def SetRole(self, request: pb.RoleRequest, context: grpc.aio.ServicerContext) -> pb.WorkerInfo:
-        """From now on routers give it another role's work; what it has begun it ends."""
+        """From now on, or a tenth of a second later, routers give it another role's work; what it has begun it ends.
+        Both programs are there: nothing is compiled."""
         if request.role not in ROLES:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"role is {request.role!r}: it is one of {', '.join(ROLES)}")
         self.info.role = request.role
-        self.changed.set()
         return self.info
 
     async def WatchLoad(self, request: pb.LoadRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[pb.Load]:
@@ -217,6 +216,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             num_sequences=self._work.num_sequences,
             prefill_tokens_per_second=self._work.tokens_per_second,
             bytes_per_second=self._client.bytes_per_second,
+            role=self.info.role,
         )
 
     async def close(self) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import uuid
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import grpc
 import grpc.aio
@@ -28,8 +28,17 @@ from server.workers.service import WorkerService, geometry_text, version
 logger = logging.getLogger(__name__)
 
 _REFUSALS = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNAUTHENTICATED)
+_CERTIFICATE_ERRORS = ("CERTIFICATE_VERIFY_FAILED", "Hostname Verification Check failed")
 _RETRY_SECONDS = 0.5  # between attempts to reach a router
 _GRACE_SECONDS = 5.0  # for calls under way at the end
+
+
+class WorkerAddress(NamedTuple):
+    """`host`: this machine, as others reach it. Ports of calls and of pages; 0: any that is free."""
+
+    host: str
+    port: int = 0
+    page_port: int = 0
 
 
 def describe(engine: Engine, role: str, address: str, page_port: int) -> pb.WorkerInfo:
@@ -57,27 +66,30 @@ def describe(engine: Engine, role: str, address: str, page_port: int) -> pb.Work
 async def serve(
     engine: Engine,
     role: str,
-    host: str,
+    address: WorkerAddress,
     routers: Sequence[str],
     credentials: Credentials,
     stop: asyncio.Event,
     ready: Callable[[str], None],
 ) -> None:
-    """Serves until `stop`, then ends what is under way. `host`: this machine, as others reach it. `ready` is told the
-    address once it listens.
+    """Serves until `stop`, then ends what is under way. `ready` is told the address once it listens.
 
-    Raises `ConfigError` where a router refuses it, `OSError` for an address that can't be listened on."""
+    Raises `ConfigError` where a router refuses it, and for an address that can't be listened on."""
     loop = EngineLoop(engine)
-    pages = PageServer(host, token=credentials.token)
+    pages = _listen_for_pages(address, credentials)
     server = credentials.server()
-    port = server.add_insecure_port(f"{host}:0")
+    try:
+        port = credentials.listen(server, f"{address.host}:{address.port}")
+    except RuntimeError as error:
+        pages.close()
+        raise ConfigError(f"can't listen on {address.host} port {address.port}: choose others with --host and --port") from error
     _add_standard_services(server)
-    info = describe(engine, role, f"{host}:{port}", pages.port)
+    info = describe(engine, role, f"{address.host}:{port}", pages.port)
     service = WorkerService(engine, loop, info, pages, credentials)
     worker_pb2_grpc.add_WorkerServicer_to_server(service, server)
     await server.start()
     ready(info.address)
-    registrations = [asyncio.create_task(_stay_registered(router, info, service.changed, credentials)) for router in routers]
+    registrations = [asyncio.create_task(stay_registered(router, info, credentials)) for router in routers]
     stopping = asyncio.create_task(stop.wait())
     try:
         ended, _ = await asyncio.wait((stopping, *registrations), return_when=asyncio.FIRST_COMPLETED)
@@ -93,6 +105,13 @@ async def serve(
         await asyncio.to_thread(loop.close, _GRACE_SECONDS)
 
 
+def _listen_for_pages(address: WorkerAddress, credentials: Credentials) -> PageServer:
+    try:
+        return PageServer(address.host, address.page_port, token=credentials.token, tls=credentials.page_server_tls)
+    except OSError as error:
+        raise ConfigError(f"can't listen on {address.host} port {address.page_port}: choose others with --host and --page-port") from error
+
+
 def _add_standard_services(server: grpc.aio.Server) -> None:
     """Health (grpc.health.v1) and reflection, as tools expect them."""
     names = [service.full_name for service in pb.DESCRIPTOR.services_by_name.values() if service.name == "Worker"]
@@ -105,34 +124,24 @@ def _add_standard_services(server: grpc.aio.Server) -> None:
     )
 
 
-async def _stay_registered(router: str, info: pb.WorkerInfo, changed: asyncio.Event, credentials: Credentials) -> None:
-    """Register again whenever the router has gone, or this worker has changed."""
-    was_told = False
+async def stay_registered(router: str, info: pb.WorkerInfo, credentials: Credentials) -> None:
+    """Register again whenever the router has gone. Raises `ConfigError` where it refuses."""
+    last_told = None
     async with credentials.channel(router) as channel:
         stub = worker_pb2_grpc.RouterStub(channel)
         while True:
-            changed.clear()
             call = stub.Register(info, metadata=credentials.metadata)
-            change = asyncio.create_task(changed.wait())
             try:
-                reading = asyncio.create_task(_read_all(call))
-                await asyncio.wait((reading, change), return_when=asyncio.FIRST_COMPLETED)
-                if reading.done():
-                    await reading
+                async for _ in call:
+                    last_told = None
             except grpc.aio.AioRpcError as error:
                 if error.code() in _REFUSALS:
                     raise ConfigError(f"router {router} refuses this worker: {error.details()}") from error
-                if not was_told:
-                    logger.warning("router %s: %s; trying again", router, error.details())
-                was_told = True
+                if any(text in str(error.details()) for text in _CERTIFICATE_ERRORS):
+                    raise ConfigError(f"router {router} and this worker don't trust each other: {error.details()}") from error
+                if error.details() != last_told:
+                    last_told = error.details()
+                    logger.warning("router %s: %s; trying again", router, last_told)
             finally:
-                change.cancel()
                 call.cancel()
-                reading.cancel()
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(changed.wait(), 0.0 if changed.is_set() else _RETRY_SECONDS)
-
-
-async def _read_all(call: grpc.aio.UnaryStreamCall[pb.WorkerInfo, pb.Registered]) -> None:
-    async for _ in call:
-        pass
+            await asyncio.sleep(_RETRY_SECONDS)

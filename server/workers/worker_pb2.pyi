@@ -199,7 +199,7 @@ class Usage(_message.Message):
     def __init__(self, queue_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., decode_seconds: _Optional[float] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("num_waiting", "num_prefilling", "num_running", "num_free_pages", "num_incoming", "num_cached_tokens", "num_prompt_tokens", "num_output_tokens", "num_used_pages", "num_kept_handoffs", "num_pages_received", "num_pending_tokens", "num_sequences", "prefill_tokens_per_second", "bytes_per_second")
+    __slots__ = ("num_waiting", "num_prefilling", "num_running", "num_free_pages", "num_incoming", "num_cached_tokens", "num_prompt_tokens", "num_output_tokens", "num_used_pages", "num_kept_handoffs", "num_pages_received", "num_pending_tokens", "num_sequences", "prefill_tokens_per_second", "bytes_per_second", "role")
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_PREFILLING_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
@@ -215,6 +215,7 @@ class Load(_message.Message):
     NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     PREFILL_TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
     num_waiting: int
     num_prefilling: int
     num_running: int
@@ -230,7 +231,8 @@ class Load(_message.Message):
     num_sequences: int
     prefill_tokens_per_second: float
     bytes_per_second: float
-    def __init__(self, num_waiting: _Optional[int] = ..., num_prefilling: _Optional[int] = ..., num_running: _Optional[int] = ..., num_free_pages: _Optional[int] = ..., num_incoming: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., num_used_pages: _Optional[int] = ..., num_kept_handoffs: _Optional[int] = ..., num_pages_received: _Optional[int] = ..., num_pending_tokens: _Optional[int] = ..., num_sequences: _Optional[int] = ..., prefill_tokens_per_second: _Optional[float] = ..., bytes_per_second: _Optional[float] = ...) -> None: ...
+    role: str
+    def __init__(self, num_waiting: _Optional[int] = ..., num_prefilling: _Optional[int] = ..., num_running: _Optional[int] = ..., num_free_pages: _Optional[int] = ..., num_incoming: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., num_used_pages: _Optional[int] = ..., num_kept_handoffs: _Optional[int] = ..., num_pages_received: _Optional[int] = ..., num_pending_tokens: _Optional[int] = ..., num_sequences: _Optional[int] = ..., prefill_tokens_per_second: _Optional[float] = ..., bytes_per_second: _Optional[float] = ..., role: _Optional[str] = ...) -> None: ...
 
 class CacheChange(_message.Message):
     __slots__ = ("first", "last", "inserted", "evicted", "is_reset")
