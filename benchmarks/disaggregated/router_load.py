@@ -71,7 +71,7 @@ async def _measure(url: str, model: str, process: psutil.Process, rate: float, n
 def measure(rates: list[float], seconds: float, num_requests: int = 0, prompt_tokens: int = 200) -> list[RouterLatency]:
     """One row a rate; `num_requests`: of a last row, at the highest rate, for the memory."""
     port = free_port()
-    flags = ["--workers-port", str(port), "--no-access-log", "--max-queue-size=100000"]
+    flags = ["--workers-port", str(port), "--no-access-log"]
     with Server(flags, command=ROUTER, ready_path="/health") as router:
         fakes = [sys.executable, "-m", "benchmarks.disaggregated.fake_worker", "--router", f"127.0.0.1:{port}"]
         with subprocess.Popen(fakes, cwd=ROOT) as workers:
