@@ -13,7 +13,7 @@ import logging
 import secrets
 import time
 from collections import Counter, OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,7 +31,7 @@ from jaxinfer.stats import EngineStats
 from jaxinfer.tokenizer import Tokenizer
 from server.backend import Overloaded, Unavailable
 from server.router.policy import DEFAULT_ROUTING, Choice, RoutedRequest, RoutingSettings, choose
-from server.router.workers import KnownWorker, Workers
+from server.router.workers import Workers
 from server.workers import messages, worker_pb2_grpc
 from server.workers import worker_pb2 as pb
 from server.workers.credentials import Credentials
@@ -72,7 +72,6 @@ class RouterBackend:
         self._quiet = asyncio.Event()
         self._quiet.set()
         self._is_stopping = False
-        self._tasks: set[asyncio.Task[Any]] = set()
         self._favourites = _Recent(_MOST_SESSIONS)
         self.num_migrations = 0
         self.num_routed: Counter[str] = Counter()  # sequences, by why they went where they went
@@ -117,17 +116,26 @@ class RouterBackend:
         self._quiet.clear()
         self._stats.num_requests += 1
         self._stats.num_prompt_tokens += len(prompt)
-        deltas: asyncio.Queue[OutputDelta | Exception] = asyncio.Queue()
-        tasks = []
+        # The engine adds the index to the seed, modulo 2^64.
+        each = [replace(params, n=1, seed=(seed + index + 2**63) % 2**64 - 2**63) for index in range(params.n)]
+        sequences = [self._sequence(request_id, index, prompt, own, context) for index, own in enumerate(each)]
         try:
-            for index in range(params.n):
-                # The engine adds the index to the seed, modulo 2^64.
-                own = replace(params, n=1, seed=(seed + index + 2**63) % 2**64 - 2**63)
-                tasks.append(asyncio.create_task(self._into(deltas, self._sequence(request_id, index, prompt, own, context))))
-            self._tasks.update(tasks)
-            num_unfinished = params.n
+            async with aclosing(sequences[0] if params.n == 1 else self._merged(sequences)) as deltas:
+                async for delta in deltas:
+                    yield delta
+        finally:
+            self._num_under_way -= params.n
+            if not self._num_under_way:
+                self._quiet.set()
+
+    async def _merged(self, sequences: Sequence[AsyncGenerator[OutputDelta]]) -> AsyncGenerator[OutputDelta]:
+        """Several sequences' deltas as they come."""
+        merged: asyncio.Queue[OutputDelta | Exception] = asyncio.Queue()
+        tasks = [asyncio.create_task(self._into(merged, sequence)) for sequence in sequences]
+        try:
+            num_unfinished = len(tasks)
             while num_unfinished:
-                found = await deltas.get()
+                found = await merged.get()
                 if isinstance(found, Exception):
                     raise found
                 num_unfinished -= found.finish_reason is not None
@@ -135,10 +143,7 @@ class RouterBackend:
         finally:
             for task in tasks:
                 task.cancel()
-                self._tasks.discard(task)
-            self._num_under_way -= params.n
-            if not self._num_under_way:
-                self._quiet.set()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     @staticmethod
     async def _into(queue: asyncio.Queue[OutputDelta | Exception], deltas: AsyncGenerator[OutputDelta]) -> None:
@@ -148,9 +153,6 @@ class RouterBackend:
                     queue.put_nowait(delta)
         except Exception as error:
             queue.put_nowait(error)
-        except asyncio.CancelledError:
-            queue.put_nowait(Unavailable("the server is shutting down"))  # nobody reads it where the client has left
-            raise
 
     async def _sequence(
         self, request_id: str, index: int, prompt: Prompt, params: SamplingParams, context: RequestContext
@@ -241,18 +243,30 @@ class RouterBackend:
             num_new_tokens=choice.num_new_tokens,
         )
         call = decode.stub.Generate(asked, metadata=self._credentials.metadata)
+        decode.calls.add(call)
         work = [(prefill or decode).given.begin(choice.num_new_tokens), decode.given.begin(0, num_sequences=1)]
         try:
-            async for message in _until_lost(call, decode):
+            async for message in call:
                 work[0].has_prefilled()
                 yield message
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():  # the client has left
+                raise
+            # The call was cancelled: its worker fell silent (a stopped process keeps its connections), or all ends.
+            if self._is_stopping:
+                raise Unavailable("the server is shutting down") from None
+            raise WorkerLost("it fell silent") from None
         except grpc.aio.AioRpcError as error:
+            if self._is_stopping:
+                raise Unavailable("the server is shutting down") from error
             if error.code() in _REFUSED:
                 raise _refusal(error) from error
             raise WorkerLost(f"{error.code().name}: {error.details()}") from error
         finally:
             for part in work:
                 part.end()
+            decode.calls.discard(call)
             call.cancel()
 
     async def embed(self, request_id: str, token_lists: Sequence[TokenIds], context: RequestContext = DEFAULT_CONTEXT) -> Embedded:
@@ -291,8 +305,8 @@ class RouterBackend:
     def abort_all(self) -> None:
         """See `Backend`."""
         self._is_stopping = True
-        for task in self._tasks:
-            task.cancel()
+        for worker in self._workers.all:
+            worker.cancel_calls()
 
     async def stop(self) -> None:
         """See `Backend`."""
@@ -323,26 +337,6 @@ class _History:
     token_ids: Sequence[int]
     prompt: Prompt
     context: RequestContext
-
-
-async def _until_lost(call: Any, worker: KnownWorker) -> AsyncIterator[pb.Delta]:
-    """A call's messages. Raises `WorkerLost` once the worker has fallen silent: a stopped process keeps its
-    connections."""
-    lost = asyncio.create_task(worker.lost.wait())
-    answers = call.__aiter__()
-    try:
-        while True:
-            following = asyncio.ensure_future(anext(answers))
-            await asyncio.wait((following, lost), return_when=asyncio.FIRST_COMPLETED)
-            if lost.done() or following.cancelled():  # its channel is closed then, which cancels what is under way
-                following.cancel()
-                raise WorkerLost("it fell silent")
-            try:
-                yield following.result()
-            except StopAsyncIteration:
-                return
-    finally:
-        lost.cancel()
 
 
 def _refusal(error: grpc.aio.AioRpcError) -> Exception:

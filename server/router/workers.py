@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -29,9 +30,9 @@ class KnownWorker:
         self.info, self._channel = info, channel
         self.stub = worker_pb2_grpc.WorkerStub(channel)
         self.load = pb.Load()
-        self.lost = asyncio.Event()
         self.heard = asyncio.Event()
         self.given = WorkUnderWay()  # by this router
+        self.calls: set[Any] = set()  # of it, under way
 
     def view(self, num_cached: int = 0, num_held: int = 0) -> WorkerView:
         """With what other routers gave it, as far as it has told. `num_cached`: of the prompt in question, in tokens;
@@ -49,8 +50,13 @@ class KnownWorker:
             num_held,
         )
 
+    def cancel_calls(self) -> None:
+        """End those under way: they go on elsewhere."""
+        for call in list(self.calls):
+            call.cancel()
+
     async def close(self) -> None:
-        self.lost.set()
+        self.cancel_calls()
         await self._channel.close()
 
 
