@@ -10,7 +10,8 @@ import argparse
 import asyncio
 import json
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from jaxinfer.tokenizer import Tokenizer
 from server.workers import messages, worker_pb2_grpc
 from server.workers import worker_pb2 as pb
 from server.workers.credentials import Credentials
+from server.workers.generate_stream import serve_generate
 from server.workers.service import version
 
 PAGE_SIZE = 16
@@ -56,10 +58,16 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.info.role = request.role
         return self.info
 
-    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.Delta]:
+    async def GenerateMany(self, requests: AsyncIterator[pb.GenerateRequests], context: Any) -> AsyncIterator[pb.GenerateEvents]:
+        async with aclosing(serve_generate(requests, self._generate)) as events:
+            async for message in events:
+                yield message
+
+    async def _generate(self, request: pb.GenerateRequest) -> AsyncGenerator[pb.Delta]:
         self.asked = [*self.asked[-999:], request]
         num_tokens = json.loads(request.params).get("max_tokens", 16)
-        await asyncio.sleep(self._delay)
+        if self._delay:
+            await asyncio.sleep(self._delay)
         for digest in self._digests(request):
             self.events.inserted(digest)
         for number in range(len(request.output_token_ids), num_tokens):

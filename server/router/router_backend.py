@@ -25,7 +25,7 @@ from jaxinfer.config import ConfigError
 from jaxinfer.encode.text_batching import Embedded, TokenIds
 from jaxinfer.engine.intake import RequestIntake
 from jaxinfer.kv_cache.block_keys import block_keys, digests
-from jaxinfer.request import DEFAULT_CONTEXT, FinishReason, OutputDelta, RequestContext, RequestError, SamplingParams
+from jaxinfer.request import DEFAULT_CONTEXT, FinishReason, OutputDelta, RequestContext, SamplingParams
 from jaxinfer.segments import Prompt
 from jaxinfer.stats import EngineStats
 from jaxinfer.tokenizer import Tokenizer
@@ -35,16 +35,12 @@ from server.router.workers import Workers
 from server.workers import messages, worker_pb2_grpc
 from server.workers import worker_pb2 as pb
 from server.workers.credentials import Credentials
+from server.workers.generate_stream import WorkerLost
 
 logger = logging.getLogger(__name__)
 
 _MOST_LOST = 8  # workers that a sequence may lose: then it is the sequence that kills them
 _MOST_SESSIONS = 65536  # whose workers are remembered
-_REFUSED = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION)
-
-
-class WorkerLost(Exception):
-    """A worker ended, or fell silent, before it had answered."""
 
 
 class RouterBackend:
@@ -242,32 +238,19 @@ class RouterBackend:
             prefill_address=None if prefill is None else prefill.info.address,
             num_new_tokens=choice.num_new_tokens,
         )
-        call = decode.stub.Generate(asked, metadata=self._credentials.metadata)
-        decode.calls.add(call)
         work = [(prefill or decode).given.begin(choice.num_new_tokens), decode.given.begin(0, num_sequences=1)]
         try:
-            async for message in call:
-                work[0].has_prefilled()
-                yield message
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():  # the client has left
-                raise
-            # The call was cancelled: its worker fell silent (a stopped process keeps its connections), or all ends.
-            if self._is_stopping:
-                raise Unavailable("the server is shutting down") from None
-            raise WorkerLost("it fell silent") from None
-        except grpc.aio.AioRpcError as error:
+            async with aclosing(decode.stream.generate(asked)) as deltas:
+                async for message in deltas:
+                    work[0].has_prefilled()
+                    yield message
+        except WorkerLost as error:
             if self._is_stopping:
                 raise Unavailable("the server is shutting down") from error
-            if error.code() in _REFUSED:
-                raise _refusal(error) from error
-            raise WorkerLost(f"{error.code().name}: {error.details()}") from error
+            raise
         finally:
             for part in work:
                 part.end()
-            decode.calls.discard(call)
-            call.cancel()
 
     async def embed(self, request_id: str, token_lists: Sequence[TokenIds], context: RequestContext = DEFAULT_CONTEXT) -> Embedded:
         """No worker of a router embeds yet."""
@@ -306,7 +289,7 @@ class RouterBackend:
         """See `Backend`."""
         self._is_stopping = True
         for worker in self._workers.all:
-            worker.cancel_calls()
+            worker.stream.close("the router is shutting down")
 
     async def stop(self) -> None:
         """See `Backend`."""
@@ -337,11 +320,3 @@ class _History:
     token_ids: Sequence[int]
     prompt: Prompt
     context: RequestContext
-
-
-def _refusal(error: grpc.aio.AioRpcError) -> Exception:
-    try:
-        told = json.loads(error.details() or "")
-        return RequestError(told["message"], told["param"], told["code"])
-    except (ValueError, KeyError, TypeError):
-        return Unavailable(str(error.details()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import grpc
@@ -15,6 +16,7 @@ from server.router.prefix_index import PrefixIndex
 from server.workers import messages, worker_pb2_grpc
 from server.workers import worker_pb2 as pb
 from server.workers.credentials import Credentials
+from server.workers.generate_stream import GenerateStream
 from server.workers.work_under_way import WorkUnderWay
 
 logger = logging.getLogger(__name__)
@@ -26,13 +28,13 @@ SILENT_SECONDS = 3.0  # without a word from a worker, after which it counts as l
 class KnownWorker:
     """A registered worker: its connection, its last load, and what this router has given it."""
 
-    def __init__(self, info: pb.WorkerInfo, channel: grpc.aio.Channel) -> None:
-        self.info, self._channel = info, channel
-        self.stub = worker_pb2_grpc.WorkerStub(channel)
+    def __init__(self, info: pb.WorkerInfo, credentials: Credentials) -> None:
+        self.info, self._channel = info, credentials.channel(info.address)
+        self.stub = worker_pb2_grpc.WorkerStub(self._channel)
+        self.stream = GenerateStream(partial(self.stub.GenerateMany, metadata=credentials.metadata))
         self.load = pb.Load()
         self.heard = asyncio.Event()
         self.given = WorkUnderWay()  # by this router
-        self.calls: set[Any] = set()  # of it, under way
 
     def view(self, num_cached: int = 0, num_held: int = 0) -> WorkerView:
         """With what other routers gave it, as far as it has told. `num_cached`: of the prompt in question, in tokens;
@@ -50,13 +52,8 @@ class KnownWorker:
             num_held,
         )
 
-    def cancel_calls(self) -> None:
-        """End those under way: they go on elsewhere."""
-        for call in list(self.calls):
-            call.cancel()
-
     async def close(self) -> None:
-        self.cancel_calls()
+        self.stream.close("it fell silent")
         await self._channel.close()
 
 
@@ -71,7 +68,8 @@ class Workers(worker_pb2_grpc.RouterServicer):
 
     @property
     def all(self) -> list[KnownWorker]:
-        return list(self._known.values())
+        """Those that can be asked."""
+        return [worker for worker in self._known.values() if not worker.stream.is_lost]
 
     def get(self, worker_id: str) -> KnownWorker | None:
         return self._known.get(worker_id)
@@ -85,10 +83,11 @@ class Workers(worker_pb2_grpc.RouterServicer):
     async def Register(self, request: pb.WorkerInfo, context: grpc.aio.ServicerContext) -> AsyncIterator[pb.Registered]:
         if difference := self._difference(request):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, difference)
-        worker = KnownWorker(request, self._credentials.channel(request.address))
+        worker = KnownWorker(request, self._credentials)
         watching = asyncio.create_task(self._watch(worker))
         following = asyncio.create_task(self._follow_cache(worker))
         hearing = asyncio.create_task(worker.heard.wait())
+        tasks: list[asyncio.Task[Any]] = [watching, following, hearing]
         try:
             await asyncio.wait((watching, hearing), return_when=asyncio.FIRST_COMPLETED)
             if not worker.heard.is_set():
@@ -97,9 +96,12 @@ class Workers(worker_pb2_grpc.RouterServicer):
                 await context.abort(grpc.StatusCode.UNAVAILABLE, f"it can't reach this worker at {request.address}: {why}")
             self._admit(worker)
             yield pb.Registered()
-            logger.info("worker %s: %s", request.worker_id[:8], await watching)
+            losing = asyncio.create_task(worker.stream.until_lost())
+            tasks.append(losing)
+            ended, _ = await asyncio.wait((watching, losing), return_when=asyncio.FIRST_COMPLETED)
+            logger.info("worker %s: %s", request.worker_id[:8], await ended.pop())
         finally:
-            for task in (watching, following, hearing):
+            for task in tasks:
                 task.cancel()
             self._dismiss(worker)
             await worker.close()

@@ -7,10 +7,11 @@ import time
 from collections.abc import Iterable
 from dataclasses import fields
 
+from jaxinfer.engine_access import EngineClosedError
 from jaxinfer.kv_cache.block_keys import DIGEST_BYTES
 from jaxinfer.kv_cache.events import CacheChange
 from jaxinfer.kv_transfer.kv_receiver import FirstToken
-from jaxinfer.request import DeviceUsage, FinishReason, OutputDelta, RequestContext, SamplingParams, TokenLogprob
+from jaxinfer.request import DeviceUsage, FinishReason, OutputDelta, RequestContext, RequestError, SamplingParams, TokenLogprob
 from server.workers import worker_pb2 as pb
 
 _DEFAULTS = {field.name: getattr(SamplingParams(), field.name) for field in fields(SamplingParams)}
@@ -85,6 +86,20 @@ def read_delta(message: pb.Delta, request_id: str, index: int) -> OutputDelta:
         message.cached_tokens,
         DeviceUsage(usage.queue_seconds, usage.prefill_seconds, usage.decode_seconds) if message.HasField("usage") else None,
     )
+
+
+def is_refusal(error: Exception) -> bool:
+    """Whether no worker would take the request."""
+    return isinstance(error, (RequestError, ValueError)) and not isinstance(error, EngineClosedError)
+
+
+def refusal_text(error: Exception) -> str:
+    return json.dumps({"message": str(error), "param": getattr(error, "param", None), "code": getattr(error, "code", None)})
+
+
+def read_refusal(text: str) -> RequestError:
+    told = json.loads(text)
+    return RequestError(told["message"], told["param"], told["code"])
 
 
 def first_token_message(delta: OutputDelta) -> pb.FirstToken:

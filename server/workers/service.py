@@ -7,7 +7,7 @@ import contextlib
 import json
 import logging
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import asdict
 from importlib import metadata
@@ -18,7 +18,6 @@ import grpc.aio
 
 from jaxinfer.async_requests import AsyncRequests
 from jaxinfer.engine import Engine
-from jaxinfer.engine_access import EngineClosedError
 from jaxinfer.engine_loop import EngineLoop
 from jaxinfer.engine_thread import NewRequest
 from jaxinfer.kv_cache.spec import PageSpec
@@ -26,10 +25,10 @@ from jaxinfer.kv_transfer.kv_receiver import KVReceiver
 from jaxinfer.kv_transfer.kv_sender import KVSender
 from jaxinfer.kv_transfer.page_client import PageAddress, PageClient
 from jaxinfer.kv_transfer.page_server import PageServer
-from jaxinfer.request import RequestError
 from server.workers import messages, worker_pb2_grpc
 from server.workers import worker_pb2 as pb
 from server.workers.credentials import Credentials
+from server.workers.generate_stream import serve_generate
 from server.workers.work_under_way import WorkUnderWay
 
 _Start = Callable[[KVReceiver, Sequence[int]], None]
@@ -85,7 +84,14 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 yield messages.cache_message(change)
             await asyncio.sleep(_CACHE_SECONDS)
 
-    async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[pb.Delta]:
+    async def GenerateMany(
+        self, requests: AsyncIterator[pb.GenerateRequests], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.GenerateEvents]:
+        async with aclosing(serve_generate(requests, self._generate)) as events:
+            async for message in events:
+                yield message
+
+    async def _generate(self, request: pb.GenerateRequest) -> AsyncGenerator[pb.Delta]:
         receiver, fetching = None, _Fetching()
         work = self._work.begin(0 if request.HasField("prefill_address") else request.num_new_tokens, num_sequences=1)
         if request.HasField("prefill_address"):
@@ -99,8 +105,6 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                     if receiver is None:
                         work.measure(delta, len(new.prompt) + len(new.output_ids))
                     yield messages.delta_message(delta)
-        except Exception as error:
-            await _abort(context, error)
         finally:
             fetching.cancel()
             work.end()
@@ -246,11 +250,10 @@ class _Fetching:
 
 async def _abort(context: grpc.aio.ServicerContext, error: Exception) -> None:
     """End a call with the error as a status that the router understands."""
-    if isinstance(error, EngineClosedError) or not isinstance(error, (RequestError, ValueError)):
+    if not messages.is_refusal(error):
         with contextlib.suppress(asyncio.CancelledError):
             await context.abort(grpc.StatusCode.UNAVAILABLE, f"{type(error).__name__}: {error}")
-    details = {"message": str(error), "param": getattr(error, "param", None), "code": getattr(error, "code", None)}
-    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, json.dumps(details))
+    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, messages.refusal_text(error))
 
 
 def geometry_text(spec: PageSpec) -> str:

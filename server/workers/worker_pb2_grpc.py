@@ -116,10 +116,10 @@ class WorkerStub(object):
                 request_serializer=server_dot_workers_dot_worker__pb2.DescribeRequest.SerializeToString,
                 response_deserializer=server_dot_workers_dot_worker__pb2.WorkerInfo.FromString,
                 _registered_method=True)
-        self.Generate = channel.unary_stream(
-                '/jaxinfer.workers.v1.Worker/Generate',
-                request_serializer=server_dot_workers_dot_worker__pb2.GenerateRequest.SerializeToString,
-                response_deserializer=server_dot_workers_dot_worker__pb2.Delta.FromString,
+        self.GenerateMany = channel.stream_stream(
+                '/jaxinfer.workers.v1.Worker/GenerateMany',
+                request_serializer=server_dot_workers_dot_worker__pb2.GenerateRequests.SerializeToString,
+                response_deserializer=server_dot_workers_dot_worker__pb2.GenerateEvents.FromString,
                 _registered_method=True)
         self.Prefill = channel.unary_stream(
                 '/jaxinfer.workers.v1.Worker/Prefill',
@@ -153,8 +153,9 @@ class WorkerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Generate(self, request, context):
-        """A request's tokens as they come. Ending the call aborts it.
+    def GenerateMany(self, request_iterator, context):
+        """All that one router asks for, and the tokens as they come: a call for each sequence would cost more than its
+        tokens. Ending the call aborts what is under way.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -195,10 +196,10 @@ def add_WorkerServicer_to_server(servicer, server):
                     request_deserializer=server_dot_workers_dot_worker__pb2.DescribeRequest.FromString,
                     response_serializer=server_dot_workers_dot_worker__pb2.WorkerInfo.SerializeToString,
             ),
-            'Generate': grpc.unary_stream_rpc_method_handler(
-                    servicer.Generate,
-                    request_deserializer=server_dot_workers_dot_worker__pb2.GenerateRequest.FromString,
-                    response_serializer=server_dot_workers_dot_worker__pb2.Delta.SerializeToString,
+            'GenerateMany': grpc.stream_stream_rpc_method_handler(
+                    servicer.GenerateMany,
+                    request_deserializer=server_dot_workers_dot_worker__pb2.GenerateRequests.FromString,
+                    response_serializer=server_dot_workers_dot_worker__pb2.GenerateEvents.SerializeToString,
             ),
             'Prefill': grpc.unary_stream_rpc_method_handler(
                     servicer.Prefill,
@@ -260,7 +261,7 @@ class Worker(object):
             _registered_method=True)
 
     @staticmethod
-    def Generate(request,
+    def GenerateMany(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -270,12 +271,12 @@ class Worker(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
+        return grpc.experimental.stream_stream(
+            request_iterator,
             target,
-            '/jaxinfer.workers.v1.Worker/Generate',
-            server_dot_workers_dot_worker__pb2.GenerateRequest.SerializeToString,
-            server_dot_workers_dot_worker__pb2.Delta.FromString,
+            '/jaxinfer.workers.v1.Worker/GenerateMany',
+            server_dot_workers_dot_worker__pb2.GenerateRequests.SerializeToString,
+            server_dot_workers_dot_worker__pb2.GenerateEvents.FromString,
             options,
             channel_credentials,
             insecure,
