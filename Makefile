@@ -37,7 +37,7 @@ test-parity test-measured: export XLA_FLAGS := $(XLA_FLAGS)
 AOT_TESTS = $(if $(filter tests/%,$(ARGS)),,tests/aot)
 CHECKED := jaxinfer pallas_kernels sharding checkpoints server tests benchmarks examples
 
-.PHONY: help demo serve test test-exhaustive test-mutations check fix golden test-parity test-aot aot-venvs test-fences test-measured bench replay soak clean
+.PHONY: help demo serve test test-exhaustive test-mutations check fix golden test-parity test-aot aot-venvs test-fences test-measured bench replay soak chaos clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -108,6 +108,9 @@ replay: $(TEST_STAMP) $(GUIDELLM_STAMP) ## a service's trace against this server
 
 soak: $(TEST_STAMP) ## overload, aborts, bad requests: what must hold (ARGS="--minutes 10")
 	@$(BIN)/python -m benchmarks.soak $(ARGS)
+
+chaos: $(TEST_STAMP) ## routers and workers that are killed and stopped at random under load (ARGS="--minutes 10 --seed 1")
+	@$(BIN)/python -m tests.server.workers.chaos $(ARGS)
 
 clean: ## remove the virtual environments and what tools left (model and compilation caches stay)
 	rm -rf .venv .venv-parity .venv-aot .venv-aot-jax-0.10 .venv-aot-jax-0.11 .venv-guidellm .venv-llama-cpp .venv-vllm build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .schemathesis

@@ -31,8 +31,8 @@ def main() -> None:
         "transport": lambda: transport.compare(given.rounds),
         "router": lambda: "\n".join([router_load.HEAD, *(row.row() for row in router_load.measure(given.rates, 10.0, given.num_requests))]),
         "routing": routing_part,
-        "hop": lambda: serving.compare_first_tokens((64, 256, 1000), 9),
-        "gaps": lambda: serving.compare_gaps(given.rounds, serving.GapsLoad()),
+        "hop": lambda: serving.compare_first_tokens((16, 64, 256), 15),
+        "gaps": lambda: "\n".join(serving.compare_gaps(given.rounds, serving.GapsLoad(chunk_size=size)) for size in (64, 256)),
     }
     about = machine()
     print(f"{about['cpu']}, {about['cores']} cores, Python {about['python']}", flush=True)

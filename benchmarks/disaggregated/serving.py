@@ -15,7 +15,7 @@ from benchmarks.http_load import LoadOutcome, LoadRequest, RequestRecord, open_l
 from benchmarks.serving import Server, served_model
 
 COMPLETIONS = "/v1/completions"
-FLAGS = ("--kv-memory=1GiB", "--max-batch-size=8", "--decode-buckets=8", "--prefill-chunk-size=256", "--prefill-buckets=256")
+FLAGS = ("--kv-memory=1GiB", "--max-batch-size=8", "--decode-buckets=8")
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,11 @@ class GapsLoad:
     """Streams that decode all the time, and long prompts that arrive meanwhile. Tokens, seconds."""
 
     num_streams: int = 4
-    stream_tokens: int = 200
-    prompt_tokens: int = 1000
-    period: float = 1.5  # between two prompts
-    seconds: float = 30.0
+    stream_tokens: int = 64
+    prompt_tokens: int = 500
+    period: float = 2.0  # between two prompts
+    seconds: float = 20.0
+    chunk_size: int = 256  # of prefill: the most that a decode step waits for in one process
 
 
 @dataclass
@@ -92,8 +93,9 @@ def check(records: Sequence[RequestRecord]) -> None:
 
 def compare_gaps(rounds: int, load: GapsLoad, flags: Sequence[str] = FLAGS) -> str:
     """Alternately, the one that waits stopped. A line a round, and the median of the ratios."""
-    lines = [f"{'':8}{'one process, two cores':>32}{'two workers, a core each':>34}{'ratio of p90':>14}"]
-    ratios = []
+    flags = [*flags, f"--prefill-chunk-size={load.chunk_size}", f"--prefill-buckets={load.chunk_size}"]
+    lines = [f"chunks of {load.chunk_size:4}{'one process of two cores':>42}{'two workers of a core each':>44}"]
+    ratios: dict[float, list[float]] = {0.5: [], 0.9: [], 0.99: []}
     with Server(flags) as server, WorkerCluster([("prefill", 0), ("decode", 1)], flags, ["--prefill-apart=always"]) as cluster:
         model = served_model(server.url)[0]
         for number in range(rounds + 1):
@@ -104,20 +106,22 @@ def compare_gaps(rounds: int, load: GapsLoad, flags: Sequence[str] = FLAGS) -> s
             cluster.resume()
             two = asyncio.run(observe_gaps(cluster.url, model, load, seed=number))
             if number:  # the first warms up
-                ratios.append(two.gap(0.9) / one.gap(0.9))
+                for share, found in ratios.items():
+                    found.append(two.gap(share) / one.gap(share))
                 cells = [
-                    f"p50 {1e3 * way.gap(0.5):5.1f}  p90 {1e3 * way.gap(0.9):6.1f} ms, {way.num_tokens / load.seconds:4.0f} tok/s"
+                    " ".join(f"p{100 * share:.0f} {1e3 * way.gap(share):5.1f}" for share in ratios)
+                    + f" ms, first token {statistics.median(way.ttft):4.2f} s"
                     for way in (one, two)
                 ]
-                lines.append(f"round {number} {cells[0]:>32}{cells[1]:>34}{ratios[-1]:>14.2f}")
-                times = [f"first token of a long prompt: {statistics.median(way.ttft):.2f} s" for way in (one, two)]
-                lines.append(f"        {times[0]:>32}{times[1]:>34}")
-    lines.append(f"p90 gap, two workers / one process: {statistics.median(ratios):.2f} (median of {rounds})")
+                lines.append(f"round {number:8}{cells[0]:>42}{cells[1]:>44}")
+    medians = ", ".join(f"p{100 * share:.0f} {statistics.median(found):.2f}" for share, found in ratios.items())
+    lines.append(f"gaps, two workers / one process, medians of {rounds} rounds: {medians}")
     return "\n".join(lines)
 
 
 def compare_first_tokens(lengths: Sequence[int], times: int, flags: Sequence[str] = FLAGS) -> str:
     """The same worker core computes the prompt; once it decodes too, once another worker does."""
+    flags = [*flags, "--prefill-chunk-size=64", "--prefill-buckets=16,64"]
     found: dict[str, dict[int, float]] = {}
     for name, workers in {"alone": [("both", 0)], "apart": [("prefill", 0), ("decode", 1)]}.items():
         with WorkerCluster(workers, flags, ["--prefill-apart=always"]) as cluster:

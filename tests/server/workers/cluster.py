@@ -40,30 +40,41 @@ class Cluster:
 
     def __init__(self, model: Path, folder: Path, token: str = "known to all") -> None:
         self.model, self.folder, self.token = model, folder, token
-        self.port, self.workers_port = free_port(), free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.ports: dict[str, tuple[int, int]] = {}  # of HTTP and of workers, by the router's name
         self._environment = os.environ | QUICK_COMPILATION | {"JAXINFER_WORKER_TOKEN": token}
+        self._begun: dict[str, int] = {}  # where its last process's log begins
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
-    def start_router(self) -> None:
-        ports = ("--port", str(self.port), "--workers-port", str(self.workers_port))
+    @property
+    def url(self) -> str:
+        """The first router's."""
+        return self.url_of(next(iter(self.ports)))
+
+    def url_of(self, router: str) -> str:
+        return f"http://127.0.0.1:{self.ports[router][0]}"
+
+    def start_router(self, name: str = "router") -> None:
+        """Under the ports that it had before, if it had."""
+        http, workers = self.ports.setdefault(name, (free_port(), free_port()))
+        ports = ("--port", str(http), "--workers-port", str(workers))
         # By expectation such short prompts would never be prefilled apart.
-        self._start("router", *ports, "--model", str(self.model), "--prefill-apart", "always", "--no-access-log")
+        self._start(name, "router", *ports, "--model", str(self.model), "--prefill-apart", "always", "--no-access-log")
 
     def start_worker(self, name: str, role: str, **settings: Any) -> None:
+        routers = ",".join(f"127.0.0.1:{port}" for _, port in self.ports.values())
         flags = [f"--{key.replace('_', '-')}={_text(value)}" for key, value in (SETTINGS | settings).items()]
-        self._start(
-            name, "--role", role, "--router", f"127.0.0.1:{self.workers_port}", "--model", str(self.model), *flags, command="worker"
-        )
+        self._start(name, "worker", "--role", role, "--router", routers, "--model", str(self.model), *flags)
 
-    def _start(self, name: str, *flags: str, command: str = "") -> None:
+    def _start(self, name: str, *command: str) -> None:
         with (self.folder / name).open("ab") as log:
+            self._begun[name] = log.tell()
             self.processes[name] = subprocess.Popen(
-                [sys.executable, "-m", "server.cli", command or name, *flags], cwd=ROOT, env=self._environment, stdout=log, stderr=log
+                [sys.executable, "-m", "server.cli", *command], cwd=ROOT, env=self._environment, stdout=log, stderr=log
             )
 
     def log(self, name: str) -> str:
-        return (self.folder / name).read_text(errors="replace")
+        """Since it was started last."""
+        return (self.folder / name).read_bytes()[self._begun[name] :].decode(errors="replace")
 
     def wait_for(self, name: str, text: str) -> None:
         """Until a process has logged it."""
@@ -73,11 +84,11 @@ class Cluster:
             assert self.processes[name].poll() is None, self.log(name)
             time.sleep(0.05)
 
-    def wait_until_ready(self) -> None:
+    def wait_until_ready(self, router: str = "router") -> None:
         deadline = time.monotonic() + SECONDS
         while True:
             with suppress(httpx.TransportError):
-                if httpx.get(f"{self.url}/ready").status_code == 200:
+                if httpx.get(f"{self.url_of(router)}/ready").status_code == 200:
                     return
             ended = [name for name, process in self.processes.items() if process.poll() is not None]
             assert not ended and time.monotonic() < deadline, [(name, self.log(name)) for name in self.processes]
@@ -98,8 +109,10 @@ class Cluster:
                 found.append(next(stub.WatchLoad(pb.LoadRequest(), metadata=((TOKEN_KEY, self.token),))))
         return found
 
-    def num_workers(self) -> int:
-        return self.log("router").count("is here") - self.log("router").count("is gone")
+    def num_workers(self, router: str = "router") -> int:
+        """That this router has, by its log."""
+        log = self.log(router)
+        return log.count("is here") - log.count("is gone")
 
     def close(self) -> None:
         for process in self.processes.values():
