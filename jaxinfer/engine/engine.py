@@ -191,10 +191,9 @@ class Engine:
 
     def _publish_arrived(self, arrived: Arrived, now: float) -> OutputDelta:
         """What another engine has prefilled is here, with its first token."""
-        sequence, handoff, first = arrived
+        sequence, first = arrived.sequence, arrived.first
         delta = self._output.token(sequence, first.token_id, first.logprob, now)
         if delta.finish_reason is None:
-            self._decode.join(handoff)
+            self._remote.join(arrived)
             return delta
-        self._decode.cancel(handoff)
         return self._requests.end(sequence, delta)

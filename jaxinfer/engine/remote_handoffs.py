@@ -108,8 +108,8 @@ class RemoteHandOffs:
         return entry is not None
 
     def poll(self, *, is_idle: bool) -> list[Arrived]:
-        """Take what has room, write what has arrived; what has failed is prefilled here. Returns what is complete. An
-        idle engine waits for a moment."""
+        """Take what has room, write what has arrived; what has failed is prefilled here. Returns what is complete, each
+        of which is to be joined or removed. An idle engine waits for a moment."""
         complete: list[Arrived] = []
         if is_idle and self._receivers:
             next(iter(self._receivers.values()))[0].changed.wait(_IDLE_WAIT)
@@ -124,11 +124,16 @@ class RemoteHandOffs:
                 if self._decode.receive(handoff):
                     assert receiver.first_token is not None
                     receiver.is_over = True
-                    del self._receivers[sequence]
                     self._stats.num_pages_received += len(receiver.pages)
                     complete.append(self._arrived(sequence, handoff, receiver.first_token))
         self._stats.num_incoming = len(self._receivers)
         return complete
+
+    def join(self, arrived: Arrived) -> None:
+        """It is not over with its first token: decode goes on with it."""
+        del self._receivers[arrived.sequence]
+        self._stats.num_incoming = len(self._receivers)
+        self._decode.join(arrived.handoff)
 
     def advance(self) -> None:
         """Copy out what the steps started so far fill. Call before another step may give the pages to others."""

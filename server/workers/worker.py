@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 _REFUSALS = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNAUTHENTICATED)
 _CERTIFICATE_ERRORS = ("CERTIFICATE_VERIFY_FAILED", "Hostname Verification Check failed")
+_FAILURE_SECONDS = 0.1  # between looks
 _RETRY_SECONDS = 0.5  # between attempts to reach a router
 _GRACE_SECONDS = 5.0  # for calls under way at the end
 
@@ -74,7 +75,8 @@ async def serve(
 ) -> None:
     """Serves until `stop`, then ends what is under way. `ready` is told the address once it listens.
 
-    Raises `ConfigError` where a router refuses it, and for an address that can't be listened on."""
+    Raises `ConfigError` where a router refuses it, and for an address that can't be listened on; the engine's error
+    once it has one."""
     loop = EngineLoop(engine)
     pages = _listen_for_pages(address, credentials)
     server = credentials.server()
@@ -90,19 +92,25 @@ async def serve(
     await server.start()
     ready(info.address)
     registrations = [asyncio.create_task(stay_registered(router, info, credentials)) for router in routers]
-    stopping = asyncio.create_task(stop.wait())
+    ends = [asyncio.create_task(stop.wait()), asyncio.create_task(_until_failed(loop)), *registrations]
     try:
-        ended, _ = await asyncio.wait((stopping, *registrations), return_when=asyncio.FIRST_COMPLETED)
+        ended, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         for task in ended:
-            await task  # a registration ends by an error only
+            await task  # all but `stop` end by an error only
     finally:
-        stopping.cancel()
-        for registration in registrations:
-            registration.cancel()
+        for task in ends:
+            task.cancel()
         await server.stop(_GRACE_SECONDS)
         await service.close()
         pages.close()
         await asyncio.to_thread(loop.close, _GRACE_SECONDS)
+
+
+async def _until_failed(loop: EngineLoop) -> None:
+    """Raises the engine's error, after which it serves nothing: who is gone is asked no more, who fails would be."""
+    while loop.failure is None:  # noqa: ASYNC110 - it is set in another thread
+        await asyncio.sleep(_FAILURE_SECONDS)
+    raise loop.failure
 
 
 def _listen_for_pages(address: WorkerAddress, credentials: Credentials) -> PageServer:

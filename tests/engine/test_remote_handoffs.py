@@ -53,15 +53,15 @@ class Pair:
         self.tokens: dict[str, list[int]] = {}
         self.ended: dict[str, OutputDelta] = {}
 
-    def add(self, number: int) -> str:
+    def add(self, number: int, output_ids: Sequence[int] = ()) -> str:
         request_id, sender = f"r{number}", KVSender()
         address = PageAddress("127.0.0.1", self.server.port, uuid.uuid4().bytes)
         self.server.add(address.handoff_id, sender)
         start = partial(self.client.pull, address)
         receiver = KVReceiver(start, self.source.page_spec)
         self.senders[request_id], self.receivers[request_id], self.tokens[request_id] = sender, receiver, []
-        self.source.add_request(request_id, PROMPTS[number], PARAMS[number], remote=sender)
-        self.target.add_request(request_id, PROMPTS[number], PARAMS[number], remote=receiver)
+        for engine, remote in ((self.source, sender), (self.target, receiver)):
+            engine.add_request(request_id, PROMPTS[number], PARAMS[number], remote=remote, output_ids=output_ids)
         return request_id
 
     def step(self) -> None:
@@ -99,6 +99,18 @@ def test_tokens_are_one_engines(llms: MakeLLM, expected: list[list[list[int]]], 
     pair.run()
     assert [[pair.tokens[f"r{number}"]] for number in range(len(PROMPTS))] == expected
     assert {delta.finish_reason for delta in pair.ended.values()} <= {FinishReason.LENGTH, FinishReason.STOP}
+    check_all_free(pair.source, pair.target)
+
+
+def test_a_sequence_that_ends_with_the_token_that_came_with_its_pages(
+    llms: MakeLLM, expected: list[list[list[int]]], server: PageServer, client: PageClient
+) -> None:
+    """As after a migration just before the end."""
+    pair = Pair(*engines(llms), server, client)
+    for number in (14, 10, 3):
+        pair.add(number, expected[number][0][:-1])
+    pair.run()
+    assert [pair.tokens[f"r{number}"] for number in (14, 10, 3)] == [expected[number][0][-1:] for number in (14, 10, 3)]
     check_all_free(pair.source, pair.target)
 
 
