@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ from jaxinfer.sequence import SequenceState
 from jaxinfer.stats import EngineStats
 
 _MOST_AT_ONCE = MOVE_BUCKETS[-1]  # pages
-_IDLE_WAIT = 0.005  # seconds
+_IDLE_WAIT = 0.002  # seconds: new requests wait for it too
 
 
 class NetworkTransfer:
@@ -84,11 +85,12 @@ class RemoteHandOffs:
         self._senders: dict[EngineSequence, KVSender] = {}
         self._num_sent: dict[EngineSequence, int] = {}  # tokens whose pages were added
         self._receivers: dict[EngineSequence, tuple[KVReceiver, HandOff]] = {}
+        self._changed = threading.Event()  # of all receivers
 
     def add(self, sequence: EngineSequence, remote: Remote | None) -> None:
         """Take a new sequence on: another engine prefills it, or decodes it, or neither."""
         if isinstance(remote, KVReceiver):
-            sequence.level = sequence.context.priority
+            sequence.level, remote.changed = sequence.context.priority, self._changed
             self._receivers[sequence] = remote, HandOff(sequence, remote.geometry, [], len(sequence.token_ids), 0)
             return
         if remote is not None:
@@ -112,20 +114,20 @@ class RemoteHandOffs:
         of which is to be joined or removed. An idle engine waits for a moment."""
         complete: list[Arrived] = []
         if is_idle and self._receivers:
-            next(iter(self._receivers.values()))[0].changed.wait(_IDLE_WAIT)
+            # Going round without waiting would keep the threads that receive from running.
+            self._changed.wait(_IDLE_WAIT)
+        self._changed.clear()
         for sequence, (receiver, handoff) in list(self._receivers.items()):
             if receiver.failure is not None or receiver.geometry != self._decode.manager.spec:
                 self.remove(sequence)
                 sequence.level = None
                 self._prefill.add(sequence)
                 self._stats.num_taken_over += 1
-            elif handoff in self._decode.incoming or self._accept(sequence, receiver, handoff):
-                receiver.changed.clear()
-                if self._decode.receive(handoff):
-                    assert receiver.first_token is not None
-                    receiver.is_over = True
-                    self._stats.num_pages_received += len(receiver.pages)
-                    complete.append(self._arrived(sequence, handoff, receiver.first_token))
+            elif (handoff in self._decode.incoming or self._accept(sequence, receiver, handoff)) and self._decode.receive(handoff):
+                assert receiver.first_token is not None
+                receiver.is_over = True
+                self._stats.num_pages_received += len(receiver.pages)
+                complete.append(self._arrived(sequence, handoff, receiver.first_token))
         self._stats.num_incoming = len(self._receivers)
         return complete
 

@@ -54,8 +54,9 @@ class StepRunner:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no sequence holds pages, waits for any, or has a step under way."""
-        return not (self._num_admitted or self._prefill.has_prompts or self._prefill.num_in_flight or self._decode.num_in_flight)
+        """Whether no step is under way and none can be started before something arrives."""
+        prefill, decode = self._prefill, self._decode
+        return not (prefill.num_admitted or prefill.has_prompts or prefill.num_in_flight or decode.running or decode.num_in_flight)
 
     def poll_tiers(self) -> None:
         """Queue what waited for its pages from the tiers; with nothing else to do, wait for the first for a moment."""
