@@ -31,7 +31,7 @@ def main() -> None:
         "transport": lambda: transport.compare(given.rounds),
         "router": lambda: "\n".join([router_load.HEAD, *(row.row() for row in router_load.measure(given.rates, 10.0, given.num_requests))]),
         "routing": routing_part,
-        "hop": lambda: serving.compare_first_tokens((16, 64, 256), 15),
+        "hop": lambda: serving.compare_first_tokens((16, 64, 256), 25),
         "gaps": lambda: "\n".join(serving.compare_gaps(given.rounds, serving.GapsLoad(chunk_size=size)) for size in (64, 256)),
     }
     about = machine()

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import random
 import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -72,15 +71,17 @@ async def observe_gaps(url: str, model: str, load: GapsLoad, seed: int) -> Serve
     return found
 
 
-async def first_tokens(url: str, model: str, lengths: Sequence[int], times: int, seed: int) -> dict[int, float]:
-    """The median time to the first token of a prompt that comes alone, by its length."""
+async def first_tokens(urls: Sequence[str], model: str, length: int, times: int, seed: int) -> list[list[float]]:
+    """The times to the first token of prompts that come alone, by each router in turn: a list a router."""
     rng = random.Random(seed)
-    found = {}
-    async with open_session(url) as session:
-        for length in lengths:
-            records = [await send(session, body(model, prompt(rng, length), 2)) for _ in range(times)]
-            check(records)
-            found[length] = statistics.median(record.ttft for record in records if record.ttft is not None)
+    found: list[list[float]] = [[] for _ in urls]
+    for _ in range(times):
+        for url, ttft in zip(urls, found, strict=True):
+            async with open_session(url) as session:
+                record = await send(session, body(model, prompt(rng, length), 2))
+            check([record])
+            assert record.ttft is not None
+            ttft.append(record.ttft)
     return found
 
 
@@ -96,7 +97,7 @@ def compare_gaps(rounds: int, load: GapsLoad, flags: Sequence[str] = FLAGS) -> s
     flags = [*flags, f"--prefill-chunk-size={load.chunk_size}", f"--prefill-buckets={load.chunk_size}"]
     lines = [f"chunks of {load.chunk_size:4}{'one process of two cores':>42}{'two workers of a core each':>44}"]
     ratios: dict[float, list[float]] = {0.5: [], 0.9: [], 0.99: []}
-    with Server(flags) as server, WorkerCluster([("prefill", 0), ("decode", 1)], flags, ["--prefill-apart=always"]) as cluster:
+    with Server(flags) as server, WorkerCluster([("prefill", 0), ("decode", 1)], flags, [["--prefill-apart=always"]]) as cluster:
         model = served_model(server.url)[0]
         for number in range(rounds + 1):
             cluster.pause()
@@ -104,7 +105,7 @@ def compare_gaps(rounds: int, load: GapsLoad, flags: Sequence[str] = FLAGS) -> s
             one = asyncio.run(observe_gaps(server.url, model, load, seed=number))
             server.pause()
             cluster.resume()
-            two = asyncio.run(observe_gaps(cluster.url, model, load, seed=number))
+            two = asyncio.run(observe_gaps(cluster.urls[0], model, load, seed=number))
             if number:  # the first warms up
                 for share, found in ratios.items():
                     found.append(two.gap(share) / one.gap(share))
@@ -120,17 +121,17 @@ def compare_gaps(rounds: int, load: GapsLoad, flags: Sequence[str] = FLAGS) -> s
 
 
 def compare_first_tokens(lengths: Sequence[int], times: int, flags: Sequence[str] = FLAGS) -> str:
-    """The same worker core computes the prompt; once it decodes too, once another worker does."""
+    """One worker does both, or another one prefills: two routers over the same workers, asked in turn."""
     flags = [*flags, "--prefill-chunk-size=64", "--prefill-buckets=16,64"]
-    found: dict[str, dict[int, float]] = {}
-    for name, workers in {"alone": [("both", 0)], "apart": [("prefill", 0), ("decode", 1)]}.items():
-        with WorkerCluster(workers, flags, ["--prefill-apart=always"]) as cluster:
-            model = served_model(cluster.url)[0]
-            asyncio.run(first_tokens(cluster.url, model, lengths, 3, seed=1))
-            found[name] = asyncio.run(first_tokens(cluster.url, model, lengths, times, seed=2))
-            time.sleep(0.5)
-    lines = [f"{'prompt':>8}{'one worker':>14}{'two workers':>14}{'the hop':>12}"]
-    for length in lengths:
-        alone, apart = (1e3 * found[name][length] for name in ("alone", "apart"))
-        lines.append(f"{length:8}{alone:11.1f} ms{apart:11.1f} ms{apart - alone:9.1f} ms")
+    workers, routers = [("prefill", 0), ("both", 1)], [["--prefill-apart=auto"], ["--prefill-apart=always"]]
+    lines = [f"{'prompt':>8}{'one worker':>14}{'two workers':>14}{'the hop, median of pairs':>28}"]
+    with WorkerCluster(workers, flags, routers) as cluster:
+        model = served_model(cluster.urls[0])[0]
+        for length in lengths:
+            asyncio.run(first_tokens(cluster.urls, model, length, 3, seed=1))
+            alone, apart = asyncio.run(first_tokens(cluster.urls, model, length, times, seed=2))
+            hop = statistics.median(two - one for one, two in zip(alone, apart, strict=True))
+            lines.append(
+                f"{length:8}{1e3 * statistics.median(alone):11.1f} ms{1e3 * statistics.median(apart):11.1f} ms{1e3 * hop:25.1f} ms"
+            )
     return "\n".join(lines)
