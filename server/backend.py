@@ -10,6 +10,7 @@ from jaxinfer.encode.text_batching import Embedded, TextReader, TokenIds
 from jaxinfer.request import DEFAULT_CONTEXT, OutputDelta, RequestContext, SamplingParams
 from jaxinfer.segments import Prompt
 from jaxinfer.stats import EngineStats
+from server.cluster_stats import ClusterStats
 
 
 class Overloaded(Exception):
@@ -65,6 +66,10 @@ class Backend(Protocol):
         ...
 
     def stats(self) -> EngineStats: ...
+
+    def cluster(self) -> ClusterStats | None:
+        """A router's workers; None for an engine in this process."""
+        ...
 
     def is_ready(self) -> bool: ...
 

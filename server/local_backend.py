@@ -50,6 +50,9 @@ class LocalBackend:
         """The engine's own, live."""
         return self._engine.stats
 
+    def cluster(self) -> None:
+        return None
+
     def heartbeat(self) -> Heartbeat:
         """When the engine's thread last finished an iteration, and whether it has work. After `start`."""
         assert self._engine_loop is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import platform
 from collections.abc import Iterable, Mapping
 from importlib import metadata
@@ -14,6 +15,7 @@ from prometheus_client.registry import Collector
 
 from jaxinfer.stats import TIME_BUCKETS, EngineStats, ExpertLoad, Histogram, TierStats
 from server.batches.runner import BatchCounts
+from server.cluster_stats import ClusterStats
 from server.usage import Outcome, TenantTotals
 
 Answered = Mapping[tuple[str, str, int], int]  # HTTP requests by method, route and status
@@ -58,6 +60,19 @@ _HISTOGRAMS = {
     "time_to_first_token": ("time_to_first_token_seconds", "From a request's arrival to its first token"),
     "inter_token_latency": ("inter_token_latency_seconds", "Between two tokens of a sequence"),
     "queue_seconds": ("queue_seconds", "From a request's arrival to its first prefill"),
+}
+_WORKER_GAUGES = {
+    "num_waiting": ("waiting_requests", "Requests of a worker that wait for prefill"),
+    "num_running": ("running_sequences", "Sequences in a worker's decode batch"),
+    "num_incoming": ("incoming_handoffs", "Sequences that other workers prefill for this one"),
+    "num_kept_handoffs": ("kept_handoffs", "Hand-offs whose pages wait on this worker's host, under a lease"),
+    "num_pending_tokens": ("pending_tokens", "Prompt tokens that a worker has to compute, as far as routers know"),
+    "num_used_pages": ("used_pages", "KV pages of a worker's sequences"),
+    "num_free_pages": ("free_pages", "KV pages that a worker has room for"),
+    "num_cached_blocks": ("cached_blocks", "Blocks of tokens in a worker's prefix cache, as it told this router"),
+    "num_pages_received": ("received_pages", "KV pages that a worker has pulled from others since its start"),
+    "prefill_tokens_per_second": ("prefill_tokens_per_second", "How fast a worker computes prompts, as measured lately"),
+    "pull_bytes_per_second": ("pull_bytes_per_second", "How fast a worker pulls pages, as measured since its start"),
 }
 _TENANT_COUNTERS = {
     "input_tokens": "Prompt tokens of ended requests, cached ones among them, by tenant",
@@ -215,18 +230,48 @@ def _histogram(name: str, help: str, histogram: Histogram) -> HistogramMetricFam
     return HistogramMetricFamily(name, help, buckets=list(zip(bounds, cumulative, strict=True)), sum_value=histogram.total)
 
 
-def metrics_text(stats: EngineStats, answered: Answered, usage: UsageByTenant, batches: BatchCounts | None = None) -> tuple[bytes, str]:
+class _ClusterCollector(Collector):
+    """A router's workers."""
+
+    def __init__(self, cluster: ClusterStats) -> None:
+        self._cluster = cluster
+
+    def collect(self) -> Iterable[Metric]:
+        for field, (name, help) in _WORKER_GAUGES.items():
+            gauge = GaugeMetricFamily(f"jaxinfer_worker_{name}", help, labels=["worker", "role"])
+            for worker in self._cluster.workers:
+                gauge.add_metric([worker.address, worker.role], getattr(worker, field))
+            yield gauge
+        routed = CounterMetricFamily("jaxinfer_routed_sequences", "Sequences by why they went where they went", labels=["reason"])
+        for reason, count in self._cluster.num_routed.items():
+            routed.add_metric([reason], count)
+        yield routed
+        yield CounterMetricFamily(
+            "jaxinfer_migrated_sequences", "Sequences that lost their worker and went on elsewhere", value=self._cluster.num_migrations
+        )
+
+
+def metrics_text(
+    stats: EngineStats,
+    answered: Answered,
+    usage: UsageByTenant,
+    batches: BatchCounts | None = None,
+    cluster: ClusterStats | None = None,
+) -> tuple[bytes, str]:
     """Prometheus' text format, and its content type."""
     registry = CollectorRegistry()
     registry.register(_StatsCollector(stats, answered, usage, batches))
     registry.register(_BuildCollector())
+    if cluster is not None:
+        registry.register(_ClusterCollector(cluster))
     ProcessCollector(registry=registry)
     return generate_latest(registry), CONTENT_TYPE_PLAIN_0_0_4
 
 
-def live_numbers(stats: EngineStats) -> dict[str, Any]:
+def live_numbers(stats: EngineStats, cluster: ClusterStats | None = None) -> dict[str, Any]:
     """What the chat page shows, as JSON: seconds, and counts since the start. The page computes rates."""
     return {
+        "cluster": None if cluster is None else dataclasses.asdict(cluster),
         "output_tokens": stats.num_output_tokens,
         "prompt_tokens": stats.num_prompt_tokens,
         "cached_tokens": stats.num_cached_tokens,

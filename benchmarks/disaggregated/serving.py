@@ -95,7 +95,7 @@ def check(records: Sequence[RequestRecord]) -> None:
 def compare_gaps(rounds: int, load: GapsLoad, flags: Sequence[str] = FLAGS) -> str:
     """Alternately, the one that waits stopped. A line a round, and the median of the ratios."""
     flags = [*flags, f"--prefill-chunk-size={load.chunk_size}", f"--prefill-buckets={load.chunk_size}"]
-    lines = [f"chunks of {load.chunk_size:4}{'one process of two cores':>42}{'two workers of a core each':>44}"]
+    lines = [f"chunks of {load.chunk_size:4}{'one process of two cores':>58}{'two workers of a core each':>60}"]
     ratios: dict[float, list[float]] = {0.5: [], 0.9: [], 0.99: []}
     with Server(flags) as server, WorkerCluster([("prefill", 0), ("decode", 1)], flags, [["--prefill-apart=always"]]) as cluster:
         model = served_model(server.url)[0]
@@ -114,7 +114,7 @@ def compare_gaps(rounds: int, load: GapsLoad, flags: Sequence[str] = FLAGS) -> s
                     + f" ms, first token {statistics.median(way.ttft):4.2f} s"
                     for way in (one, two)
                 ]
-                lines.append(f"round {number:8}{cells[0]:>42}{cells[1]:>44}")
+                lines.append(f"round {number:8}{cells[0]:>58}{cells[1]:>60}")
     medians = ", ".join(f"p{100 * share:.0f} {statistics.median(found):.2f}" for share, found in ratios.items())
     lines.append(f"gaps, two workers / one process, medians of {rounds} rounds: {medians}")
     return "\n".join(lines)

@@ -31,8 +31,8 @@ class FirstToken:
 
 class KVReceiver:
     """`start(receiver, places)` begins to fetch the pages at these places of the source's page table into `pages`; it
-    is called once, in the engine's thread, and must not wait. `changed` is set whenever something has arrived; an engine
-    puts the one that it waits for in its place before it starts."""
+    is called once, in the engine's thread, and must not wait. `changed` is set whenever something has arrived; an
+    engine puts the one that it waits for in its place before it starts."""
 
     def __init__(self, start: Callable[[KVReceiver, Sequence[int]], None], geometry: PageSpec) -> None:
         self.geometry = geometry

@@ -178,13 +178,15 @@ def _add_operations(
 
     @app.get("/metrics", responses={200: {"content": {"text/plain": {}}}}, response_class=Response)
     async def metrics() -> Response:
-        text, content_type = metrics_text(backend.stats(), traffic.num_answered, usage.totals, runner.counts() if runner else None)
+        text, content_type = metrics_text(
+            backend.stats(), traffic.num_answered, usage.totals, runner.counts() if runner else None, backend.cluster()
+        )
         return Response(text, headers={"content-type": content_type})
 
     @app.get("/stats", include_in_schema=False)
     async def stats() -> Response:
         """The chat page's live numbers."""
-        return JSONResponse(live_numbers(backend.stats()))
+        return JSONResponse(live_numbers(backend.stats(), backend.cluster()))
 
     @app.get("/", include_in_schema=False)
     async def page() -> Response:

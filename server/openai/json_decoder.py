@@ -35,7 +35,7 @@ def _read_array(text_and_start: tuple[str, int], scan_once: Callable[[str, int],
         except JSONDecodeError:  # such as 01: the rest is parsed like any list, which finds the position
             break
         at = run.end()
-    if values and text.startswith("]", _SPACE.match(text, at).end()):  # type: ignore[union-attr]
-        raise JSONDecodeError("Expecting value", text, at)
+    if values and text.startswith("]", close := _SPACE.match(text, at).end()):  # type: ignore[union-attr]
+        raise JSONDecodeError("Expecting value", text, close)
     rest, end = JSONArray((text, at), scan_once)
     return values + rest, end

@@ -30,6 +30,7 @@ from jaxinfer.segments import Prompt
 from jaxinfer.stats import EngineStats
 from jaxinfer.tokenizer import Tokenizer
 from server.backend import Overloaded, Unavailable
+from server.cluster_stats import ClusterStats
 from server.router.policy import DEFAULT_ROUTING, Choice, RoutedRequest, RoutingSettings, choose
 from server.router.workers import Workers
 from server.workers import messages, worker_pb2_grpc
@@ -262,6 +263,11 @@ class RouterBackend:
         stats.num_waiting, stats.num_prefilling = sum(load.num_waiting for load in loads), sum(load.num_prefilling for load in loads)
         stats.num_running = sum(load.num_running for load in loads)
         return stats
+
+    def cluster(self) -> ClusterStats:
+        """See `Backend`."""
+        known = [worker.stats(self._workers.prefixes.num_held(worker.info.worker_id)) for worker in self._workers.all]
+        return ClusterStats(tuple(known), self.num_migrations, dict(self.num_routed))
 
     def is_ready(self) -> bool:
         return not self._is_stopping and self._workers.has_each_role

@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from server.cluster_stats import WorkerStats
 from server.router.policy import WorkerView
 from server.router.prefix_index import PrefixIndex
 from server.workers import messages, worker_pb2_grpc
@@ -50,6 +51,27 @@ class KnownWorker:
             load.prefill_tokens_per_second,
             load.bytes_per_second,
             num_held,
+        )
+
+    def stats(self, num_cached_blocks: int) -> WorkerStats:
+        info, load = self.info, self.load
+        return WorkerStats(
+            worker_id=info.worker_id,
+            role=load.role or info.role,
+            address=info.address,
+            num_waiting=load.num_waiting,
+            num_prefilling=load.num_prefilling,
+            num_running=load.num_running,
+            num_incoming=load.num_incoming,
+            num_pending_tokens=load.num_pending_tokens,
+            num_used_pages=load.num_used_pages,
+            num_free_pages=load.num_free_pages,
+            num_kept_handoffs=load.num_kept_handoffs,
+            num_cached_blocks=num_cached_blocks,
+            num_pages_received=load.num_pages_received,
+            num_output_tokens=load.num_output_tokens,
+            prefill_tokens_per_second=load.prefill_tokens_per_second,
+            pull_bytes_per_second=load.bytes_per_second,
         )
 
     async def close(self) -> None:

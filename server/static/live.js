@@ -49,8 +49,9 @@ function setState(kind, title) {
   element("state").title = title;
 }
 
-function showPages({ pages, shares_pages }) {
-  const meshes = shares_pages ? [["KV pages, both meshes", pages.decode]] : [["KV pages, prefill", pages.prefill], ["KV pages, decode", pages.decode]];
+function showPages({ pages, shares_pages, cluster }) {
+  const workers = cluster?.workers.map((worker) => [`${worker.role} ${worker.address}: ${worker.num_running} running`, [worker.num_used_pages, worker.num_used_pages + worker.num_free_pages]]);
+  const meshes = workers ?? (shares_pages ? [["KV pages, both meshes", pages.decode]] : [["KV pages, prefill", pages.prefill], ["KV pages, decode", pages.decode]]);
   const bars = meshes.map(([name, [used, total]]) => {
     const bar = make("div", "bar"), row = make("div"), meter = make("progress");
     row.append(make("span", "", name), make("span", "", `${used.toLocaleString()} / ${total.toLocaleString()}`));

@@ -69,6 +69,9 @@ class FakeBackend:
     def stats(self) -> EngineStats:
         return self._stats
 
+    def cluster(self) -> None:
+        return None
+
     def is_ready(self) -> bool:
         return self.started and not self.stopped and self.failed is None
 

@@ -31,7 +31,7 @@ def test_it_gives_what_python_gives(value, indent, changed):
     assert read(PiecewiseDecoder(), text) == read(json.JSONDecoder(), text)
 
 
-@pytest.mark.parametrize("end", ["]", ",]", ",01]", ",1.5]", ',"a"]', " , -3 \n]", "", ",", ",-]", ",[1,2]]"])
+@pytest.mark.parametrize("end", ["]", ",]", ", \n]", ",01]", ",1.5]", ',"a"]', " , -3 \n]", "", ",", ",-]", ",[1,2]]"])
 def test_long_lists_of_integers(end):
     text = "[" + ", ".join(map(str, range(-20_000, 20_000))) + end
     assert read(PiecewiseDecoder(), text) == read(json.JSONDecoder(), text)

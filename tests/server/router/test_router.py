@@ -4,6 +4,7 @@ lost when a worker or a router is."""
 from __future__ import annotations
 
 import asyncio
+import io
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -14,6 +15,7 @@ from typing import Any
 import grpc.aio
 import pytest
 import trustme
+from rich.console import Console
 
 from benchmarks.disaggregated import fake_worker
 from benchmarks.disaggregated.fake_worker import FakeWorker
@@ -22,6 +24,8 @@ from jaxinfer.request import DEFAULT_CONTEXT, OutputDelta, RequestContext, Sampl
 from jaxinfer.segments import Prompt
 from jaxinfer.tokenizer import Tokenizer
 from server.backend import Overloaded, Unavailable
+from server.cli.top import table
+from server.metrics import live_numbers, metrics_text
 from server.router.policy import RoutingSettings
 from server.router.router_backend import RouterBackend
 from server.router.workers import Workers
@@ -204,6 +208,30 @@ async def test_too_much_and_too_few(tokenizer: Tokenizer) -> None:
         await cluster.end(cluster.workers[0])
         with pytest.raises(Unavailable, match="no worker is left"):
             await cluster.tokens()
+
+
+@in_a_loop
+async def test_what_is_known_of_the_workers_is_shown(tokenizer: Tokenizer) -> None:
+    async with SmallCluster(tokenizer) as cluster:
+        first, second = await cluster.add("prefill"), await cluster.add("both")
+        await cluster.tokens()
+        found = cluster.routers[0].cluster()
+        assert {(worker.address, worker.role) for worker in found.workers} == {
+            (first.info.address, "prefill"),
+            (second.info.address, "both"),
+        }
+        assert sum(found.num_routed.values()) == 1 and found.num_migrations == 0
+        stats = cluster.routers[0].stats()
+        text = metrics_text(stats, {}, {}, None, found)[0].decode()
+        assert f'jaxinfer_worker_running_sequences{{role="both",worker="{second.info.address}"}} 0.0' in text
+        assert "jaxinfer_migrated_sequences_total 0.0" in text and "jaxinfer_routed_sequences_total{reason=" in text
+        console = Console(width=160, record=True, file=io.StringIO())
+        numbers = live_numbers(stats, found)
+        console.print(table(numbers, numbers, 1.0))
+        shown = console.export_text()
+        assert first.info.address in shown and "migrations 0" in shown
+        console.print(table(live_numbers(stats), live_numbers(stats), 1.0))
+        assert "this server" in console.export_text()
 
 
 @in_a_loop
