@@ -290,7 +290,7 @@ async def test_certificates_on_both_sides(tokenizer: Tokenizer, tmp_path: Path) 
         router = f"127.0.0.1:{cluster.ports[0]}"
 
         async def outcome(tls: ClusterTls | None) -> Awaitable[None] | None:
-            async with asyncio.timeout(5.0):
+            async with asyncio.timeout(1.0):
                 return await stay_registered(router, cluster.workers[0].info, Credentials("", tls))
 
         other = pair(stranger, tmp_path / "other", "127.0.0.1")
