@@ -9,7 +9,7 @@ from jaxinfer.decode.scheduler import DecodeScheduler, Preempt
 from jaxinfer.decode.worker import Decoded, DecodeWorker
 from jaxinfer.kv_cache.manager import KVManager
 from jaxinfer.kv_transfer.handoff import HandOff, HandOffError, HandOffState, KVTransfer
-from jaxinfer.kv_transfer.page_moves import PageMover
+from jaxinfer.kv_transfer.page_moves import HostPageMover
 from jaxinfer.sequence import Sequence
 
 
@@ -35,7 +35,7 @@ class DecodeRole:
         scheduler: DecodeScheduler,
         worker: DecodeWorker,
         transfer: KVTransfer,
-        mover: PageMover | None = None,
+        mover: HostPageMover | None = None,
     ) -> None:
         self.manager, self.scheduler, self.worker, self.transfer, self.mover = manager, scheduler, worker, transfer, mover
         self.incoming: dict[HandOff, KVTransfer] = {}  # accepted, not running yet

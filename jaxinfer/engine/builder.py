@@ -20,10 +20,11 @@ from jaxinfer.engine.warmup import measure, warm_up
 from jaxinfer.kv_cache.pages import PagePool
 from jaxinfer.kv_cache.spec import LayerGroups
 from jaxinfer.kv_tiers.tiers import Tiers
-from jaxinfer.kv_transfer.page_moves import PageMover, gather_programs, scatter_programs
+from jaxinfer.kv_transfer.page_moves import HostPageMover, PageMover, gather_programs, scatter_programs
 from jaxinfer.kv_transfer.page_transport import MeshPageTransport, PageTransport
 from jaxinfer.kv_transfer.page_transport import warm_up as warm_up_transport
 from jaxinfer.kv_transfer.stage_moves import StagePageTransport, routes
+from jaxinfer.kv_transfer.staged_pages import StagedPageMover
 from jaxinfer.models.registry import config_of
 from jaxinfer.multi_process.processes import Processes, lead
 from jaxinfer.pipeline.device_clock import DeviceClock
@@ -90,13 +91,12 @@ def _build(config: EngineConfig, stats: EngineStats, processes: Processes) -> En
     sources = prefill_runner.programs() + decode_runner.programs()
     tiers = _tiers(config, plan, source)
     stage_transports = _stage_transports(plan, pools) if not plan.shares_mesh and plan.has_stages else None
-    if config.cache.kv_transport and plan.has_stages:
-        raise ConfigError("kv_transport is on, but pages of pipeline stages can't be sent to other engines yet: leave it out, or use pp=1")
     if stage_transports is not None:
         sources += [program for transport in stage_transports for program in transport.programs()]
-    elif not plan.shares_mesh or tiers is not None or config.cache.kv_transport:
-        for role, (pool,) in zip(roles, pools, strict=True):
-            sources += gather_programs(_mover_name(role), pool) + scatter_programs(_mover_name(role), pool)
+    moves_to_host = tiers is not None or config.cache.kv_transport
+    if moves_to_host or not (plan.shares_mesh or plan.has_stages):
+        for name, pool in _named_pools(roles, pools):
+            sources += gather_programs(name, pool) + scatter_programs(name, pool)
     with ThreadPoolExecutor(1, "weights") as background:
         started = time.monotonic()
         loading = background.submit(_load, config, plan, source, pools, stats)
@@ -108,11 +108,8 @@ def _build(config: EngineConfig, stats: EngineStats, processes: Processes) -> En
     if config.devices.profile is not None:
         programs = named(programs)
     prefill_runner, decode_runner = processes.share("prefill", prefill_runner), processes.share("decode", decode_runner)
-    movers = [
-        processes.share(_mover_name(role), PageMover(_mover_name(role), stage_pools[0], programs))
-        for role, stage_pools in zip(roles, pools, strict=True)
-        if not plan.has_stages
-    ]
+    page_movers = {name: processes.share(name, PageMover(name, pool, programs)) for name, pool in _named_pools(roles, pools)}
+    movers = [_host_mover(plan, role, page_movers) for role in roles] if moves_to_host else []
     chunk_controller = ChunkSizeController(
         schedule.prefill_buckets, schedule.target_ttft, schedule.target_itl, delays_decode=plan.shares_mesh
     )
@@ -131,7 +128,8 @@ def _build(config: EngineConfig, stats: EngineStats, processes: Processes) -> En
             measure(prefill_runner, chunk_controller)
         if not plan.shares_mesh:
             if stage_transports is None:
-                transports = [MeshPageTransport(movers[0], movers[1]), MeshPageTransport(movers[1], movers[0])]
+                there, here = page_movers.values()
+                transports = [MeshPageTransport(there, here), MeshPageTransport(here, there)]
             else:
                 for stage_transport in stage_transports:
                     stage_transport.start(programs)
@@ -201,8 +199,6 @@ def _tiers(config: EngineConfig, plan: Plan, source: TensorSource) -> Tiers | No
         return None
     if host_size >= 2 * page_bytes:
         host_size -= _most_fetched(config, plan) * page_bytes
-    if plan.has_stages:
-        raise ConfigError("kv_host_memory is given, but pages of pipeline stages can't be stored there yet: leave it out, or use pp=1")
     if plan.page_spec.spans != (FULL_ATTENTION,):
         raise ConfigError(
             "kv_host_memory is given, but this model has layers with windows or chunks, whose pages can't be stored there yet: leave it out"
@@ -260,6 +256,18 @@ def _load(
     return prefill, decode
 
 
-def _mover_name(role: RolePlan) -> str:
-    """Name of the programs that gather and scatter pages of a mesh's pool."""
-    return f"{role.role} pages"
+def _named_pools(roles: Sequence[RolePlan], pools: Sequence[Sequence[PagePool]]) -> list[tuple[str, PagePool]]:
+    """Each stage's pool, by the name of the programs that gather and scatter its pages."""
+    return [(_mover_name(role, stage), pool) for role, of_role in zip(roles, pools, strict=True) for stage, pool in enumerate(of_role)]
+
+
+def _mover_name(role: RolePlan, stage: int) -> str:
+    return f"{role.role} pages" if role.layout.pp == 1 else f"{role.role} pages, stage {stage + 1}"
+
+
+def _host_mover(plan: Plan, role: RolePlan, movers: Mapping[str, PageMover]) -> HostPageMover:
+    """Of a role's pages, with the layers of all its stages."""
+    of_stages = [movers[_mover_name(role, stage)] for stage in range(role.layout.pp)]
+    if len(of_stages) == 1:
+        return of_stages[0]
+    return StagedPageMover(of_stages, LayerGroups.of(plan.template.layer_spans), [stage.template.layers for stage in role.stages])

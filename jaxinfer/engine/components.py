@@ -19,7 +19,7 @@ from jaxinfer.kv_cache.spec import PageSpec
 from jaxinfer.kv_tiers.tiers import Tiers
 from jaxinfer.kv_transfer.cross_mesh import CrossMeshTransfer, PrefixRecall
 from jaxinfer.kv_transfer.handoff import KVTransfer
-from jaxinfer.kv_transfer.page_moves import PageMover
+from jaxinfer.kv_transfer.page_moves import HostPageMover
 from jaxinfer.kv_transfer.page_transport import PageCopier, PageTransport
 from jaxinfer.kv_transfer.same_mesh import SameMeshTransfer
 from jaxinfer.kv_transfer.tiers import TierTransfer
@@ -54,14 +54,14 @@ class EngineComponents:
 class Runners:
     """The device half of both roles: compiled programs and their arrays, or the fake device of the tests.
 
-    `clocks`, `movers`: one a mesh, prefill's first; no `movers` for pipeline stages. `movers` copy pages between a
-    pool and the host. `forward`, `reverse`: transports of pages from prefill's pool to decode's and back; None where
-    both roles share a pool."""
+    `clocks`, `movers`: one a mesh, prefill's first. `movers` copy pages between a role's pools and the host, where
+    tiers or other engines have use for that. `forward`, `reverse`: transports of pages from prefill's pool to decode's
+    and back; None where both roles share a pool."""
 
     prefill: PrefillRunner
     decode: DecodeRunner
     clocks: Sequence[DeviceClock]
-    movers: Sequence[PageMover] = ()
+    movers: Sequence[HostPageMover] = ()
     forward: PageTransport | None = None
     reverse: PageTransport | None = None
 

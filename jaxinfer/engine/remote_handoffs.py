@@ -12,7 +12,7 @@ from jaxinfer.kv_cache.spec import NULL_PAGE, PageSpec
 from jaxinfer.kv_transfer.handoff import HandOff, HandOffState
 from jaxinfer.kv_transfer.kv_receiver import FirstToken, KVReceiver
 from jaxinfer.kv_transfer.kv_sender import KVSender
-from jaxinfer.kv_transfer.page_moves import MOVE_BUCKETS, PageMover
+from jaxinfer.kv_transfer.page_moves import MOVE_BUCKETS, HostPageMover
 from jaxinfer.kv_transfer.remote import Remote
 from jaxinfer.prefill.role import PrefillRole
 from jaxinfer.sequence import Sequence as EngineSequence
@@ -26,7 +26,7 @@ _IDLE_WAIT = 0.002  # seconds: new requests wait for it too
 class NetworkTransfer:
     """A hand-off whose pages come from a `KVReceiver`. See `KVTransfer`."""
 
-    def __init__(self, receiver: KVReceiver, decode: DecodeRole, mover: PageMover) -> None:
+    def __init__(self, receiver: KVReceiver, decode: DecodeRole, mover: HostPageMover) -> None:
         self._receiver, self._manager, self._mover = receiver, decode.manager, mover
         self._wanted: list[int] = []  # places in both page tables
         self._num_written = 0  # of these
@@ -57,7 +57,7 @@ class NetworkTransfer:
         while num_arrived - self._num_written >= _MOST_AT_ONCE or (is_all and num_arrived > self._num_written):
             end = min(self._num_written + _MOST_AT_ONCE, num_arrived)
             places = self._wanted[self._num_written : end]
-            moved = self._mover.put_bytes(receiver.pages[self._num_written : end])
+            moved = self._mover.put_bytes(receiver.pages[self._num_written : end], _groups(self._manager.spec, places))
             self._mover.scatter(moved, [table[place] for place in places])
             self._num_written = end
         if is_all and receiver.first_token is not None:
@@ -180,8 +180,12 @@ class RemoteHandOffs:
         places = sender.missing(_places(spec, table, range(first, last), len(sequence.token_ids) - is_all))
         for start in range(0, len(places), _MOST_AT_ONCE):
             some = places[start : start + _MOST_AT_ONCE]
-            sender.add(some, mover.gather([table[place] for place in some]))
+            sender.add(some, mover.gather([table[place] for place in some], _groups(spec, some)))
         return max(sent, last * spec.page_size)
+
+
+def _groups(spec: PageSpec, places: Sequence[int]) -> list[int]:
+    return [place % spec.num_groups for place in places]
 
 
 def _places(spec: PageSpec, table: Sequence[int], blocks: Iterable[int], num_tokens: int) -> list[int]:

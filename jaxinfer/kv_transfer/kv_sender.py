@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from jaxinfer.kv_transfer.handoff import HandOffError
+from jaxinfer.kv_transfer.repaging import Repaging
 
 LEASE_SECONDS = 30.0  # without a word from who pulls
 
@@ -23,10 +24,12 @@ _COPIERS = ThreadPoolExecutor(2, "kv-sender")  # where waiting for a device's co
 
 
 class KVSender:
-    """`num_known`: leading tokens that the receiver has already, whose pages are not copied."""
+    """`num_known`: leading tokens that the receiver has already, whose pages are not copied. `repaging`: where it has
+    pages of another size."""
 
-    def __init__(self, num_known: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, num_known: int = 0, repaging: Repaging | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.num_known = num_known
+        self._repaging = repaging
         self._clock = clock
         self._pages: dict[int, np.ndarray] = {}  # by place in the page table, uint8[bytes of a page]
         self._added: set[int] = set()  # of these, also those still on their way
@@ -75,18 +78,22 @@ class KVSender:
         return self._clock() > self._lease_ends
 
     def page(self, place: int, timeout: float) -> np.ndarray:
-        """A page's bytes, uint8[bytes], once it is there. Raises `HandOffError` where it will never be, or does not
-        come within `timeout` seconds."""
+        """The bytes of the receiver's page at this place, uint8[bytes], once they are there. Raises `HandOffError` where
+        they will never be, or don't come within `timeout` seconds."""
+        sources = range(place, place + 1) if self._repaging is None else self._repaging.sources(place)
         with self._changed:
             self.renew(timeout)  # who waits for a prompt that is queued here is there
-            arrived = self._changed.wait_for(
-                lambda: self._failure is not None or place in self._pages or (self._is_all and place not in self._added), timeout
-            )
+            arrived = self._changed.wait_for(lambda: self._failure is not None or self._have(sources), timeout)
             if self._failure is not None:
                 raise HandOffError(self._failure)
-            if place not in self._pages:
-                raise HandOffError(f"page {place} did not come within {timeout:g} s" if not arrived else f"there is no page {place}")
-            return self._pages[place]
+            found = {source: self._pages[source] for source in sources if source in self._pages}
+        if not arrived or not found:
+            raise HandOffError(f"page {place} did not come within {timeout:g} s" if not arrived else f"there is no page {place}")
+        return found[place] if self._repaging is None else self._repaging.page(place, found)
+
+    def _have(self, sources: Iterable[int]) -> bool:
+        """Whether all of these are here that will ever be."""
+        return all(source in self._pages or (self._is_all and source not in self._added) for source in sources)
 
     def _copy(self, places: Sequence[int], gathered: Any) -> None:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -82,6 +83,31 @@ def _abstract_ids(pool: PagePool, size: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((size,), np.int32, sharding=replicated(pool.mesh))
 
 
+class HostPageMover(Protocol):
+    """Copies pages of a role to the host and back. Without `groups` all pages are of the first group of layers."""
+
+    def gather(self, page_ids: Sequence[int], groups: Sequence[int] = ()) -> Any:
+        """Copies of pages: something that `np.asarray` makes [pages, ...] of, each page's bytes in one run, with
+        padding after them. `copy_to_host_async` begins to."""
+        ...
+
+    def put_bytes(self, pages: np.ndarray, groups: Sequence[int] = ()) -> Any:
+        """Copy pages, uint8[num_pages, bytes of a page], to the devices, for `scatter`."""
+        ...
+
+    def scatter(self, moved: Any, page_ids: Sequence[int]) -> None:
+        """Write them."""
+        ...
+
+    def warm_up(self) -> None:
+        """Move pages of every size both ways."""
+        ...
+
+    def wait(self) -> None:
+        """Wait until everything written is there."""
+        ...
+
+
 class PageMover:
     """One pool's compiled programs under a name. At most MOVE_BUCKETS[-1] pages a call; arrays are padded to a
     bucket. Nothing here waits: a device runs what it is given in order, so pages may be given to another owner as
@@ -92,18 +118,22 @@ class PageMover:
         self._pool = pool
         self._programs = programs
 
-    def gather(self, page_ids: Sequence[int]) -> Gathered:
-        """Copies of pages."""
+    def gather(self, page_ids: Sequence[int], groups: Sequence[int] = ()) -> Gathered:
+        """Copies of pages, whatever their groups of layers."""
         size = bucket_for(len(page_ids), MOVE_BUCKETS)
         return self._programs[f"{self._name} gather/{size}"](self._pool.array, padded(page_ids, size))
+
+    def abstract_moved(self, num_pages: int) -> jax.ShapeDtypeStruct:
+        """Shape, type and place of that many gathered pages."""
+        return self._pool.abstract_moved(num_pages)
 
     def put(self, moved: Gathered | np.ndarray) -> Gathered:
         """Copy gathered pages, from any device or the host, to the pool's mesh."""
         sharding = self._pool.abstract_moved(moved.shape[0]).sharding
         return move(moved, sharding) if isinstance(moved, jax.Array) else place(moved, sharding)
 
-    def put_bytes(self, pages: np.ndarray) -> Gathered:
-        """Copy pages as bytes, uint8[num_pages, bytes of a page], to the pool's mesh."""
+    def put_bytes(self, pages: np.ndarray, groups: Sequence[int] = ()) -> Gathered:
+        """Copy pages as bytes, uint8[num_pages, bytes of a page], to the pool's mesh, whatever their groups of layers."""
         size = bucket_for(len(pages), MOVE_BUCKETS)
         abstract = self._pool.abstract_moved(size)
         if len(pages) < size:

@@ -18,7 +18,7 @@ from jaxinfer.kv_cache.manager import KVManager
 from jaxinfer.kv_cache.radix_cache import CachedBlock
 from jaxinfer.kv_cache.spec import NULL_PAGE
 from jaxinfer.kv_tiers.tiers import Tiers
-from jaxinfer.kv_transfer.page_moves import MOVE_BUCKETS, PageMover
+from jaxinfer.kv_transfer.page_moves import MOVE_BUCKETS, HostPageMover
 from jaxinfer.sequence import Sequence
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class TierTransfer:
     hangs."""
 
     def __init__(
-        self, tiers: Tiers, pools: list[tuple[PageMover, KVManager]], seconds_to_compute: Callable[[int], float], most_fetched: int
+        self, tiers: Tiers, pools: list[tuple[HostPageMover, KVManager]], seconds_to_compute: Callable[[int], float], most_fetched: int
     ) -> None:
         assert most_fetched > 0, most_fetched
         self.tiers = tiers
@@ -217,7 +217,7 @@ class TierTransfer:
                 for sequence in sequences:
                     self._drop(sequence)
 
-    def _save_with(self, mover: PageMover) -> Callable[[list[CachedBlock]], None]:
+    def _save_with(self, mover: HostPageMover) -> Callable[[list[CachedBlock]], None]:
         def save(pages: list[CachedBlock]) -> None:
             new = [node for node in pages if not self.tiers.touch(node.digest)]
             for start in range(0, len(new), MOVE_BUCKETS[-1]):

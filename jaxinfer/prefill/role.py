@@ -8,7 +8,7 @@ from bisect import insort
 from jaxinfer.kv_cache.manager import KVManager
 from jaxinfer.kv_transfer.cross_mesh import PrefixRecall
 from jaxinfer.kv_transfer.handoff import HandOff, HandOffState
-from jaxinfer.kv_transfer.page_moves import PageMover
+from jaxinfer.kv_transfer.page_moves import HostPageMover
 from jaxinfer.kv_transfer.tiers import TierTransfer
 from jaxinfer.prefill.chunk_size import ChunkSizeController
 from jaxinfer.prefill.scheduler import Chunk, Preempt, PreemptForAdmission, PrefillScheduler
@@ -29,7 +29,7 @@ class PrefillRole:
         chunk_size: int,
         tiers: TierTransfer | None = None,
         recall: PrefixRecall | None = None,
-        mover: PageMover | None = None,
+        mover: HostPageMover | None = None,
     ) -> None:
         self.manager, self.scheduler, self.worker = manager, scheduler, worker
         self._chunk_size = chunk_size

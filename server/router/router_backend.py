@@ -158,9 +158,11 @@ class RouterBackend:
         output: list[int] = []
         lost: list[str] = []
         while True:
-            digests = self._digests(prompt, output, context)
-            choice = await self._choose(len(prompt) + len(output), digests, lost, params, context)
+            by_size = self._digests(prompt, output, context)
+            choice = await self._choose(len(prompt) + len(output), by_size, lost, params, context)
             call_id = f"{request_id}-{index}-{len(lost)}"
+            computes = self._workers.get(choice.computed_by)
+            digests = [] if computes is None else by_size.get(computes.info.page_size, [])
             self._workers.prefixes.expect(choice.computed_by, digests)
             try:
                 async with aclosing(self._call(choice, call_id, prompt, params, context, output)) as deltas:
@@ -184,16 +186,16 @@ class RouterBackend:
             finally:
                 self._workers.prefixes.settle(choice.computed_by, digests)
 
-    def _digests(self, prompt: Prompt, output: Sequence[int], context: RequestContext) -> list[bytes]:
-        """What names the blocks that a worker would have to have; none without a worker."""
-        page_size = next((worker.info.page_size for worker in self._workers.all), 0)
-        if not page_size:
-            return []
+    def _digests(self, prompt: Prompt, output: Sequence[int], context: RequestContext) -> dict[int, list[bytes]]:
+        """What names the blocks that a worker would have to have, for each size of a page that any has."""
         history = _History([*prompt.token_ids.tolist(), *output], prompt, context)
-        return digests(context.namespace, block_keys(history, page_size, len(history.token_ids) // page_size))
+        return {
+            page_size: digests(context.namespace, block_keys(history, page_size, len(history.token_ids) // page_size))
+            for page_size in {worker.info.page_size for worker in self._workers.all}
+        }
 
     async def _choose(
-        self, num_tokens: int, digests: Sequence[bytes], lost: Sequence[str], params: SamplingParams, context: RequestContext
+        self, num_tokens: int, digests: Mapping[int, Sequence[bytes]], lost: Sequence[str], params: SamplingParams, context: RequestContext
     ) -> Choice:
         """Waits for a worker where none is left. Raises `Unavailable` after a while."""
         deadline = time.monotonic() + self._wait_seconds
@@ -201,9 +203,11 @@ class RouterBackend:
         while True:
             changed, workers = self._workers.changed, self._workers.all
             prefixes = self._workers.prefixes
-            num_cached = prefixes.match(digests, [worker.info.worker_id for worker in workers])
+            num_cached: dict[str, int] = {}
+            for page_size, of_size in digests.items():
+                num_cached |= prefixes.match(of_size, [w.info.worker_id for w in workers if w.info.page_size == page_size])
             views = [
-                worker.view(num_cached[worker_id] * worker.info.page_size, prefixes.num_held(worker_id))
+                worker.view(num_cached.get(worker_id, 0) * worker.info.page_size, prefixes.num_held(worker_id))
                 for worker in workers
                 for worker_id in (worker.info.worker_id,)
             ]

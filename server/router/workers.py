@@ -193,7 +193,7 @@ class Workers(worker_pb2_grpc.RouterServicer):
         if info.tokenizer_digest != self._tokenizer_digest:
             return f"the worker's tokenizer ({info.tokenizer_digest}) is not the router's ({self._tokenizer_digest}): give both the same --model"
         for other in self.all:
-            for name in ("version", "model_digest", "page_size"):
+            for name in ("version", "model_digest"):
                 here, there = getattr(other.info, name), getattr(info, name)
                 if here != there:
                     return f"the worker's {name} is {there}, that of {other.info.address} is {here}: a router's workers serve one model"

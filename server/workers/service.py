@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
@@ -20,11 +19,11 @@ from jaxinfer.async_requests import AsyncRequests
 from jaxinfer.engine import Engine
 from jaxinfer.engine_loop import EngineLoop
 from jaxinfer.engine_thread import NewRequest
-from jaxinfer.kv_cache.spec import PageSpec
 from jaxinfer.kv_transfer.kv_receiver import KVReceiver
 from jaxinfer.kv_transfer.kv_sender import KVSender
 from jaxinfer.kv_transfer.page_client import PageAddress, PageClient
 from jaxinfer.kv_transfer.page_server import PageServer
+from jaxinfer.kv_transfer.repaging import Repaging
 from server.workers import messages, worker_pb2_grpc
 from server.workers import worker_pb2 as pb
 from server.workers.credentials import Credentials
@@ -112,7 +111,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     async def Prefill(self, request: pb.PrefillRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[pb.PrefillEvent]:
         if difference := self._difference(request):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, difference)
-        sender, over, event_loop = KVSender(request.num_known), asyncio.Event(), asyncio.get_running_loop()
+        asked, over, event_loop = messages.read_geometry(request.page_geometry), asyncio.Event(), asyncio.get_running_loop()
+        sender = KVSender(request.num_known, None if asked == self._geometry else Repaging(self._geometry, asked))
 
         def tell() -> None:  # in any thread
             event_loop.call_soon_threadsafe(over.set)
@@ -141,11 +141,13 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 
     def _difference(self, request: pb.PrefillRequest) -> str | None:
         """Why pages of this worker would mean something else to the one that asks."""
-        pairs = (
-            ("version", self.info.version, request.version),
-            ("model", self.info.model_digest, request.model_digest),
-            ("page geometry", self.info.page_geometry, request.page_geometry),
-        )
+        pairs = [("version", self.info.version, request.version), ("model", self.info.model_digest, request.model_digest)]
+        if request.version == self.info.version:  # else its geometry may be spelled in another way
+            try:
+                own, asked = asdict(self._geometry), asdict(messages.read_geometry(request.page_geometry))
+            except ValueError as error:
+                return str(error)
+            pairs += [(f"pages' {name}", str(own[name]), str(asked[name])) for name in own if name != "page_size"]
         for name, here, there in pairs:
             if here != there:
                 return f"the workers' {name} differs: {here} where it is prefilled, {there} where it is decoded"
@@ -254,11 +256,6 @@ async def _abort(context: grpc.aio.ServicerContext, error: Exception) -> None:
         with contextlib.suppress(asyncio.CancelledError):
             await context.abort(grpc.StatusCode.UNAVAILABLE, f"{type(error).__name__}: {error}")
     await context.abort(grpc.StatusCode.INVALID_ARGUMENT, messages.refusal_text(error))
-
-
-def geometry_text(spec: PageSpec) -> str:
-    """What two workers' pages must agree in, to be compared."""
-    return json.dumps(asdict(spec), sort_keys=True)
 
 
 def version() -> str:

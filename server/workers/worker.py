@@ -23,7 +23,8 @@ from jaxinfer.kv_transfer.page_server import PageServer
 from server.workers import worker_pb2 as pb
 from server.workers import worker_pb2_grpc
 from server.workers.credentials import Credentials
-from server.workers.service import WorkerService, geometry_text, version
+from server.workers.messages import geometry_text
+from server.workers.service import WorkerService, version
 
 logger = logging.getLogger(__name__)
 

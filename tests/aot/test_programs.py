@@ -13,7 +13,7 @@ from jaxinfer.weights.formats.plain import Plain
 from jaxinfer.weights.formats.weight_format import ModelWeightFormat
 from pallas_kernels.paged_attention import mosaic_tiling
 from tests.aot.conftest import launches, makers, num_kernels
-from tests.aot.engine_programs import BFLOAT16, EngineProgram, compile_for, first_layers, large_copies
+from tests.aot.engine_programs import BFLOAT16, EngineProgram, compile_for, compile_for_several_tokens, first_layers, large_copies
 
 pytestmark = pytest.mark.aot
 
@@ -42,6 +42,16 @@ def test_llama_3_1_8b(target, name, num_layers):
         # shares of its context are put together; of 128 for an H100 XLA adds up a product's shares before it rotates.
         a_layer = 13 if size == "1" or (target, size) == ("h100", "128") else 12
         assert launches(program.compiled) <= a_layer * config.num_layers + 20
+
+
+@pytest.mark.parametrize(("model", "num_devices"), [("llama-3.1-8b", 1), ("deepseek-v3", 2)])
+def test_a_decode_step_of_four_tokens_a_row(target, model, num_devices):
+    """Once over heads and once over latents that two cards share: the kernels are in it, and pages stay where they are."""
+    config = first_layers(read_config(model_shape(model)), 1)
+    program = compile_for_several_tokens(target, num_devices, config, 32, 4, num_pages=NUM_PAGES, context=CONTEXT)
+    assert program.attention == "mosaic_gpu"
+    assert num_kernels(program.compiled) >= config.num_layers
+    assert program.compiled.memory_analysis().alias_size_in_bytes >= program.pool_bytes
 
 
 @pytest.mark.parametrize("name", ["decode/1", "decode/128"])

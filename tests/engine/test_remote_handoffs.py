@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,8 @@ from jaxinfer.kv_transfer.kv_receiver import FirstToken, KVReceiver
 from jaxinfer.kv_transfer.kv_sender import KVSender
 from jaxinfer.kv_transfer.page_client import PageAddress, PageClient
 from jaxinfer.kv_transfer.page_server import PageServer
-from jaxinfer.request import FinishReason, OutputDelta
+from jaxinfer.kv_transfer.repaging import Repaging
+from jaxinfer.request import FinishReason, OutputDelta, SamplingParams
 from tests.conftest import MakeLLM
 from tests.engine.page_audit import audit
 from tests.engine.workload import workload
@@ -54,14 +56,18 @@ class Pair:
         self.ended: dict[str, OutputDelta] = {}
 
     def add(self, number: int, output_ids: Sequence[int] = ()) -> str:
-        request_id, sender = f"r{number}", KVSender()
+        return self.add_request(f"r{number}", PROMPTS[number], PARAMS[number], output_ids)
+
+    def add_request(self, request_id: str, prompt: Sequence[int], params: SamplingParams, output_ids: Sequence[int] = ()) -> str:
+        own, asked = self.source.page_spec, self.target.page_spec
+        sender = KVSender(0, None if own == asked else Repaging(own, asked))
         address = PageAddress("127.0.0.1", self.server.port, uuid.uuid4().bytes)
         self.server.add(address.handoff_id, sender)
         start = partial(self.client.pull, address)
-        receiver = KVReceiver(start, self.source.page_spec)
+        receiver = KVReceiver(start, asked)
         self.senders[request_id], self.receivers[request_id], self.tokens[request_id] = sender, receiver, []
         for engine, remote in ((self.source, sender), (self.target, receiver)):
-            engine.add_request(request_id, PROMPTS[number], PARAMS[number], remote=remote, output_ids=output_ids)
+            engine.add_request(request_id, list(prompt), params, remote=remote, output_ids=output_ids)
         return request_id
 
     def step(self) -> None:
@@ -99,6 +105,34 @@ def test_tokens_are_one_engines(llms: MakeLLM, expected: list[list[list[int]]], 
     pair.run()
     assert [[pair.tokens[f"r{number}"]] for number in range(len(PROMPTS))] == expected
     assert {delta.finish_reason for delta in pair.ended.values()} <= {FinishReason.LENGTH, FinishReason.STOP}
+    check_all_free(pair.source, pair.target)
+
+
+@pytest.mark.parametrize(
+    ("of_source", "of_target"),
+    [
+        ({"decode_devices": (0,), "prefill_devices": (0,), "page_size": 4}, {"prefill_parallel": "tp=2", "page_size": 24}),
+        (
+            {"prefill_parallel": "tp=2,pp=2", "page_size": 32},
+            {"prefill_devices": (4,), "decode_devices": (5, 6), "decode_parallel": "pp=2"},
+        ),
+    ],
+    ids=["pages of 4 to 24, one device to two", "pages of 32 to 16, 2x2 devices to one and two stages"],
+)
+def test_page_sizes_and_layouts_differ(
+    llms: MakeLLM, expected: list[list[list[int]]], server: PageServer, client: PageClient, of_source: Any, of_target: Any
+) -> None:
+    source, target = llms(**SMALL | of_source, prefill_chunk_size=64), llms(**SMALL | of_target)
+    num_received = []
+    for numbers in (range(len(PROMPTS)), [14], [14]):  # the last time the target knows its prefix
+        pair = Pair(source.engine, target.engine, server, client)
+        for number in numbers:
+            pair.add(number)
+        pair.run()
+        assert [[pair.tokens[f"r{number}"]] for number in numbers] == [expected[number] for number in numbers]
+        assert target.engine.stats.num_taken_over == 0
+        num_received.append(target.engine.stats.num_pages_received)
+    assert num_received[2] - num_received[1] <= 1
     check_all_free(pair.source, pair.target)
 
 

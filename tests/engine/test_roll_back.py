@@ -16,18 +16,19 @@ from tests.engine import roles
 from tests.engine.fake_device import VOCAB, expected_tokens, fake_engine
 from tests.engine.page_audit import assert_all_free
 from tests.engine.roll_backs import run_with_roll_backs
-from tests.engine.test_token_equality import LAYOUTS, forget
+from tests.engine.test_token_equality import LAYOUTS, SMALL, forget
 from tests.engine.workload import workload
 
 PROMPTS, PARAMS = workload()
 CHOSEN = (2, 3, 4, 5, 6, 8, 11, 12, 13, 14)  # greedy, sampled, with penalties, with log-probabilities; up to 200 tokens of prompt
 MAX_MODEL_LEN = 120
+STAGES = {"prefill_devices": (0,), "decode_devices": (2, 3), "decode_parallel": "pp=2", **SMALL}
 
 
-@pytest.mark.parametrize("layout", ["one device", "two devices", "one mesh of two"])
+@pytest.mark.parametrize("layout", ["one device", "two devices", "one mesh of two", "stages"])
 def test_tokens_are_the_same_after_roll_backs(llms: MakeLLM, expected: list[list[list[int]]], layout: str) -> None:
     """Greedy and seeded, with penalties; twice: the second time prompts and answers are in the prefix cache."""
-    llm = llms(**LAYOUTS.get(layout, {}))
+    llm = llms(**(LAYOUTS | {"stages": STAGES}).get(layout, {}))
     forget(llm)
     for turn in range(2):
         cached = llm.engine.stats.num_cached_tokens

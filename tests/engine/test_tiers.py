@@ -63,10 +63,10 @@ def fill(make: Make, path: Path, **settings: Any) -> None:
         llm.generate(LONG, GREEDY)
 
 
-@pytest.mark.parametrize("layout", chosen(["one device", "two devices", "one mesh of two", "two meshes of two"]))
+@pytest.mark.parametrize("layout", chosen(["one device", "two devices", "one mesh of two", "two meshes of two", "two stages to a device"]))
 def test_tokens_are_the_same_when_pages_go_down_and_come_back(make, expected, layout):
     # Two devices hold twice as many pages.
-    llm = make(**LAYOUTS.get(layout, {}) | SMALL | {"kv_memory": "256KiB" if layout.endswith("of two") else "512KiB"})
+    llm = make(**LAYOUTS.get(layout, {}) | SMALL | {"kv_memory": "256KiB" if layout.endswith("of two") or "stages" in layout else "512KiB"})
     stats = llm.engine.stats
     for _ in range(3):
         assert tokens_of(llm.generate(PROMPTS, PARAMS)) == expected

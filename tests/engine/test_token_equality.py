@@ -26,6 +26,7 @@ LAYOUTS = {
     "two devices": {"prefill_devices": (1,), "decode_devices": (0,), **ONE_SIZE},
     "two meshes of two": {"prefill_devices": (0, 1), "decode_devices": (2, 3), **SMALL},
     "one mesh of two": {"prefill_devices": (0, 1), "decode_devices": (0, 1), **SMALL},
+    "two stages to a device": {"prefill_devices": (0, 1), "prefill_parallel": "pp=2", "decode_devices": (4,), **SMALL},
     "one device to two": {"prefill_devices": (4,), "decode_devices": (2, 3), **SMALL},
     "two devices to one": {"prefill_devices": (0, 1), "decode_devices": (4,), **SMALL},
     "chunks of 16": {"prefill_chunk_size": 16, "prefill_buckets": (16,), "decode_buckets": (32,)},

@@ -248,7 +248,6 @@ async def test_who_is_refused(tokenizer: Tokenizer, caplog: pytest.LogCaptureFix
         for field, value, said in (
             ("model_digest", "another", "model_digest"),
             ("version", "0.0", "version"),
-            ("page_size", 32, "page_size"),
             ("tokenizer_digest", "another", "same --model"),
         ):
             stranger, server = await fake_worker.start("both", tokenizer.digest, cluster.credentials)
