@@ -48,9 +48,11 @@ class TierStats:
     num_unsaved: int  # in host memory, not yet written to disk
     host_bytes_per_second: float
     disk_bytes_per_second: float
+    peer_bytes_per_second: float  # from other engines
     # Counters
     num_host_hits: int  # pages fetched from host memory
     num_disk_hits: int
+    num_peer_hits: int  # fetched from other engines
     num_dropped: int  # evicted without a place: the disk is too slow, full or failing
     num_failed_writes: int
     written_bytes: int  # to disk

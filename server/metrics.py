@@ -207,10 +207,13 @@ def _tier_metrics(tiers: TierStats) -> Iterable[Metric]:
         gauge = GaugeMetricFamily(f"jaxinfer_kv_tier_{'size_bytes' if field == 'size' else field}", help, labels=["tier"])
         for tier in ("host", "disk"):
             gauge.add_metric([tier], getattr(tiers, f"{tier}_{field}"))
+        if field == "bytes_per_second":
+            gauge.add_metric(["peers"], tiers.peer_bytes_per_second)
         yield gauge
     hits = CounterMetricFamily("jaxinfer_kv_tier_hits", "KV pages fetched", labels=["tier"])
     hits.add_metric(["host"], tiers.num_host_hits)
     hits.add_metric(["disk"], tiers.num_disk_hits)
+    hits.add_metric(["peers"], tiers.num_peer_hits)
     refused = CounterMetricFamily("jaxinfer_kv_tier_refused_pages", "KV pages of the file that were not believed", labels=["reason"])
     for reason, count in tiers.refused.items():
         refused.add_metric([reason], count)

@@ -64,7 +64,8 @@ def _mesh(devices: tuple[str, ...], layout: str) -> str:
 
 
 def _add_tiers(table: Table, tiers: TierStats) -> None:
-    table.add_row("KV in host memory", f"{format_bytes(tiers.host_size)} at most, {tiers.host_pages} pages now")
+    if tiers.host_size:
+        table.add_row("KV in host memory", f"{format_bytes(tiers.host_size)} at most, {tiers.host_pages} pages now")
     if tiers.disk_size:
         refused = ", ".join(f"{count} refused ({reason})" for reason, count in tiers.refused.items())
         table.add_row("KV on disk", f"{format_bytes(tiers.disk_size)} at most, {tiers.disk_pages} pages now{refused and f', {refused}'}")

@@ -51,7 +51,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         while True:
             if (change := self.events.since(last)) is not None:
                 last = change.last
-                yield messages.cache_message(change)
+                for message in messages.cache_messages(change, is_stored=False):
+                    yield message
             await asyncio.sleep(0.02)
 
     async def SetRole(self, request: pb.RoleRequest, context: Any) -> pb.WorkerInfo:

@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from server.router.policy import RoutedRequest, WorkerView, choose
-from server.router.prefix_index import PrefixIndex
+from server.router.prefix_index import Holder, PrefixIndex
 from server.workers.work_under_way import WorkUnderWay
 
 BLOCK_TOKENS = 512  # of a trace's hash id
@@ -44,6 +45,8 @@ class Machines:
     max_batch_size: int = 64
     num_blocks: int = 2_000  # that a worker keeps, of BLOCK_TOKENS each
     event_seconds: float = 0.1  # until the router knows what came or went
+    bytes_per_token: int = 131_072  # of an 8B model's KV in bfloat16
+    bytes_per_second: float = 2.5e9  # between two of them: 25 Gbit/s, of which 20 are had
 
 
 @dataclass
@@ -52,7 +55,8 @@ class RoutingQuality:
 
     name: str
     num_tokens: int = 0
-    num_found: int = 0  # tokens that were in a worker's cache
+    num_found: int = 0  # tokens that nobody had to compute
+    num_fetched: int = 0  # of these, from another worker's cache
     ttft: list[float] = field(default_factory=list)
     most_busy: float = 0.0  # share of all prefill time that the busiest worker had, times their number
 
@@ -99,38 +103,52 @@ class SimulatedWorker:
         return came, went
 
 
-Route = Callable[[TracedRequest, Sequence[SimulatedWorker], PrefixIndex], str]
+class Routed(NamedTuple):
+    """To whom a request goes, and from whom that worker fetches what it has not."""
+
+    worker_id: str
+    fetched_from: str | None = None
+
+
+Route = Callable[[TracedRequest, Sequence[SimulatedWorker], PrefixIndex], Routed]
 
 
 def by_turns() -> Route:
     """Round robin."""
     turns = itertools.count()
-    return lambda request, workers, index: workers[next(turns) % len(workers)].worker_id
+    return lambda request, workers, index: Routed(workers[next(turns) % len(workers)].worker_id)
 
 
 def by_load() -> Route:
     """The fewest tokens to compute, then the fewest sequences."""
-    return lambda request, workers, index: min(workers, key=lambda w: (w.work.num_tokens, w.work.num_sequences, w.worker_id)).worker_id
+
+    def route(request: TracedRequest, workers: Sequence[SimulatedWorker], index: PrefixIndex) -> Routed:
+        return Routed(min(workers, key=lambda w: (w.work.num_tokens, w.work.num_sequences, w.worker_id)).worker_id)
+
+    return route
 
 
 def by_affinity() -> Route:
     """The longest cached prefix, whatever its worker has to do; without one by turns."""
     turns = itertools.count()
 
-    def route(request: TracedRequest, workers: Sequence[SimulatedWorker], index: PrefixIndex) -> str:
+    def route(request: TracedRequest, workers: Sequence[SimulatedWorker], index: PrefixIndex) -> Routed:
         found = index.match(request.digests, [worker.worker_id for worker in workers])
         # What all requests begin with tells nothing.
         best = max(found, key=lambda worker_id: found[worker_id])
-        return best if found[best] > 1 else workers[next(turns) % len(workers)].worker_id
+        return Routed(best if found[best] > 1 else workers[next(turns) % len(workers)].worker_id)
 
     return route
 
 
-def by_policy() -> Route:
-    """What the router does."""
+def by_policy(machines: Machines | None = None) -> Route:
+    """What the router does. `machines`: between which pages can be fetched; None: they can't."""
 
-    def route(request: TracedRequest, workers: Sequence[SimulatedWorker], index: PrefixIndex) -> str:
-        found = index.match(request.digests, [worker.worker_id for worker in workers])
+    def route(request: TracedRequest, workers: Sequence[SimulatedWorker], index: PrefixIndex) -> Routed:
+        worker_ids = [worker.worker_id for worker in workers]
+        found = index.match(request.digests, worker_ids)
+        told = index.match(request.digests, worker_ids, with_expected=False) if machines is not None else dict.fromkeys(worker_ids, 0)
+        longest = max(told, key=lambda worker_id: told[worker_id])
         views = [
             WorkerView(
                 worker.worker_id,
@@ -140,18 +158,29 @@ def by_policy() -> Route:
                 worker.max_batch_size,
                 min(found[worker.worker_id] * BLOCK_TOKENS, request.num_tokens),
                 worker.work.tokens_per_second,
+                bytes_per_second=machines.bytes_per_second if machines is not None else 0.0,
                 num_held=index.num_held(worker.worker_id),
+                num_elsewhere=min(told[longest] * BLOCK_TOKENS, request.num_tokens),
             )
             for worker in workers
         ]
-        choice = choose(views, RoutedRequest(request.num_tokens, may_move=False))
+        bytes_per_token = machines.bytes_per_token if machines is not None else 0
+        choice = choose(views, RoutedRequest(request.num_tokens, bytes_per_token, may_move=False))
         assert choice is not None
-        return choice.decode
+        return Routed(choice.decode, longest if choice.is_fetched else None)
 
     return route
 
 
-WAYS = {"round robin": by_turns, "least loaded": by_load, "affinity alone": by_affinity, "this router": by_policy}
+def ways(machines: Machines) -> dict[str, Route]:
+    """All that are compared, by name."""
+    return {
+        "round robin": by_turns(),
+        "least loaded": by_load(),
+        "affinity alone": by_affinity(),
+        "no fetching": by_policy(),
+        "this router": by_policy(machines),
+    }
 
 
 class RoutingSimulation:
@@ -178,18 +207,23 @@ class RoutingSimulation:
         heapq.heappush(self._events, (seconds, next(self._order), what))
 
     def _arrive(self, request: TracedRequest) -> None:
-        worker = self._workers[self._route(request, list(self._workers.values()), self._index)]
+        routed = self._route(request, list(self._workers.values()), self._index)
+        worker = self._workers[routed.worker_id]
         expected = self._index.match(request.digests, [worker.worker_id])[worker.worker_id] * BLOCK_TOKENS
         work = worker.work.begin(max(1, request.num_tokens - expected), num_sequences=1)
         self._index.expect(worker.worker_id, request.digests)
         # Its place in the queue is certain, so what it will find there is what those before it leave.
         num_found = min(worker.num_cached(request.digests) * BLOCK_TOKENS, request.num_tokens - 1)
+        num_fetched = self._num_there(routed.fetched_from, request, num_found)
+        fetched_at = request.seconds + num_fetched * self._machines.bytes_per_token / self._machines.bytes_per_second
+        num_found += num_fetched
         came, went = worker.keep(request.digests)
         seconds = (request.num_tokens - num_found) / self._machines.tokens_per_second
-        worker.free_at = max(request.seconds, worker.free_at) + seconds
+        worker.free_at = max(fetched_at, worker.free_at) + seconds
         worker.busy_seconds += seconds
         self.quality.num_tokens += request.num_tokens
         self.quality.num_found += num_found
+        self.quality.num_fetched += num_fetched
         self.quality.ttft.append(worker.free_at - request.seconds)
 
         def compute() -> None:
@@ -197,8 +231,8 @@ class RoutingSimulation:
             worker.work.measure(request.num_tokens - num_found, seconds)
 
         def tell() -> None:
-            self._index.discard(worker.worker_id, went)
-            self._index.add(worker.worker_id, came)
+            self._index.discard(Holder(worker.worker_id), went)
+            self._index.add(Holder(worker.worker_id), came)
 
         def end() -> None:
             work.end()
@@ -208,17 +242,25 @@ class RoutingSimulation:
         self._at(worker.free_at + self._machines.event_seconds, tell)
         self._at(worker.free_at + request.num_output * self._machines.seconds_per_token, end)
 
+    def _num_there(self, worker_id: str | None, request: TracedRequest, num_found: int) -> int:
+        """Tokens beyond these that a worker has told of and still has."""
+        if worker_id is None:
+            return 0
+        told = self._index.match(request.digests, [worker_id], with_expected=False)[worker_id]
+        num_there = min(told, self._workers[worker_id].num_cached(request.digests)) * BLOCK_TOKENS
+        return max(0, min(num_there, request.num_tokens - 1) - num_found)
+
 
 def compare(trace: Sequence[TracedRequest], machines: Machines) -> list[RoutingQuality]:
     """Each way to route, over the same trace."""
-    return [RoutingSimulation(name, way(), machines).play(trace) for name, way in WAYS.items()]
+    return [RoutingSimulation(name, way, machines).play(trace) for name, way in ways(machines).items()]
 
 
 def table(found: Iterable[RoutingQuality]) -> str:
     """A line a way."""
-    lines = [f"{'':16}{'prefix hits':>12}{'TTFT p50':>10}{'p90':>9}{'p99':>9}{'busiest':>9}"]
+    lines = [f"{'':16}{'prefix hits':>12}{'fetched':>9}{'TTFT p50':>10}{'p90':>9}{'p99':>9}{'busiest':>9}"]
     lines += [
-        f"{way.name:16}{way.hit_rate:12.1%}{way.quantile(0.5):9.2f}s{way.quantile(0.9):8.2f}s{way.quantile(0.99):8.2f}s{way.most_busy:8.2f}x"
+        f"{way.name:16}{way.hit_rate:12.1%}{way.num_fetched / way.num_tokens:9.1%}{way.quantile(0.5):9.2f}s{way.quantile(0.9):8.2f}s{way.quantile(0.99):8.2f}s{way.most_busy:8.2f}x"
         for way in found
     ]
     return "\n".join(lines)

@@ -43,6 +43,7 @@ from jaxinfer.weights.load import check_tensors, load_weights, random_weights
 from pallas_kernels.span import FULL_ATTENTION
 
 _FETCHED_SHARE = 4  # one part in so many of the host memory for pages is for pages being fetched
+_FETCHED_BYTES = 256 << 20  # for pages being fetched from other engines where there is no such memory
 
 
 def build(config: EngineConfig, stats: EngineStats, processes: Processes | None = None) -> EngineComponents:
@@ -195,7 +196,8 @@ def _summary(plan: Plan) -> str:
 def _tiers(config: EngineConfig, plan: Plan, source: TensorSource) -> Tiers | None:
     cache, page_bytes = config.cache, plan.page_spec.page_bytes
     host_size = parse_bytes("kv_host_memory", cache.kv_host_memory or "0")
-    if not host_size:
+    has_peers = cache.kv_transport and cache.prefix_cache and plan.page_spec.spans == (FULL_ATTENTION,)
+    if not host_size and not has_peers:
         return None
     if host_size >= 2 * page_bytes:
         host_size -= _most_fetched(config, plan) * page_bytes
@@ -222,6 +224,8 @@ def _watch_experts(stats: EngineStats, loads: Mapping[str, ExpertLoads]) -> None
 
 def _most_fetched(config: EngineConfig, plan: Plan) -> int:
     """The number of pages that may be on their way from the tiers at once."""
+    if config.cache.kv_host_memory is None:
+        return max(1, _FETCHED_BYTES // plan.page_spec.page_bytes)
     num_pages = parse_bytes("kv_host_memory", config.cache.kv_host_memory or "0") // plan.page_spec.page_bytes
     return max(1, num_pages // _FETCHED_SHARE)
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence as Tokens
 
 from jaxinfer.config import ConfigError, EngineConfig
 from jaxinfer.engine.builder import build
+from jaxinfer.engine.cached_pages import CachedPages
 from jaxinfer.engine.components import EngineComponents
 from jaxinfer.engine.intake import RequestIntake
 from jaxinfer.engine.metrics import EngineMetrics
@@ -50,7 +51,7 @@ class Engine:
         self._profile = Profile(devices.profile, devices.profile_seconds) if devices.profile is not None else None
         self._components = components = build(self.config, self.stats)
         self._prefill, self._decode, self._clock = components.prefill, components.decode, components.clock
-        self.tokenizer, self.encode, self.cache_events = components.tokenizer, components.encode, self._prefill.manager.events
+        self.tokenizer, self.encode, self.cached_pages = components.tokenizer, components.encode, CachedPages(self._prefill, self._decode)
         # Defaults of `SamplingParams` by name: callers apply them where a request leaves a field out.
         self.sampling_defaults = components.sampling_defaults
         self.vocab_size, self.page_spec = components.plan.template.config.vocab_size, self._decode.manager.spec

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from operator import itemgetter
 from struct import iter_unpack
@@ -32,6 +33,15 @@ class TokenHistory(Protocol):
 
     @property
     def context(self) -> RequestContext: ...
+
+
+@dataclass(frozen=True)
+class History:
+    """The `TokenHistory` of a request that no engine has yet."""
+
+    token_ids: Sequence[int]
+    prompt: Prompt
+    context: RequestContext
 
 
 def block_keys(history: TokenHistory, block_size: int, end: int, first: int = 0) -> Iterator[bytes]:

@@ -35,6 +35,11 @@ class CacheEvents:
         self._last = 0  # the newest event's number
         self._lock = threading.Lock()
 
+    def __contains__(self, digest: bytes) -> bool:
+        """Whether it is there now."""
+        with self._lock:
+            return digest in self._present
+
     def inserted(self, digest: bytes) -> None:
         with self._lock:
             self._present.add(digest)

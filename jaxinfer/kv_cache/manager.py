@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 
 from jaxinfer.kv_cache.allocator import PageAllocator
 from jaxinfer.kv_cache.block_keys import TokenHistory, block_keys, digests
@@ -273,6 +273,17 @@ class KVManager:
         keys = list(self._keys(history, max_tokens))
         held = 0 if self._cache is None else len(self._cache.match(keys, namespace, is_used=False))
         return held, digests(namespace, keys)[held:] if held < num_pages else []
+
+    def cached_run(self, keys: Iterable[bytes]) -> list[int]:
+        """The pages of these blocks, by digest, up to the first one that isn't cached. Of a manager with `events`, and
+        of one group of layers."""
+        found: list[int] = []
+        for key in keys:
+            pages = None if self._cache is None else self._cache.pages_of(key)
+            if pages is None or pages[0] == NULL_PAGE:
+                break
+            found.append(pages[0])
+        return found
 
     def forget(self) -> None:
         """Empty the prefix cache, except pages of sequences."""

@@ -85,6 +85,7 @@ class RadixCache:
         self._tick = 0
         self._roots: dict[bytes, CachedBlock] = {}
         self._nodes: dict[int, CachedBlock] = {}  # by page
+        self._by_digest: dict[bytes, CachedBlock] = {}  # where there are `events`: others may ask for them
         self._cold: list[tuple[_Entry, CachedBlock]] = []  # heaps of what _entry gives
         self._warm: list[tuple[_Entry, CachedBlock]] = []
         # The one place where references end tells: finished, preempted and aborted sequences are alike.
@@ -121,6 +122,11 @@ class RadixCache:
         return [
             page if run >= first else NULL_PAGE for run, node in enumerate(path) for page, first in zip(node.pages, firsts, strict=True)
         ]
+
+    def pages_of(self, digest: bytes) -> list[int] | None:
+        """The pages of a block, None if it isn't cached. Only with `events`."""
+        node = self._by_digest.get(digest)
+        return None if node is None else node.pages
 
     def _num_usable(self, path: list[CachedBlock]) -> int:
         """The most blocks of a path after which a sequence can start."""
@@ -161,6 +167,7 @@ class RadixCache:
             if child is None:
                 child = node.children[key] = CachedBlock(key, [NULL_PAGE] * num_groups, node)
                 if self._events is not None:
+                    self._by_digest[child.digest] = child
                     self._events.inserted(child.digest)
             elif self._is_shared_copy(child, table, at):
                 return None
@@ -230,6 +237,7 @@ class RadixCache:
             parent = node.parent
             del parent.children[node.key]
             if self._events is not None:
+                del self._by_digest[node.digest]
                 self._events.evicted(node.digest)
             node = parent
         if node.parent is None:

@@ -12,11 +12,12 @@ HOST_GUESS = 20e9  # bytes a second
 
 
 class HostTier:
-    """Slots in one array of at most `size` bytes; the system allocates memory as slots are first written."""
+    """Slots in one array of at most `size` bytes, 0 for none; the system allocates memory as slots are first
+    written."""
 
     def __init__(self, size: int, page_bytes: int) -> None:
         num_slots = size // page_bytes
-        if not num_slots:
+        if size and not num_slots:
             raise ConfigError(f"kv_host_memory of {format_bytes(size)} holds no page of {format_bytes(page_bytes)}: give more")
         try:
             self._pages = np.empty((num_slots, page_bytes), np.uint8)

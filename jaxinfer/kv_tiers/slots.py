@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 
 class Slots:
@@ -15,6 +15,7 @@ class Slots:
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
+        self.when_changed: Callable[[bytes], None] = lambda key: None  # called with each key that came or went
         self._slots: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
         self._holds: dict[int, int] = {}
         self._free: list[int] = []  # a heap of slots below _num_touched
@@ -67,6 +68,7 @@ class Slots:
             self.release(slot)
         else:
             self._slots[key] = slot
+            self.when_changed(key)
 
     def hold(self, key: bytes) -> int | None:
         """A page's slot, with one more reference until `release`; None if the page isn't here."""
@@ -88,13 +90,15 @@ class Slots:
         if self._slots.get(key) == slot:
             del self._slots[key]
             self.release(slot)
+            self.when_changed(key)
 
     def discard(self, keys: Iterable[bytes]) -> int:
         """Drop pages; returns how many were here. A slot is free once nobody uses it."""
-        slots = [self._slots.pop(key) for key in keys if key in self._slots]
-        for slot in slots:
-            self.release(slot)
-        return len(slots)
+        here = [key for key in keys if key in self._slots]
+        for key in here:
+            self.release(self._slots.pop(key))
+            self.when_changed(key)
+        return len(here)
 
     def evict(self) -> bytes | None:
         """Drop the least recently used page; returns its key, None if there is no page. Its slot is free once nobody
@@ -103,4 +107,5 @@ class Slots:
             return None
         key, slot = self._slots.popitem(last=False)
         self.release(slot)
+        self.when_changed(key)
         return key

@@ -1,7 +1,9 @@
-"""Tiers: the interface to KV pages evicted from the devices, in host memory and in a file on disk. Imports no JAX."""
+"""Tiers: the interface to KV pages that the devices don't have: in host memory, in a file on disk, at other engines.
+Imports no JAX."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -11,12 +13,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxinfer.kv_cache.events import CacheEvents
 from jaxinfer.kv_tiers.disk_file import MAX_KEY_SIZE
 from jaxinfer.kv_tiers.disk_tier import DiskTier
 from jaxinfer.kv_tiers.host_tier import HostTier
+from jaxinfer.kv_tiers.peer_tier import FetchPages, PeerTier
 from jaxinfer.stats import TierStats
 
 logger = logging.getLogger(__name__)
+
+_PEER_READERS = 4  # threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +34,7 @@ class TierMatch:
     disk_bytes: int  # of pages that are on disk only
     seconds: float
     wait_seconds: float  # until earlier fetches are done
+    peer_bytes: int = 0  # of pages that only other engines have
 
 
 class Tiers:
@@ -35,6 +42,10 @@ class Tiers:
     memory, which evicts its least recently used page. With a disk, a thread also writes every page to the file, so it
     stays when host memory evicts it. A page evicted before it was written is lost (and counted): nothing waits for a
     disk.
+
+    Other engines' pages are known once somebody has told of them (`expect`), and fetched with `connect`'s function, by
+    threads of their own: an engine that is silent holds up no other fetch. `events` has what is here, in memory or on
+    disk, for others to know.
 
     Any thread may call; `put`, `touch`, `find` and `fetch` never wait for I/O. One lock guards the state of both tiers.
     It is not held while bytes are copied: a copy holds a reference to its slot instead."""
@@ -45,17 +56,30 @@ class Tiers:
         self.page_bytes = page_bytes
         self._host = HostTier(host_size, page_bytes)
         self._disk = DiskTier(*disk, page_bytes, fingerprint) if disk else None
+        self._peers: PeerTier | None = None
+        self.events = CacheEvents()
         self._changed = threading.Condition()  # guards everything below, and the tiers' slots
         self._unsaved: dict[bytes, None] = {}  # pages in host memory that are to be written, in order
         self._is_writing = False
         self._pending: dict[Future[np.ndarray], float] = {}  # unfinished fetches -> expected seconds
         self._num_dropped = self._written_bytes = 0
         self._is_closing = False
+        for slots in (self._host.slots, *([self._disk.slots] if self._disk else [])):
+            kept = slots.keys()
+            for key in kept:
+                self._tell(key)
+            slots.when_changed = self._tell
         self._reader = ThreadPoolExecutor(1, "kv-tiers-reader")
+        self._peer_reader = ThreadPoolExecutor(_PEER_READERS, "kv-peer-reader")
         self._writer: threading.Thread | None = None
         if self._disk:
             self._writer = threading.Thread(target=self._write_behind, args=(self._disk,), name="kv-tiers-writer", daemon=True)
             self._writer.start()
+
+    @property
+    def num_host_slots(self) -> int:
+        """Pages that fit into host memory."""
+        return self._host.slots.num_slots
 
     @property
     def num_disk_slots(self) -> int:
@@ -73,24 +97,36 @@ class Tiers:
             if not is_in_host:
                 self._put_in_host(key, page)
 
+    def connect(self, fetch: FetchPages) -> None:
+        """From now on pages of other engines are fetched with this function, which any thread may call."""
+        self._peers = PeerTier(fetch)
+
+    def expect(self, keys: Sequence[bytes], address: str) -> None:
+        """Another engine has these pages. Of no effect before `connect`."""
+        if self._peers is not None:
+            with self._changed:
+                self._peers.expect([key for key in keys if key not in self._host.slots], address)
+
     def touch(self, key: bytes) -> bool:
         """Mark a page as just used, as `put` does. False if it isn't here: then it should be copied from the device."""
         with self._changed:
             return self._touch(key)
 
-    def find(self, keys: Sequence[bytes]) -> TierMatch:
-        """Match the longest prefix of keys that are all here. Changes nothing."""
+    def find(self, keys: Sequence[bytes], *, own_only: bool = False) -> TierMatch:
+        """Match the longest prefix of keys that are all here, or at other engines. Changes nothing."""
         with self._changed:
-            return self._find(keys)
+            return self._find(keys, own_only=own_only)
 
-    def fetch(self, keys: Sequence[bytes], later_keys: Sequence[bytes] = ()) -> Future[np.ndarray]:
+    def fetch(self, keys: Sequence[bytes], later_keys: Sequence[bytes] = (), *, own_only: bool = False) -> Future[np.ndarray]:
         """Start reading pages. The future's result is uint8[num_pages, page_bytes], read-only: the longest prefix that
         is here and intact, perhaps shorter than what was found. Poll it with `done`; `cancel` it when it isn't needed.
 
         If a page of the file is damaged, the file drops it, all that follow it, and `later_keys`, the rest of the
-        prefix. All are then computed and saved again; otherwise each request would find one more damaged page."""
+        prefix. All are then computed and saved again; otherwise each request would find one more damaged page.
+
+        `own_only`: without other engines' pages, as one of these has to ask."""
         with self._changed:
-            found = self._find(keys)
+            found = self._find(keys, own_only=own_only)
             after = (*keys[found.num_pages :], *later_keys)
             keys = tuple(keys[: found.num_pages])
             for key in reversed(keys):
@@ -98,7 +134,7 @@ class Tiers:
             fetched: Future[np.ndarray] = Future()
             self._pending[fetched] = found.seconds
         fetched.add_done_callback(self._forget_pending)
-        self._reader.submit(self._read, keys, after, fetched)
+        (self._peer_reader if found.peer_bytes else self._reader).submit(self._read, keys, after, fetched)
         return fetched
 
     def stats(self) -> TierStats:
@@ -117,6 +153,8 @@ class Tiers:
                 disk_bytes_per_second=disk.rate.bytes_per_second(now) if disk else 0.0,
                 num_host_hits=self._host.num_hits,
                 num_disk_hits=disk.num_hits if disk else 0,
+                num_peer_hits=self._peers.num_hits if self._peers else 0,
+                peer_bytes_per_second=self._peers.rate.bytes_per_second(now) if self._peers else 0.0,
                 num_dropped=self._num_dropped,
                 num_failed_writes=disk.num_failed_writes if disk else 0,
                 written_bytes=self._written_bytes,
@@ -133,6 +171,7 @@ class Tiers:
         if self._is_closing:
             return
         self._reader.shutdown(cancel_futures=True)
+        self._peer_reader.shutdown(wait=False, cancel_futures=True)
         for fetched in tuple(self._pending):
             fetched.cancel()
         self.flush(timeout)
@@ -148,20 +187,31 @@ class Tiers:
         is_on_disk = self._disk is not None and self._disk.slots.touch(key)
         return self._host.slots.touch(key) or is_on_disk
 
-    def _find(self, keys: Sequence[bytes]) -> TierMatch:
-        in_host = on_disk = 0
+    def _tell(self, key: bytes) -> None:
+        """Record whether a page is here now."""
+        is_here = key in self._host.slots or (self._disk is not None and key in self._disk.slots)
+        if is_here != (key in self.events):
+            (self.events.inserted if is_here else self.events.evicted)(key)
+
+    def _find(self, keys: Sequence[bytes], *, own_only: bool = False) -> TierMatch:
+        in_host = on_disk = at_peers = 0
         for key in keys:
             if key in self._host.slots:
                 in_host += 1
             elif self._disk and key in self._disk.slots:
                 on_disk += 1
+            elif self._peers and not own_only and self._peers.address(key) is not None:
+                at_peers += 1
             else:
                 break
         host_bytes, disk_bytes, now = in_host * self.page_bytes, on_disk * self.page_bytes, time.monotonic()
         seconds = self._host.rate.seconds_for(host_bytes, now)
         if self._disk:
             seconds += self._disk.rate.seconds_for(disk_bytes, now)
-        return TierMatch(in_host + on_disk, host_bytes, disk_bytes, seconds, sum(self._pending.values()))
+        peer_bytes = at_peers * self.page_bytes
+        if self._peers:
+            seconds += self._peers.rate.seconds_for(peer_bytes, now)
+        return TierMatch(in_host + on_disk + at_peers, host_bytes, disk_bytes, seconds, sum(self._pending.values()), peer_bytes)
 
     def _forget_pending(self, fetched: Future[np.ndarray]) -> None:
         with self._changed:
@@ -205,17 +255,41 @@ class Tiers:
         pages = np.empty((len(keys), self.page_bytes), np.uint8)
         from_disk: list[int] = []
         num_read = 0
-        for key, page in zip(keys, pages, strict=True):
+        while num_read < len(keys):
+            key, page = keys[num_read], pages[num_read]
             tier, refusal = self._read_page(key, page)
             if refusal:
                 self._drop_after(key, refusal, (*keys[num_read + 1 :], *after))
             if tier is None:
+                num_fetched = self._read_from_peer(keys[num_read:], pages[num_read:])
+                num_read += num_fetched
+                if num_fetched:
+                    continue
                 break
             if tier is self._disk:
                 from_disk.append(num_read)
             num_read += 1
         pages.flags.writeable = False
         return pages[:num_read], from_disk
+
+    def _read_from_peer(self, keys: Sequence[bytes], out: np.ndarray) -> int:
+        """Fetch the first of these pages, and those after it that the same engine has; how many came."""
+        peers = self._peers
+        if peers is None:
+            return 0
+        with self._changed:
+            address = peers.address(keys[0])
+            run = list(itertools.takewhile(lambda key: peers.address(key) == address and key not in self._host.slots, keys))
+        if address is None or not run:
+            return 0
+        start = time.monotonic()
+        count = peers.read(address, run, out[: len(run)])
+        now = time.monotonic()
+        with self._changed:
+            peers.rate.observe(count * self.page_bytes, now - start, now)
+            peers.num_hits += count
+            peers.forget(run[count:])
+        return count
 
     def _drop_after(self, damaged: bytes, refusal: str, keys: Sequence[bytes]) -> None:
         assert self._disk

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import ssl
 import struct
@@ -11,9 +12,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+import numpy as np
+
 from jaxinfer.kv_transfer import page_wire
 from jaxinfer.kv_transfer.handoff import HandOffError
 from jaxinfer.kv_transfer.kv_receiver import KVReceiver
+
+logger = logging.getLogger(__name__)
 
 _CONNECT_SECONDS = 5.0
 _PULLED_AT_ONCE = 32  # pages of a command
@@ -44,6 +49,29 @@ class PageClient:
         """Begin, in a thread. The receiver is told of each page that has arrived whole, or that no more will. Once all
         have, the source may let go of its own."""
         threading.Thread(target=self._pull, args=(address, receiver, list(places)), name="pull pages", daemon=True).start()
+
+    def fetch(self, host: str, port: int, model: bytes, digests: Sequence[bytes], out: np.ndarray, seconds: float) -> int:
+        """Copy pages that an engine of this model has in its caches into uint8[len(digests), bytes of a page], in the
+        caller's thread; returns how many came, from the first on. No page may take longer than `seconds`."""
+        address, num_fetched = PageAddress(host, port, model), 0
+        connection = None
+        try:
+            connection = self._connection(address)
+            connection.settimeout(seconds)
+            for start in range(0, len(digests), page_wire.MOST_PLACES):
+                some = digests[start : start + page_wire.MOST_PLACES]
+                command = page_wire.COMMAND.pack(page_wire.FETCH, model)
+                connection.sendall(command + page_wire.COUNT.pack(len(some)) + b"".join(some))
+                for number in range(len(some)):
+                    self.receive_seconds += page_wire.receive_page(connection, number, out[num_fetched].data)
+                    self.num_bytes += out.shape[1]
+                    num_fetched += 1
+            self._keep(address, connection)
+        except (OSError, HandOffError) as error:
+            logger.info("of %d pages at %s:%d %d came: %s", len(digests), host, port, num_fetched, error)
+            if connection is not None:
+                connection.close()
+        return num_fetched
 
     @property
     def bytes_per_second(self) -> float:
@@ -118,6 +146,7 @@ class PageClient:
         return connection
 
     def _keep(self, address: PageAddress, connection: socket.socket) -> None:
+        connection.settimeout(self._seconds)
         with self._lock:
             self._idle.setdefault((address.host, address.port), []).append(connection)
 

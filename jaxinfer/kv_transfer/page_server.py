@@ -8,7 +8,10 @@ import logging
 import socket
 import ssl
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import numpy as np
 
 from jaxinfer.kv_transfer import page_wire
 from jaxinfer.kv_transfer.handoff import HandOffError
@@ -21,13 +24,26 @@ _HELLO_SECONDS = 10.0  # from a connection to its first words
 _SWEEP_SECONDS = 1.0
 
 
+class CachedSource(Protocol):
+    """What an engine's caches have. `model`: 16 bytes that name what its pages mean besides tokens."""
+
+    model: bytes
+
+    def read(self, keys: Sequence[bytes]) -> Iterator[np.ndarray]:
+        """Pages by digest, uint8[bytes of a page], up to the first one that is missing. Any thread may call."""
+        ...
+
+
 class PageServer:
-    """Serves from threads of its own until `close`. `token`: what a client has to know; `tls`: of the server's side.
+    """Serves from threads of its own until `close`. `token`: what a client has to know; `tls`: of the server's side;
+    `cached`: what caches have, for who asks by digest.
 
     Raises `OSError` for an address that can't be listened on."""
 
-    def __init__(self, host: str, port: int = 0, *, token: str = "", tls: ssl.SSLContext | None = None) -> None:
-        self._token, self._tls = token.encode(), tls
+    def __init__(
+        self, host: str, port: int = 0, *, token: str = "", tls: ssl.SSLContext | None = None, cached: CachedSource | None = None
+    ) -> None:
+        self._token, self._tls, self._cached = token.encode(), tls, cached
         self._listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         self._senders: dict[bytes, KVSender] = {}  # by the hand-off's id
         self._connections: set[socket.socket] = set()
@@ -113,6 +129,13 @@ class PageServer:
                 raise page_wire.WireError(f"a pull of {count} pages: at most {page_wire.MOST_PLACES}")
             places = memoryview(page_wire.read(connection, 4 * count)).cast("I")
             self._send(connection, sender, places)
+        elif kind == page_wire.FETCH:
+            (count,) = page_wire.COUNT.unpack(page_wire.read(connection, page_wire.COUNT.size))
+            if count > page_wire.MOST_PLACES:
+                raise page_wire.WireError(f"a fetch of {count} pages: at most {page_wire.MOST_PLACES}")
+            size = page_wire.DIGEST_BYTES
+            digests = page_wire.read(connection, count * size)
+            self._send_cached(connection, handoff_id, [digests[at : at + size] for at in range(0, len(digests), size)])
         elif kind != page_wire.RENEW:
             raise page_wire.WireError(f"there is no command {kind}")
 
@@ -125,8 +148,22 @@ class PageServer:
                 _send_all(connection, page_wire.page_header(place, page), page)
                 sender.renew()
         except HandOffError as error:
-            reason = str(error).encode()[:1000]
-            connection.sendall(page_wire.FAILED_HEADER.pack(page_wire.FAILED, len(reason)) + reason)
+            _send_failure(connection, str(error))
+
+    def _send_cached(self, connection: socket.socket, model: bytes, digests: Sequence[bytes]) -> None:
+        cached, number = self._cached, 0
+        if cached is None or model != cached.model:
+            _send_failure(connection, "this engine has another model" if cached else "this engine has no cache for others")
+            return
+        for number, page in enumerate(cached.read(digests), 1):
+            _send_all(connection, page_wire.page_header(number - 1, page.data), page.data)
+        if number < len(digests):
+            _send_failure(connection, "the next page is not here any more")
+
+
+def _send_failure(connection: socket.socket, text: str) -> None:
+    reason = text.encode()[:1000]
+    connection.sendall(page_wire.FAILED_HEADER.pack(page_wire.FAILED, len(reason)) + reason)
 
 
 def _send_all(connection: socket.socket, header: bytes, page: memoryview) -> None:

@@ -5,7 +5,9 @@
     client, pull:   1 | id, 16 bytes | count, uint32 | places in the page table, uint32 each
     client, renew:  2 | id
     client, over:   3 | id
-    server, page:   1 | place, uint32 | checksum, uint64 | length, uint32 | bytes; one for each place, in order
+    client, fetch:  4 | digest of the model | count, uint32 | digests of blocks, 16 bytes each; of what caches have
+    server, page:   1 | place, uint32 | checksum, uint64 | length, uint32 | bytes; one for each place, in order; the
+                    place of a block that was fetched is its number
     server, failed: 2 | length of the reason, uint32 | reason; instead of what is left
 
 All integers are little-endian. A client has two pulls under way, of which the server answers one: so the client's
@@ -22,15 +24,16 @@ import xxhash
 
 from jaxinfer.kv_transfer.handoff import HandOffError
 
-MAGIC, VERSION = b"JXKV", 2
-PULL, RENEW, OVER = 1, 2, 3
+MAGIC, VERSION = b"JXKV", 3
+PULL, RENEW, OVER, FETCH = 1, 2, 3, 4
 PAGE, FAILED = 1, 2
 HELLO = struct.Struct("<4sHH")
 COMMAND = struct.Struct("<B16s")
 COUNT = struct.Struct("<I")
 PAGE_HEADER = struct.Struct("<BIQI")
 FAILED_HEADER = struct.Struct("<BI")
-MOST_PLACES = 4096  # of a pull
+DIGEST_BYTES = 16
+MOST_PLACES = 4096  # of a pull or fetch
 _MOST_TEXT = 4096  # bytes of an error or a token
 
 

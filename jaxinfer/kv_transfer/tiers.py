@@ -68,8 +68,9 @@ class TierTransfer:
         self._saves: deque[tuple[int, Future[None]]] = deque()  # number of pages, and the save in progress
         self._saver = ThreadPoolExecutor(1, "kv-tiers-saver")
         self._is_closed = False
-        for mover, manager in pools:
-            manager.save_evicted = self._save_with(mover)
+        if tiers.num_host_slots:  # else there are other engines' pages only
+            for mover, manager in pools:
+                manager.save_evicted = self._save_with(mover)
 
     def warm_up(self) -> None:
         """Copy the null page both ways in every size, and time the copies to the mesh."""

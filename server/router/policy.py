@@ -6,12 +6,14 @@ from __future__ import annotations
 import statistics
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
 class WorkerView:
     """What the policy sees of a worker. `num_tokens`: of prompts that it has still to compute; `num_sequences`: that it
-    decodes, or will; `num_cached`: of this prompt's tokens, whose KV it has; `tokens_per_second`: of prefill, measured,
+    decodes, or will; `num_cached`: of this prompt's tokens, whose KV it has; `num_elsewhere`: those that another worker
+    has, which it can fetch, from the first on; `tokens_per_second`: of prefill, measured,
     0 if unknown; `bytes_per_second`: that it pulls pages with, 0 if unknown; `num_held`: blocks in its prefix cache."""
 
     worker_id: str
@@ -23,6 +25,7 @@ class WorkerView:
     tokens_per_second: float = 0.0
     bytes_per_second: float = 0.0
     num_held: int = 0
+    num_elsewhere: int = 0
 
     @property
     def can_prefill(self) -> bool:
@@ -47,13 +50,14 @@ class RoutedRequest:
 @dataclass(frozen=True)
 class Choice:
     """`prefill`: the worker that computes the prompt; None: the one that decodes. `num_new_tokens`: to compute there;
-    `seconds`: to the first token, as expected."""
+    `seconds`: to the first token, as expected; `is_fetched`: whether it gets tokens from another worker's cache."""
 
     decode: str
     prefill: str | None
     reason: str
     num_new_tokens: int
     seconds: float
+    is_fetched: bool = False
 
     @property
     def computed_by(self) -> str:
@@ -71,6 +75,7 @@ class RoutingSettings:
     hop_seconds: float = 0.005  # of a prefill elsewhere, beside the bytes
     disturbance: float = 0.1  # a second by which each sequence of a batch waits for this prompt
     thrift: float = 4.0  # a second of computing what another worker has: all that come later wait for it
+    duplicates: float = 1.0  # a second of computing that is fetched: something else goes from the cache for it
     full_batch: float = 1.0  # seconds that a place in a full batch is worth less than in an empty one
     no_place: float = 5.0  # seconds of waiting for a place, for each batch that waits before
     loyalty: float = 1.5  # a session stays with its worker up to so many times the best expectation,
@@ -108,6 +113,14 @@ def choose(
     return best
 
 
+class _PrefillWork(NamedTuple):
+    queue: float  # seconds that it waits for others' prompts
+    fetch: float  # seconds until another worker's pages are here
+    compute: float  # seconds
+    num_new: int  # tokens to compute
+    saved: float = 0.0  # seconds of computing that fetching saves
+
+
 class _Options:
     """Of a request's options, in seconds."""
 
@@ -116,17 +129,17 @@ class _Options:
 
     def alone(self, worker: WorkerView) -> tuple[float, Choice]:
         """One worker does both."""
-        queue, compute, num_new = self._prefill(worker)
-        seconds = queue + compute
-        cost = seconds + self._settings.thrift * compute + self._disturbance(worker, compute) + self.place(worker)
-        return cost, Choice(worker.worker_id, None, "decode's worker does it as soon", num_new, seconds)
+        work = self._prefill(worker)
+        seconds = work.queue + work.fetch + work.compute
+        cost = seconds + self._thrift(work) + self._disturbance(worker, work.compute) + self.place(worker)
+        return cost, Choice(worker.worker_id, None, "decode's worker does it as soon", work.num_new, seconds, work.fetch > 0)
 
     def apart(self, prefill: WorkerView, decode: WorkerView) -> tuple[float, Choice]:
         """Pages move while prefill computes those after them."""
-        queue, compute, num_new = self._prefill(prefill)
-        seconds = queue + max(compute, self.move(decode)) + self._settings.hop_seconds
-        cost = seconds + self._settings.thrift * compute + self._disturbance(prefill, compute) + self.place(decode)
-        return cost, Choice(decode.worker_id, prefill.worker_id, "prefilled apart", num_new, seconds)
+        work = self._prefill(prefill)
+        seconds = work.queue + work.fetch + max(work.compute, self.move(decode)) + self._settings.hop_seconds
+        cost = seconds + self._thrift(work) + self._disturbance(prefill, work.compute) + self.place(decode)
+        return cost, Choice(decode.worker_id, prefill.worker_id, "prefilled apart", work.num_new, seconds, work.fetch > 0)
 
     def place(self, worker: WorkerView) -> float:
         """What a place in its decode batch costs."""
@@ -138,11 +151,21 @@ class _Options:
         num_bytes = max(0, self._request.num_tokens - decode.num_cached) * self._request.bytes_per_token
         return num_bytes / (decode.bytes_per_second or self._settings.bytes_per_second)
 
-    def _prefill(self, worker: WorkerView) -> tuple[float, float, int]:
-        """Seconds in the worker's queue, seconds of computing, tokens to compute."""
-        rate = worker.tokens_per_second or self._usual_rate
-        num_new = max(1, self._request.num_tokens - worker.num_cached)
-        return worker.num_tokens / rate, num_new / rate, num_new
+    def _prefill(self, worker: WorkerView) -> _PrefillWork:
+        """With what another worker has where fetching that is quicker than computing it."""
+        rate, num_tokens = worker.tokens_per_second or self._usual_rate, self._request.num_tokens
+        queue, num_new = worker.num_tokens / rate, max(1, num_tokens - worker.num_cached)
+        if worker.num_elsewhere > worker.num_cached:
+            num_bytes = (worker.num_elsewhere - worker.num_cached) * self._request.bytes_per_token
+            fetch = self._settings.hop_seconds + num_bytes / (worker.bytes_per_second or self._settings.bytes_per_second)
+            num_left = max(1, num_tokens - worker.num_elsewhere)
+            if fetch < (num_new - num_left) / rate:
+                return _PrefillWork(queue, fetch, num_left / rate, num_left, (num_new - num_left) / rate)
+        return _PrefillWork(queue, 0.0, num_new / rate, num_new)
+
+    def _thrift(self, work: _PrefillWork) -> float:
+        """What this costs those that come later."""
+        return self._settings.thrift * work.compute + self._settings.duplicates * work.saved
 
     def _disturbance(self, worker: WorkerView, compute: float) -> float:
         """Of those that it decodes meanwhile. Who decodes only may get more of them at any moment."""

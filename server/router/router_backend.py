@@ -15,8 +15,8 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import grpc
 import grpc.aio
@@ -24,7 +24,7 @@ import grpc.aio
 from jaxinfer.config import ConfigError
 from jaxinfer.encode.text_batching import Embedded, TokenIds
 from jaxinfer.engine.intake import RequestIntake
-from jaxinfer.kv_cache.block_keys import block_keys, digests
+from jaxinfer.kv_cache.block_keys import History, block_keys, digests
 from jaxinfer.request import DEFAULT_CONTEXT, FinishReason, OutputDelta, RequestContext, SamplingParams
 from jaxinfer.segments import Prompt
 from jaxinfer.stats import EngineStats
@@ -42,6 +42,16 @@ logger = logging.getLogger(__name__)
 
 _MOST_LOST = 8  # workers that a sequence may lose: then it is the sequence that kills them
 _MOST_SESSIONS = 65536  # whose workers are remembered
+
+
+class _Prefix(NamedTuple):
+    """The most blocks of a prompt that a worker has, and who that is."""
+
+    num_blocks: int
+    worker_id: str
+
+
+_NO_PREFIX = _Prefix(0, "")
 
 
 class RouterBackend:
@@ -159,13 +169,13 @@ class RouterBackend:
         lost: list[str] = []
         while True:
             by_size = self._digests(prompt, output, context)
-            choice = await self._choose(len(prompt) + len(output), by_size, lost, params, context)
+            choice, prefix = await self._choose(len(prompt) + len(output), by_size, lost, params, context)
             call_id = f"{request_id}-{index}-{len(lost)}"
             computes = self._workers.get(choice.computed_by)
             digests = [] if computes is None else by_size.get(computes.info.page_size, [])
             self._workers.prefixes.expect(choice.computed_by, digests)
             try:
-                async with aclosing(self._call(choice, call_id, prompt, params, context, output)) as deltas:
+                async with aclosing(self._call(choice, prefix, call_id, prompt, params, context, output)) as deltas:
                     async for message in deltas:
                         delta = messages.read_delta(message, request_id, index)
                         output += delta.token_ids
@@ -188,7 +198,7 @@ class RouterBackend:
 
     def _digests(self, prompt: Prompt, output: Sequence[int], context: RequestContext) -> dict[int, list[bytes]]:
         """What names the blocks that a worker would have to have, for each size of a page that any has."""
-        history = _History([*prompt.token_ids.tolist(), *output], prompt, context)
+        history = History([*prompt.token_ids.tolist(), *output], prompt, context)
         return {
             page_size: digests(context.namespace, block_keys(history, page_size, len(history.token_ids) // page_size))
             for page_size in {worker.info.page_size for worker in self._workers.all}
@@ -196,20 +206,29 @@ class RouterBackend:
 
     async def _choose(
         self, num_tokens: int, digests: Mapping[int, Sequence[bytes]], lost: Sequence[str], params: SamplingParams, context: RequestContext
-    ) -> Choice:
-        """Waits for a worker where none is left. Raises `Unavailable` after a while."""
+    ) -> tuple[Choice, _Prefix]:
+        """Also who has what the worker is to fetch, if it is. Waits for a worker where none is left. Raises `Unavailable` after a while."""
         deadline = time.monotonic() + self._wait_seconds
         session = None if context.session is None else (context.namespace, context.session)
         while True:
             changed, workers = self._workers.changed, self._workers.all
             prefixes = self._workers.prefixes
-            num_cached: dict[str, int] = {}
+            num_cached: dict[str, int] = {}  # blocks
+            longest: dict[int, _Prefix] = {}  # by page size: pages of another one are fetched by hand-offs only
             for page_size, of_size in digests.items():
-                num_cached |= prefixes.match(of_size, [w.info.worker_id for w in workers if w.info.page_size == page_size])
+                worker_ids = [worker.info.worker_id for worker in workers if worker.info.page_size == page_size]
+                num_cached |= prefixes.match(of_size, worker_ids)
+                if any(num_cached.values()):
+                    held = prefixes.match(of_size, worker_ids, with_expected=False)
+                    longest[page_size] = max(_Prefix(count, worker_id) for worker_id, count in held.items())
             views = [
-                worker.view(num_cached.get(worker_id, 0) * worker.info.page_size, prefixes.num_held(worker_id))
+                worker.view(
+                    num_cached.get(worker_id, 0) * page_size,
+                    prefixes.num_held(worker_id),
+                    longest.get(page_size, _NO_PREFIX).num_blocks * page_size,
+                )
                 for worker in workers
-                for worker_id in (worker.info.worker_id,)
+                for worker_id, page_size in ((worker.info.worker_id, worker.info.page_size),)
             ]
             bytes_per_token = max((worker.info.kv_bytes_per_token for worker in workers), default=0)
             routed = RoutedRequest(num_tokens, bytes_per_token, session and self._favourites.get(session), may_move=params.max_tokens != 0)
@@ -218,18 +237,28 @@ class RouterBackend:
                 if session is not None:
                     self._favourites[session] = choice.computed_by
                 self.num_routed[choice.reason] += 1
-                return choice
+                computes = self._workers.get(choice.computed_by)
+                prefix = _NO_PREFIX if computes is None or not choice.is_fetched else longest[computes.info.page_size]
+                return choice, prefix
             try:
                 await asyncio.wait_for(changed.wait(), deadline - time.monotonic())
             except TimeoutError:
                 raise Unavailable("no worker is left") from None
 
     async def _call(
-        self, choice: Choice, call_id: str, prompt: Prompt, params: SamplingParams, context: RequestContext, output: Sequence[int]
+        self,
+        choice: Choice,
+        prefix: _Prefix,
+        call_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        context: RequestContext,
+        output: Sequence[int],
     ) -> AsyncGenerator[pb.Delta]:
         """Ask a decode worker. Raises `WorkerLost`, or `RequestError` for what no worker would answer."""
         decode = self._workers.get(choice.decode)
         prefill = None if choice.prefill is None else self._workers.get(choice.prefill)
+        has_prefix = self._workers.get(prefix.worker_id)
         if decode is None:
             raise WorkerLost("it is gone")
         if output:  # what only the first delta has was sent
@@ -242,6 +271,8 @@ class RouterBackend:
             output_token_ids=output,
             prefill_address=None if prefill is None else prefill.info.address,
             num_new_tokens=choice.num_new_tokens,
+            prefix_address=None if has_prefix is None else has_prefix.page_address,
+            num_prefix_tokens=0 if has_prefix is None else prefix.num_blocks * has_prefix.info.page_size,
         )
         work = [(prefill or decode).given.begin(choice.num_new_tokens), decode.given.begin(0, num_sequences=1)]
         try:
@@ -321,12 +352,3 @@ class _Recent(OrderedDict[tuple[str, str], str]):
         self.move_to_end(session)
         if len(self) > self._most:
             self.popitem(last=False)
-
-
-@dataclass(frozen=True)
-class _History:
-    """See `TokenHistory`."""
-
-    token_ids: Sequence[int]
-    prompt: Prompt
-    context: RequestContext

@@ -13,7 +13,7 @@ import grpc.aio
 
 from server.cluster_stats import WorkerStats
 from server.router.policy import WorkerView
-from server.router.prefix_index import PrefixIndex
+from server.router.prefix_index import Holder, PrefixIndex
 from server.workers import messages, worker_pb2_grpc
 from server.workers import worker_pb2 as pb
 from server.workers.credentials import Credentials
@@ -37,9 +37,9 @@ class KnownWorker:
         self.heard = asyncio.Event()
         self.given = WorkUnderWay()  # by this router
 
-    def view(self, num_cached: int = 0, num_held: int = 0) -> WorkerView:
-        """With what other routers gave it, as far as it has told. `num_cached`: of the prompt in question, in tokens;
-        `num_held`: blocks in its prefix cache."""
+    def view(self, num_cached: int = 0, num_held: int = 0, num_elsewhere: int = 0) -> WorkerView:
+        """With what other routers gave it, as far as it has told. `num_cached`, `num_elsewhere`: of the prompt in
+        question, in tokens; `num_held`: blocks in its prefix cache."""
         info, given, load = self.info, self.given, self.load
         return WorkerView(
             info.worker_id,
@@ -51,7 +51,13 @@ class KnownWorker:
             load.prefill_tokens_per_second,
             load.bytes_per_second,
             num_held,
+            num_elsewhere,
         )
+
+    @property
+    def page_address(self) -> str:
+        """Where other workers fetch its pages."""
+        return f"{self.info.address.rpartition(':')[0]}:{self.info.page_port}"
 
     def stats(self, num_cached_blocks: int) -> WorkerStats:
         info, load = self.info, self.load
@@ -170,18 +176,19 @@ class Workers(worker_pb2_grpc.RouterServicer):
         """Know what its prefix cache has, for as long as the worker is here."""
         worker_id = worker.info.worker_id
         while True:
-            call, last = worker.stub.WatchCache(pb.CacheRequest(), metadata=self._credentials.metadata), -1
+            call = worker.stub.WatchCache(pb.CacheRequest(), metadata=self._credentials.metadata)
+            last = {False: -1, True: -1}  # events of the devices, and of what is stored below them
             try:
                 async for message in call:
-                    change = messages.read_cache(message)
+                    change, holder = messages.read_cache(message), Holder(worker_id, message.is_stored)
                     if change.is_reset:
-                        self.prefixes.replace(worker_id, change.inserted)
-                    elif change.first == last + 1:
-                        self.prefixes.discard(worker_id, change.evicted)
-                        self.prefixes.add(worker_id, change.inserted)
+                        self.prefixes.replace(holder, change.inserted)
+                    elif change.first == last[message.is_stored] + 1:
+                        self.prefixes.discard(holder, change.evicted)
+                        self.prefixes.add(holder, change.inserted)
                     else:
                         break  # something was missed: from the beginning again
-                    last = change.last
+                    last[message.is_stored] = change.last
             except grpc.aio.AioRpcError as error:
                 logger.debug("worker %s tells nothing of its cache: %s", worker_id[:8], error.details())
             finally:

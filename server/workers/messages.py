@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, fields
 
 from jaxinfer.engine_access import EngineClosedError
@@ -17,6 +17,7 @@ from pallas_kernels.span import Span
 from server.workers import worker_pb2 as pb
 
 MOST_PAGE_TOKENS = 1 << 16
+_MOST_DIGESTS = 65536  # of a message: a megabyte, of which gRPC takes four
 _DEFAULTS = {field.name: getattr(SamplingParams(), field.name) for field in fields(SamplingParams)}
 
 
@@ -146,14 +147,19 @@ def read_first_token(message: pb.FirstToken) -> FirstToken:
     )
 
 
-def cache_message(change: CacheChange) -> pb.CacheChange:
-    return pb.CacheChange(
+def cache_messages(change: CacheChange, *, is_stored: bool) -> Iterator[pb.CacheChange]:
+    """As many as its size needs: what is too much for one comes after it, as a change of no events."""
+    yield pb.CacheChange(
         first=change.first,
         last=change.last,
-        inserted=b"".join(change.inserted),
+        inserted=b"".join(change.inserted[:_MOST_DIGESTS]),
         evicted=b"".join(change.evicted),
         is_reset=change.is_reset,
+        is_stored=is_stored,
     )
+    for start in range(_MOST_DIGESTS, len(change.inserted), _MOST_DIGESTS):
+        inserted = b"".join(change.inserted[start : start + _MOST_DIGESTS])
+        yield pb.CacheChange(first=change.last + 1, last=change.last, inserted=inserted, is_stored=is_stored)
 
 
 def read_cache(message: pb.CacheChange) -> CacheChange:

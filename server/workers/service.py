@@ -14,11 +14,13 @@ from typing import Any
 
 import grpc
 import grpc.aio
+import numpy as np
 
 from jaxinfer.async_requests import AsyncRequests
 from jaxinfer.engine import Engine
 from jaxinfer.engine_loop import EngineLoop
 from jaxinfer.engine_thread import NewRequest
+from jaxinfer.kv_cache.block_keys import History
 from jaxinfer.kv_transfer.kv_receiver import KVReceiver
 from jaxinfer.kv_transfer.kv_sender import KVSender
 from jaxinfer.kv_transfer.page_client import PageAddress, PageClient
@@ -38,6 +40,7 @@ logger = logging.getLogger(__name__)
 ROLES = ("prefill", "decode", "both")
 _LOAD_SECONDS = 0.1  # between looks at the load
 _CACHE_SECONDS = 0.05  # between looks at what the prefix cache told
+_CACHED_PAGE_SECONDS = 2.0  # that another worker may take for a page that it has
 _LOAD_AT_LEAST = 1.0  # seconds between messages of it, though nothing has changed
 
 
@@ -52,6 +55,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._geometry = engine.page_spec
         self._work = WorkUnderWay()
+        engine.cached_pages.connect(self._fetch_cached)
 
     async def Describe(self, request: pb.DescribeRequest, context: grpc.aio.ServicerContext) -> pb.WorkerInfo:
         return self.info
@@ -75,12 +79,13 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             await asyncio.sleep(_LOAD_SECONDS)
 
     async def WatchCache(self, request: pb.CacheRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[pb.CacheChange]:
-        events, last = self._engine.cache_events, None
+        last: dict[int, int] = {}
         while True:
-            change = None if events is None else events.since(last)
-            if change is not None:
-                last = change.last
-                yield messages.cache_message(change)
+            for level, events in enumerate(self._engine.cached_pages.events):
+                if (change := events.since(last.get(level))) is not None:
+                    last[level] = change.last
+                    for message in messages.cache_messages(change, is_stored=level > 0):
+                        yield message
             await asyncio.sleep(_CACHE_SECONDS)
 
     async def GenerateMany(
@@ -98,6 +103,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         try:
             new = self._new_request(request.request_id, request.prompt_token_ids, request.params, request.context)
             new = NewRequest(new.request_id, new.prompt, new.params, new.context, receiver, tuple(request.output_token_ids))
+            if receiver is None:
+                self._expect(new, request)
             async with aclosing(self._requests.stream(new)) as deltas:
                 async for delta in deltas:
                     work.has_prefilled()
@@ -126,6 +133,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 f"{request.request_id}-{uuid.uuid4().hex[:8]}", request.prompt_token_ids, request.params, request.context
             )
             new = NewRequest(new.request_id, new.prompt, new.params, new.context, sender, tuple(request.output_token_ids))
+            self._expect(new, request)
             async with aclosing(self._requests.stream(new)) as deltas:
                 async for delta in deltas:
                     work.has_prefilled()
@@ -138,6 +146,17 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         finally:
             self._pages.remove(request.handoff_id)
             work.end()
+
+    def _expect(self, new: NewRequest, request: pb.GenerateRequest | pb.PrefillRequest) -> None:
+        """Know which worker has the first tokens of a request that is computed here."""
+        if request.HasField("prefix_address"):
+            history = History([*new.prompt.token_ids.tolist(), *new.output_ids], new.prompt, new.context)
+            self._engine.cached_pages.expect(history, request.num_prefix_tokens, request.prefix_address)
+
+    def _fetch_cached(self, address: str, keys: Sequence[bytes], out: np.ndarray) -> int:
+        """See `FetchPages`; in a thread of the tiers'."""
+        host, _, port = address.rpartition(":")
+        return self._client.fetch(host.strip("[]"), int(port), self.info.model_digest.encode(), keys, out, _CACHED_PAGE_SECONDS)
 
     def _difference(self, request: pb.PrefillRequest) -> str | None:
         """Why pages of this worker would mean something else to the one that asks."""
@@ -182,6 +201,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 page_geometry=self.info.page_geometry,
                 model_digest=self.info.model_digest,
                 version=self.info.version,
+                prefix_address=request.prefix_address if request.HasField("prefix_address") else None,
+                num_prefix_tokens=request.num_prefix_tokens,
             )
             stub = worker_pb2_grpc.WorkerStub(self._channel(address))
             async for event in stub.Prefill(asked, metadata=self._credentials.metadata):

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import grpc
 import grpc.aio
+import numpy as np
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
 from jaxinfer.config import ConfigError
 from jaxinfer.engine import Engine
+from jaxinfer.engine.cached_pages import CachedPages
 from jaxinfer.engine.fingerprint import fingerprint
+from jaxinfer.engine_access import EngineClosedError
 from jaxinfer.engine_loop import EngineLoop
+from jaxinfer.engine_thread import EngineFailedError
 from jaxinfer.kv_transfer.page_server import PageServer
 from server.workers import worker_pb2 as pb
 from server.workers import worker_pb2_grpc
@@ -43,7 +48,19 @@ class WorkerAddress(NamedTuple):
     page_port: int = 0
 
 
-def describe(engine: Engine, role: str, address: str, page_port: int) -> pb.WorkerInfo:
+class CachedForOthers:
+    """What an engine's caches have, for the page server. See `CachedSource`."""
+
+    def __init__(self, model: bytes, pages: CachedPages, loop: EngineLoop) -> None:
+        self.model, self._pages, self._loop = model, pages, loop
+
+    def read(self, keys: Sequence[bytes]) -> Iterator[np.ndarray]:
+        """An engine that has ended, or is about to, has none."""
+        with contextlib.suppress(EngineClosedError, EngineFailedError):
+            yield from self._pages.read(keys, self._loop.call)
+
+
+def describe(engine: Engine, role: str, address: str, page_port: int, model_digest: str) -> pb.WorkerInfo:
     """What routers and other workers know a worker by."""
     config = engine.config
     return pb.WorkerInfo(
@@ -52,7 +69,7 @@ def describe(engine: Engine, role: str, address: str, page_port: int) -> pb.Work
         role=role,
         version=version(),
         model=config.model.model,
-        model_digest=fingerprint(engine),
+        model_digest=model_digest,
         tokenizer_digest=engine.tokenizer.digest,
         page_geometry=geometry_text(engine.page_spec),
         page_port=page_port,
@@ -79,7 +96,8 @@ async def serve(
     Raises `ConfigError` where a router refuses it, and for an address that can't be listened on; the engine's error
     once it has one."""
     loop = EngineLoop(engine)
-    pages = _listen_for_pages(address, credentials)
+    digest = fingerprint(engine)
+    pages = _listen_for_pages(address, credentials, CachedForOthers(digest.encode(), engine.cached_pages, loop))
     server = credentials.server()
     try:
         port = credentials.listen(server, f"{address.host}:{address.port}")
@@ -87,7 +105,7 @@ async def serve(
         pages.close()
         raise ConfigError(f"can't listen on {address.host} port {address.port}: choose others with --host and --port") from error
     _add_standard_services(server)
-    info = describe(engine, role, f"{address.host}:{port}", pages.port)
+    info = describe(engine, role, f"{address.host}:{port}", pages.port, digest)
     service = WorkerService(engine, loop, info, pages, credentials)
     worker_pb2_grpc.add_WorkerServicer_to_server(service, server)
     await server.start()
@@ -114,9 +132,10 @@ async def _until_failed(loop: EngineLoop) -> None:
     raise loop.failure
 
 
-def _listen_for_pages(address: WorkerAddress, credentials: Credentials) -> PageServer:
+def _listen_for_pages(address: WorkerAddress, credentials: Credentials, cached: CachedForOthers) -> PageServer:
+    tls = credentials.page_server_tls
     try:
-        return PageServer(address.host, address.page_port, token=credentials.token, tls=credentials.page_server_tls)
+        return PageServer(address.host, address.page_port, token=credentials.token, tls=tls, cached=cached)
     except OSError as error:
         raise ConfigError(f"can't listen on {address.host} port {address.page_port}: choose others with --host and --page-port") from error
 

@@ -103,7 +103,7 @@ class GenerateEvent(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., refused: _Optional[str] = ..., failed: _Optional[str] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "prompt_token_ids", "params", "context", "output_token_ids", "prefill_address", "num_new_tokens")
+    __slots__ = ("request_id", "prompt_token_ids", "params", "context", "output_token_ids", "prefill_address", "num_new_tokens", "prefix_address", "num_prefix_tokens")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PARAMS_FIELD_NUMBER: _ClassVar[int]
@@ -111,6 +111,8 @@ class GenerateRequest(_message.Message):
     OUTPUT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     NUM_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREFIX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     params: str
@@ -118,10 +120,12 @@ class GenerateRequest(_message.Message):
     output_token_ids: _containers.RepeatedScalarFieldContainer[int]
     prefill_address: str
     num_new_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., params: _Optional[str] = ..., context: _Optional[_Union[Context, _Mapping]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., prefill_address: _Optional[str] = ..., num_new_tokens: _Optional[int] = ...) -> None: ...
+    prefix_address: str
+    num_prefix_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., params: _Optional[str] = ..., context: _Optional[_Union[Context, _Mapping]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., prefill_address: _Optional[str] = ..., num_new_tokens: _Optional[int] = ..., prefix_address: _Optional[str] = ..., num_prefix_tokens: _Optional[int] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("request_id", "prompt_token_ids", "params", "context", "handoff_id", "num_known", "page_geometry", "model_digest", "version", "output_token_ids", "num_new_tokens")
+    __slots__ = ("request_id", "prompt_token_ids", "params", "context", "handoff_id", "num_known", "page_geometry", "model_digest", "version", "output_token_ids", "num_new_tokens", "prefix_address", "num_prefix_tokens")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PARAMS_FIELD_NUMBER: _ClassVar[int]
@@ -133,6 +137,8 @@ class PrefillRequest(_message.Message):
     VERSION_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREFIX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     params: str
@@ -144,7 +150,9 @@ class PrefillRequest(_message.Message):
     version: str
     output_token_ids: _containers.RepeatedScalarFieldContainer[int]
     num_new_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., params: _Optional[str] = ..., context: _Optional[_Union[Context, _Mapping]] = ..., handoff_id: _Optional[bytes] = ..., num_known: _Optional[int] = ..., page_geometry: _Optional[str] = ..., model_digest: _Optional[str] = ..., version: _Optional[str] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., num_new_tokens: _Optional[int] = ...) -> None: ...
+    prefix_address: str
+    num_prefix_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., params: _Optional[str] = ..., context: _Optional[_Union[Context, _Mapping]] = ..., handoff_id: _Optional[bytes] = ..., num_known: _Optional[int] = ..., page_geometry: _Optional[str] = ..., model_digest: _Optional[str] = ..., version: _Optional[str] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., num_new_tokens: _Optional[int] = ..., prefix_address: _Optional[str] = ..., num_prefix_tokens: _Optional[int] = ...) -> None: ...
 
 class PrefillEvent(_message.Message):
     __slots__ = ("offered", "first_token")
@@ -261,15 +269,17 @@ class Load(_message.Message):
     def __init__(self, num_waiting: _Optional[int] = ..., num_prefilling: _Optional[int] = ..., num_running: _Optional[int] = ..., num_free_pages: _Optional[int] = ..., num_incoming: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., num_used_pages: _Optional[int] = ..., num_kept_handoffs: _Optional[int] = ..., num_pages_received: _Optional[int] = ..., num_pending_tokens: _Optional[int] = ..., num_sequences: _Optional[int] = ..., prefill_tokens_per_second: _Optional[float] = ..., bytes_per_second: _Optional[float] = ..., role: _Optional[str] = ...) -> None: ...
 
 class CacheChange(_message.Message):
-    __slots__ = ("first", "last", "inserted", "evicted", "is_reset")
+    __slots__ = ("first", "last", "inserted", "evicted", "is_reset", "is_stored")
     FIRST_FIELD_NUMBER: _ClassVar[int]
     LAST_FIELD_NUMBER: _ClassVar[int]
     INSERTED_FIELD_NUMBER: _ClassVar[int]
     EVICTED_FIELD_NUMBER: _ClassVar[int]
     IS_RESET_FIELD_NUMBER: _ClassVar[int]
+    IS_STORED_FIELD_NUMBER: _ClassVar[int]
     first: int
     last: int
     inserted: bytes
     evicted: bytes
     is_reset: bool
-    def __init__(self, first: _Optional[int] = ..., last: _Optional[int] = ..., inserted: _Optional[bytes] = ..., evicted: _Optional[bytes] = ..., is_reset: bool = ...) -> None: ...
+    is_stored: bool
+    def __init__(self, first: _Optional[int] = ..., last: _Optional[int] = ..., inserted: _Optional[bytes] = ..., evicted: _Optional[bytes] = ..., is_reset: bool = ..., is_stored: bool = ...) -> None: ...

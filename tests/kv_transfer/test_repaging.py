@@ -57,7 +57,7 @@ def test_a_page_waits_for_all_that_it_is_made_of() -> None:
     own, asked = replace(SPEC, page_size=4), replace(SPEC, page_size=6)
     pages, sender = pages_of(own, TOKENS), KVSender(0, Repaging(own, asked))
     sender.add([0, 1], np.stack([pages[0], pages[1]]))
-    with pytest.raises(HandOffError, match="did not come within 0.05 s"):
+    with pytest.raises(HandOffError, match=r"did not come within 0.05 s"):
         sender.page(0, 0.05)
     sender.add([2], pages[2].reshape(1, -1))
     assert sender.page(0, 5.0).tobytes() == pages_of(asked, TOKENS)[0].tobytes()
