@@ -12,7 +12,7 @@ from benchmarks.machine import machine
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.disaggregated", description=__doc__)
-    parts = ("transport", "router", "routing", "hop", "gaps")
+    parts = ("transport", "router", "routing", "hop", "fetch", "gaps")
     parser.add_argument("parts", nargs="*", choices=[*parts, []], default=[], help="all without any")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--trace", type=Path, help="requests with hash_ids, one JSON object a line, for `routing`")
@@ -32,6 +32,7 @@ def main() -> None:
         "router": lambda: "\n".join([router_load.HEAD, *(row.row() for row in router_load.measure(given.rates, 10.0, given.num_requests))]),
         "routing": routing_part,
         "hop": lambda: serving.compare_first_tokens((16, 64, 256), 25),
+        "fetch": lambda: serving.compare_fetches((128, 512), 9),
         "gaps": lambda: "\n".join(serving.compare_gaps(given.rounds, serving.GapsLoad(chunk_size=size)) for size in (64, 256)),
     }
     about = machine()

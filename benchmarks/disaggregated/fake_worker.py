@@ -92,7 +92,7 @@ class _Tokens:
 
 
 async def start(
-    role: str, tokenizer_digest: str, credentials: Credentials, host: str = "127.0.0.1", **how: float
+    role: str, tokenizer_digest: str, credentials: Credentials, host: str = "127.0.0.1", page_size: int = PAGE_SIZE, **how: float
 ) -> tuple[FakeWorker, grpc.aio.Server]:
     """A fake worker that listens."""
     server = credentials.server()
@@ -109,7 +109,7 @@ async def start(
         max_batch_size=64,
         vocab_size=VOCABULARY,
         sampling_defaults="{}",
-        page_size=PAGE_SIZE,
+        page_size=page_size,
     )
     worker = FakeWorker(info, **how)
     worker_pb2_grpc.add_WorkerServicer_to_server(worker, server)

@@ -8,12 +8,14 @@ import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from benchmarks.disaggregated.cluster import WorkerCluster
 from benchmarks.http_load import LoadOutcome, LoadRequest, RequestRecord, open_loop, open_session, send
 from benchmarks.serving import Server, served_model
 
 COMPLETIONS = "/v1/completions"
+_EVENTS_SECONDS = 0.3  # after which routers know what a worker has, and a stream is under way
 FLAGS = ("--kv-memory=1GiB", "--max-batch-size=8", "--decode-buckets=8")
 
 
@@ -45,9 +47,9 @@ def prompt(rng: random.Random, num_tokens: int) -> list[int]:
     return [rng.randrange(1_000, 31_000) for _ in range(num_tokens)]
 
 
-def body(model: str, token_ids: list[int], num_tokens: int) -> LoadRequest:
+def body(model: str, token_ids: list[int], num_tokens: int, **others: Any) -> LoadRequest:
     fields = {"model": model, "prompt": token_ids, "max_tokens": num_tokens, "ignore_eos": True, "stream": True, "temperature": 0}
-    return LoadRequest.of(COMPLETIONS, fields)
+    return LoadRequest.of(COMPLETIONS, fields | others)
 
 
 async def observe_gaps(url: str, model: str, load: GapsLoad, seed: int) -> ServedGaps:
@@ -134,4 +136,43 @@ def compare_first_tokens(lengths: Sequence[int], times: int, flags: Sequence[str
             lines.append(
                 f"{length:8}{1e3 * statistics.median(alone):11.1f} ms{1e3 * statistics.median(apart):11.1f} ms{1e3 * hop:25.1f} ms"
             )
+    return "\n".join(lines)
+
+
+async def first_tokens_beside(url: str, model: str, length: int, times: int) -> tuple[list[float], list[float]]:
+    """The times to the first token of prompts that one worker has cached, but not the one that has room for them, and
+    of new ones in the same place. The first worker decodes meanwhile, and takes one sequence at a time."""
+    rng, new, cached = random.Random(f"{length} {times}"), list[float](), list[float]()
+    async with open_session(url) as session:
+        for _ in range(times):
+            known = prompt(rng, length)
+            check([await send(session, body(model, known, 2))])
+            await asyncio.sleep(_EVENTS_SECONDS)
+            busy = asyncio.create_task(send(session, body(model, [*known, *prompt(rng, 4)], 200)))
+            await asyncio.sleep(_EVENTS_SECONDS)
+            for token_ids, ttft in ((prompt(rng, length), new), (known, cached)):
+                record = await send(session, body(model, token_ids, 2, stream_options={"include_usage": True}))
+                check([record])
+                assert record.ttft is not None
+                ttft.append(record.ttft)
+                await asyncio.sleep(_EVENTS_SECONDS)
+                if bool(record.cached_tokens) != (ttft is cached):
+                    raise RuntimeError(f"{record.cached_tokens} tokens were cached: the pages were not fetched")
+            if busy.done():
+                raise RuntimeError("the sequence that was to keep the first worker busy has ended")
+            check([await busy])
+    return new, cached
+
+
+def compare_fetches(lengths: Sequence[int], times: int, flags: Sequence[str] = FLAGS) -> str:
+    """A worker computes a prompt, or fetches it from another one's cache."""
+    flags = [*flags, "--max-batch-size=1", "--decode-buckets=1", "--prefill-chunk-size=64", "--prefill-buckets=16,64"]
+    lines = [f"{'prompt':>8}{'computed':>14}{'fetched':>14}{'fetched / computed, median of pairs':>40}"]
+    with WorkerCluster([("both", 0), ("both", 1)], flags) as cluster:
+        model = served_model(cluster.urls[0])[0]
+        for length in lengths:
+            asyncio.run(first_tokens_beside(cluster.urls[0], model, length, 1))
+            new, cached = asyncio.run(first_tokens_beside(cluster.urls[0], model, length, times))
+            ratio = statistics.median(found / computed for computed, found in zip(new, cached, strict=True))
+            lines.append(f"{length:8}{1e3 * statistics.median(new):11.1f} ms{1e3 * statistics.median(cached):11.1f} ms{ratio:40.2f}")
     return "\n".join(lines)

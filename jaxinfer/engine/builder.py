@@ -94,8 +94,8 @@ def _build(config: EngineConfig, stats: EngineStats, processes: Processes) -> En
     stage_transports = _stage_transports(plan, pools) if not plan.shares_mesh and plan.has_stages else None
     if stage_transports is not None:
         sources += [program for transport in stage_transports for program in transport.programs()]
-    moves_to_host = tiers is not None or config.cache.kv_transport
-    if moves_to_host or not (plan.shares_mesh or plan.has_stages):
+    moves_pages = tiers is not None or config.cache.kv_transport or not (plan.shares_mesh or plan.has_stages)
+    if moves_pages:
         for name, pool in _named_pools(roles, pools):
             sources += gather_programs(name, pool) + scatter_programs(name, pool)
     with ThreadPoolExecutor(1, "weights") as background:
@@ -110,7 +110,7 @@ def _build(config: EngineConfig, stats: EngineStats, processes: Processes) -> En
         programs = named(programs)
     prefill_runner, decode_runner = processes.share("prefill", prefill_runner), processes.share("decode", decode_runner)
     page_movers = {name: processes.share(name, PageMover(name, pool, programs)) for name, pool in _named_pools(roles, pools)}
-    movers = [_host_mover(plan, role, page_movers) for role in roles] if moves_to_host else []
+    movers = [_host_mover(plan, role, page_movers) for role in roles] if moves_pages else []
     chunk_controller = ChunkSizeController(
         schedule.prefill_buckets, schedule.target_ttft, schedule.target_itl, delays_decode=plan.shares_mesh
     )

@@ -20,18 +20,16 @@ from typing import Any
 
 import numpy as np
 
-from jaxinfer.kv_cache.spec import PageSpec
+from jaxinfer.kv_transfer.geometry import geometry_fields, read_geometry
 from jaxinfer.kv_transfer.handoff import HandOff, HandOffError, HandOffState
 from jaxinfer.request import RequestContext, RequestError, SamplingParams
 from jaxinfer.segments import PrefilledSegment, Prompt, Segment, TokenSegment
 from jaxinfer.sequence import Meter, OutputProgress, Request
 from jaxinfer.sequence import Sequence as RunningSequence
-from pallas_kernels.span import Span
 
-MAGIC, VERSION = b"JXHO", 2
+MAGIC, VERSION = b"JXHO", 3
 _PREFIX = struct.Struct("<4sHII")
 _DIGEST_BYTES = 16
-_GEOMETRY = tuple(field.name for field in fields(PageSpec) if field.name != "spans")
 _PARAMS = tuple(field.name for field in fields(SamplingParams) if field.name != "logit_bias")
 
 # Of a sequence whose first output tokens were answered elsewhere; see `engine.output.output_progress`.
@@ -43,8 +41,7 @@ def to_bytes(handoff: HandOff, now: float) -> bytes:
     digests = handoff.digests()
     header = {
         **_sequence_fields(handoff.sequence, now),
-        "geometry": {name: getattr(handoff.geometry, name) for name in _GEOMETRY},
-        "spans": [[span.window, span.chunk] for span in handoff.geometry.spans],
+        "geometry": geometry_fields(handoff.geometry),
         "num_tokens": handoff.num_tokens,
         "num_ready": handoff.num_ready,
         "num_received": handoff.num_received,
@@ -107,10 +104,9 @@ def _read(header: dict[str, Any], arrays: bytes, now: float, resume_output: Resu
     token_ids = list(struct.unpack_from(f"<{num_tokens}i", arrays))
     pages = list(struct.unpack_from(f"<{num_pages}i", arrays, sizes[0]))
     digests = [arrays[at : at + _DIGEST_BYTES] for at in range(sizes[0] + sizes[1], len(arrays), _DIGEST_BYTES)]
-    geometry = PageSpec(**header["geometry"], spans=tuple(Span(*span) for span in header["spans"]))
     handoff = HandOff(
         _read_sequence(header, token_ids, now, resume_output),
-        geometry,
+        read_geometry(header["geometry"]),
         pages,
         header["num_tokens"],
         header["num_ready"],

@@ -78,8 +78,8 @@ class KVSender:
         return self._clock() > self._lease_ends
 
     def page(self, place: int, timeout: float) -> np.ndarray:
-        """The bytes of the receiver's page at this place, uint8[bytes], once they are there. Raises `HandOffError` where
-        they will never be, or don't come within `timeout` seconds."""
+        """The bytes of the receiver's page at this place, uint8[bytes], once they are there. Raises `HandOffError`
+        where they will never be, or don't come within `timeout` seconds."""
         sources = range(place, place + 1) if self._repaging is None else self._repaging.sources(place)
         with self._changed:
             self.renew(timeout)  # who waits for a prompt that is queued here is there

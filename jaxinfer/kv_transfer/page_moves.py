@@ -133,7 +133,7 @@ class PageMover:
         return move(moved, sharding) if isinstance(moved, jax.Array) else place(moved, sharding)
 
     def put_bytes(self, pages: np.ndarray, groups: Sequence[int] = ()) -> Gathered:
-        """Copy pages as bytes, uint8[num_pages, bytes of a page], to the pool's mesh, whatever their groups of layers."""
+        """Copy pages as bytes, uint8[num_pages, bytes of a page], to the pool's mesh, whatever their groups."""
         size = bucket_for(len(pages), MOVE_BUCKETS)
         abstract = self._pool.abstract_moved(size)
         if len(pages) < size:

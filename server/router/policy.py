@@ -138,13 +138,17 @@ class _Options:
         """Pages move while prefill computes those after them."""
         work = self._prefill(prefill)
         seconds = work.queue + work.fetch + max(work.compute, self.move(decode)) + self._settings.hop_seconds
-        cost = seconds + self._thrift(work) + self._disturbance(prefill, work.compute) + self.place(decode)
+        cost = seconds + self._thrift(work) + self._disturbance(prefill, work.compute) + self.place(decode) + self._waiting(prefill)
         return cost, Choice(decode.worker_id, prefill.worker_id, "prefilled apart", work.num_new, seconds, work.fetch > 0)
 
     def place(self, worker: WorkerView) -> float:
         """What a place in its decode batch costs."""
         taken = worker.num_sequences / worker.max_batch_size
-        return self._settings.full_batch * min(taken, 1.0) + self._settings.no_place * max(0.0, taken - 1.0)
+        return self._settings.full_batch * min(taken, 1.0) + self._waiting(worker)
+
+    def _waiting(self, worker: WorkerView) -> float:
+        """Until it has a place; who only prefills there needs one too."""
+        return self._settings.no_place * max(0.0, (worker.num_sequences + 1) / worker.max_batch_size - 1.0)
 
     def move(self, decode: WorkerView) -> float:
         """Moving what decode's worker has not to it."""

@@ -207,7 +207,8 @@ class RouterBackend:
     async def _choose(
         self, num_tokens: int, digests: Mapping[int, Sequence[bytes]], lost: Sequence[str], params: SamplingParams, context: RequestContext
     ) -> tuple[Choice, _Prefix]:
-        """Also who has what the worker is to fetch, if it is. Waits for a worker where none is left. Raises `Unavailable` after a while."""
+        """Also who has what the worker is to fetch, if it is. Waits for a worker where none is left. Raises
+        `Unavailable` after a while."""
         deadline = time.monotonic() + self._wait_seconds
         session = None if context.session is None else (context.namespace, context.session)
         while True:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, fields
+from dataclasses import fields
 
 from jaxinfer.engine_access import EngineClosedError
 from jaxinfer.kv_cache.block_keys import DIGEST_BYTES
 from jaxinfer.kv_cache.events import CacheChange
 from jaxinfer.kv_cache.spec import PageSpec
+from jaxinfer.kv_transfer.geometry import geometry_fields
 from jaxinfer.kv_transfer.kv_receiver import FirstToken
 from jaxinfer.request import DeviceUsage, FinishReason, OutputDelta, RequestContext, RequestError, SamplingParams, TokenLogprob
-from pallas_kernels.span import Span
 from server.workers import worker_pb2 as pb
 
-MOST_PAGE_TOKENS = 1 << 16
 _MOST_DIGESTS = 65536  # of a message: a megabyte, of which gRPC takes four
 _DEFAULTS = {field.name: getattr(SamplingParams(), field.name) for field in fields(SamplingParams)}
 
@@ -39,19 +38,7 @@ def read_params(text: str) -> SamplingParams:
 
 def geometry_text(spec: PageSpec) -> str:
     """What two workers' pages must agree in but for their size in tokens, as JSON."""
-    return json.dumps(asdict(spec), sort_keys=True)
-
-
-def read_geometry(text: str) -> PageSpec:
-    """Raises `ValueError` for what is none."""
-    try:
-        fields_of = json.loads(text)
-        spec = PageSpec(**fields_of | {"spans": tuple(Span(**span) for span in fields_of["spans"])})
-        if not 0 < spec.page_size <= MOST_PAGE_TOKENS:
-            raise ValueError(f"pages of {spec.page_size} tokens")
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"that is no page geometry: {error}") from error
-    return spec
+    return json.dumps(geometry_fields(spec), sort_keys=True)
 
 
 def context_message(context: RequestContext) -> pb.Context:

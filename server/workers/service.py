@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import aclosing
-from dataclasses import asdict
 from importlib import metadata
 from typing import Any
 
@@ -21,6 +21,7 @@ from jaxinfer.engine import Engine
 from jaxinfer.engine_loop import EngineLoop
 from jaxinfer.engine_thread import NewRequest
 from jaxinfer.kv_cache.block_keys import History
+from jaxinfer.kv_transfer.geometry import geometry_fields, read_geometry
 from jaxinfer.kv_transfer.kv_receiver import KVReceiver
 from jaxinfer.kv_transfer.kv_sender import KVSender
 from jaxinfer.kv_transfer.page_client import PageAddress, PageClient
@@ -118,7 +119,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     async def Prefill(self, request: pb.PrefillRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[pb.PrefillEvent]:
         if difference := self._difference(request):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, difference)
-        asked, over, event_loop = messages.read_geometry(request.page_geometry), asyncio.Event(), asyncio.get_running_loop()
+        asked, over, event_loop = read_geometry(json.loads(request.page_geometry)), asyncio.Event(), asyncio.get_running_loop()
         sender = KVSender(request.num_known, None if asked == self._geometry else Repaging(self._geometry, asked))
 
         def tell() -> None:  # in any thread
@@ -163,7 +164,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         pairs = [("version", self.info.version, request.version), ("model", self.info.model_digest, request.model_digest)]
         if request.version == self.info.version:  # else its geometry may be spelled in another way
             try:
-                own, asked = asdict(self._geometry), asdict(messages.read_geometry(request.page_geometry))
+                own, asked = geometry_fields(self._geometry), geometry_fields(read_geometry(json.loads(request.page_geometry)))
             except ValueError as error:
                 return str(error)
             pairs += [(f"pages' {name}", str(own[name]), str(asked[name])) for name in own if name != "page_size"]

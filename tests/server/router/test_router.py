@@ -65,7 +65,7 @@ class SmallCluster:
             router.abort_all()
             await router.stop()
 
-    async def add(self, role: str, credentials: Credentials | None = None, *, wait: bool = True, **how: float) -> FakeWorker:
+    async def add(self, role: str, credentials: Credentials | None = None, *, wait: bool = True, **how: Any) -> FakeWorker:
         credentials = credentials or self.credentials
         worker, server = await fake_worker.start(role, self.tokenizer.digest, credentials, **how)
         self.workers.append(worker)
@@ -133,6 +133,29 @@ async def test_a_prompt_goes_where_its_prefix_is(tokenizer: Tokenizer) -> None:
             for digest in list(worker.events._present):
                 worker.events.evicted(digest)
         await until(lambda: not len(cluster.routers[0]._workers.prefixes))
+
+
+@in_a_loop
+async def test_what_a_busy_worker_has_another_fetches(tokenizer: Tokenizer) -> None:
+    """One of the same page size; pages of other sizes are not asked for."""
+    async with SmallCluster(tokenizer) as cluster:
+        busy = await cluster.add("both", token_seconds=0.02)
+        await cluster.tokens()
+        await until(lambda: len(cluster.routers[0]._workers.prefixes))
+        free, other = await cluster.add("both"), await cluster.add("decode", page_size=8)
+        known = cluster.routers[0]._workers.get(busy.info.worker_id)
+        assert known is not None
+        known.info.page_port = 1234
+        work = [known.given.begin(0, num_sequences=1) for _ in range(1000)]
+        await cluster.tokens()
+        (asked,) = free.asked
+        assert asked.prefix_address == "127.0.0.1:1234"
+        assert (asked.num_prefix_tokens, asked.num_new_tokens) == (288, 12)
+        for part in work:
+            part.end()
+        await cluster.tokens()
+        (last,) = busy.asked[1:] + free.asked[1:]
+        assert not last.HasField("prefix_address") and not other.asked, "whoever has it fetches nothing"
 
 
 @in_a_loop
