@@ -155,7 +155,7 @@ def resealed(change: object) -> bytes:
     change(header)  # type: ignore[operator]
     changed = json.dumps(header).encode()
     body = changed + body[size:]
-    return handoff_bytes._PREFIX.pack(b"JXHO", 2, handoff_bytes.zlib.crc32(body), len(changed)) + body
+    return handoff_bytes._PREFIX.pack(handoff_bytes.MAGIC, handoff_bytes.VERSION, handoff_bytes.zlib.crc32(body), len(changed)) + body
 
 
 @pytest.mark.parametrize(
@@ -177,8 +177,8 @@ def test_a_header_that_makes_no_sense_is_an_error_that_names_it(change: object, 
 
 def test_another_version_is_named() -> None:
     sent = bytearray(handoff_bytes.to_bytes(small(), NOW))
-    sent[4] = 3
-    with pytest.raises(HandOffError, match="of version 3, this side reads 2"):
+    sent[4] = 4
+    with pytest.raises(HandOffError, match="of version 4, this side reads 3"):
         handoff_bytes.from_bytes(bytes(sent), NOW, resume)
 
 
