@@ -24,6 +24,8 @@ class WorkerStats:
     num_cached_blocks: int
     num_pages_received: int
     num_output_tokens: int
+    num_bytes_pulled: int  # of pages, from other workers
+    pull_seconds: float  # that these took
     prefill_tokens_per_second: float
     pull_bytes_per_second: float
 

@@ -55,6 +55,7 @@ class ServerConfig:
     idle_timeout: float = _flag(75.0, "seconds for which a connection without requests stays open (keep-alive)")
     write_timeout: float = _flag(300.0, "seconds after which a connection is closed if its client reads nothing")
     request_timeout: float | None = _flag(None, "most seconds for a request, whatever timeout it gives; then it is aborted")
+    otlp_endpoint: str | None = _flag(None, "collector that traces of requests go to, OTLP over gRPC (extra otel)")
     usage_log: str | None = _flag(None, "file for a JSON line per request: API key's name, tokens, device time")
     max_body_size: str = _flag("4MiB", "largest request body; larger ones get 413 (a body is parsed while nothing else runs)")
     batch_dir: str | None = _flag(None, "folder for /v1/files and /v1/batches, used by one server only; default: both are off")

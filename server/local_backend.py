@@ -18,7 +18,9 @@ from jaxinfer.segments import Prompt
 from jaxinfer.stats import EngineStats
 from server.admission import AdmissionRate
 from server.backend import Overloaded, Unavailable
+from server.logs import current_request
 from server.queue_room import WaitingRequest, has_room, has_room_for_texts
+from server.tracing import begin, note_usage
 
 MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 120.0  # seconds
 # to embed at once: the engine's thread scans all waiting ones for each of their batches, 2 ms for that many
@@ -105,6 +107,8 @@ class LocalBackend:
         self._admissions.wait(time.monotonic())
         self._unserved[request_id] = waiting
         is_admitted = False
+        current = current_request.get()
+        span = begin("engine", "" if current is None else current.traceparent, request_id=request_id, prompt_tokens=len(prompt))
         try:
             async with aclosing(requests.stream(request)) as deltas:
                 async for delta in deltas:
@@ -112,10 +116,14 @@ class LocalBackend:
                         is_admitted = True
                         del self._unserved[request_id]
                         self._admissions.admit(time.monotonic())
+                        span.event("first token")
+                    note_usage(span, delta)
                     yield delta
         except Exception as error:
+            span.end(error)
             raise _error_for_caller(error) from error
         finally:
+            span.end()
             if not is_admitted:
                 del self._unserved[request_id]
                 self._admissions.leave(time.monotonic())

@@ -24,6 +24,7 @@ class LoggedRequest:
     tenant: str | None = None  # until its key is known
     error: str | None = None  # the code of the error that it was answered with
     is_recorded: bool = False  # in the usage log
+    traceparent: str = ""  # of the step that it is, where traces are recorded; see `server.tracing`
 
 
 # tasks and threads of a request inherit it
@@ -61,8 +62,8 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """An object a line: time, level, logger, message; request_id and tenant where it belongs to a request; exception
-    where there is one; and what the line has as `extra={"fields": {...}}`."""
+    """An object a line: time, level, logger, message; request_id and tenant where it belongs to a request, trace_id
+    where that is traced; exception where there is one; and what the line has as `extra={"fields": {...}}`."""
 
     def format(self, record: logging.LogRecord) -> str:
         request = _request_of(record)
@@ -74,6 +75,8 @@ class JsonFormatter(logging.Formatter):
         }
         if request is not None:
             line |= {"request_id": request.id, "tenant": request.tenant}
+            if request.traceparent:
+                line["trace_id"] = request.traceparent.split("-")[1]
         line |= getattr(record, "fields", {})
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)

@@ -70,9 +70,13 @@ _WORKER_GAUGES = {
     "num_used_pages": ("used_pages", "KV pages of a worker's sequences"),
     "num_free_pages": ("free_pages", "KV pages that a worker has room for"),
     "num_cached_blocks": ("cached_blocks", "Blocks of tokens in a worker's prefix cache, as it told this router"),
-    "num_pages_received": ("received_pages", "KV pages that a worker has pulled from others since its start"),
     "prefill_tokens_per_second": ("prefill_tokens_per_second", "How fast a worker computes prompts, as measured lately"),
     "pull_bytes_per_second": ("pull_bytes_per_second", "How fast a worker pulls pages, as measured since its start"),
+}
+_WORKER_COUNTERS = {
+    "num_pages_received": ("received_pages", "KV pages of hand-offs that a worker has pulled from others"),
+    "num_bytes_pulled": ("pulled_bytes", "Bytes of pages that a worker has pulled from others"),
+    "pull_seconds": ("pull_seconds", "Seconds that these took, from each page's first byte to its last"),
 }
 _TENANT_COUNTERS = {
     "input_tokens": "Prompt tokens of ended requests, cached ones among them, by tenant",
@@ -240,11 +244,12 @@ class _ClusterCollector(Collector):
         self._cluster = cluster
 
     def collect(self) -> Iterable[Metric]:
-        for field, (name, help) in _WORKER_GAUGES.items():
-            gauge = GaugeMetricFamily(f"jaxinfer_worker_{name}", help, labels=["worker", "role"])
-            for worker in self._cluster.workers:
-                gauge.add_metric([worker.address, worker.role], getattr(worker, field))
-            yield gauge
+        for kind, named in ((GaugeMetricFamily, _WORKER_GAUGES), (CounterMetricFamily, _WORKER_COUNTERS)):
+            for field, (name, help) in named.items():
+                family = kind(f"jaxinfer_worker_{name}", help, labels=["worker", "role"])
+                for worker in self._cluster.workers:
+                    family.add_metric([worker.address, worker.role], getattr(worker, field))
+                yield family
         routed = CounterMetricFamily("jaxinfer_routed_sequences", "Sequences by why they went where they went", labels=["reason"])
         for reason, count in self._cluster.num_routed.items():
             routed.add_metric([reason], count)

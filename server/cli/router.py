@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from jaxinfer.start_progress import StartProgress
+from server import tracing
 from server.api_keys import KeyRing
 from server.cli.cluster_flags import add_cluster_flags, credentials
 from server.cli.listener import listening_socket
@@ -52,6 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     config = router_config(arguments, names_of(arguments.model))
     configure(config.log_level, config.log_format)
+    tracing.configure(config.otlp_endpoint, "jaxinfer router")
     for check in (KeyRing.api_keys, KeyRing.metrics_keys, Tls.of):
         check(config)
     check_name(arguments.model)

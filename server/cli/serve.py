@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from checkpoints.user_folders import expand
 from jaxinfer.config import flat_fields
 from jaxinfer.start_progress import StartProgress
+from server import tracing
 from server.api_keys import KeyRing
 from server.cli.engine_start import engine_config, start_engine
 from server.cli.listener import listening_socket
@@ -46,6 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     engine_settings = engine_config(arguments)
     config = server_config(arguments, engine_settings)
     configure(config.log_level, config.log_format)
+    tracing.configure(config.otlp_endpoint, "jaxinfer serve")
     # errors in their files are reported before the long start
     for check in (KeyRing.api_keys, KeyRing.metrics_keys, Tls.of):
         check(config)

@@ -10,6 +10,7 @@ import signal
 import sys
 
 from jaxinfer.config import ConfigError, flat_fields
+from server import tracing
 from server.cli.cluster_flags import add_cluster_flags, credentials
 from server.cli.engine_start import engine_config, start_engine
 from server.flags import add_flags
@@ -26,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--page-port", type=int, default=0, metavar="N", help="port that others pull pages at; 0: any (default: 0)")
     group.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="(default: info)")
     group.add_argument("--log-format", choices=("text", "json"), default="text", help="(default: text)")
+    group.add_argument("--otlp-endpoint", metavar="URL", help="collector that traces go to, OTLP over gRPC (extra otel)")
     add_cluster_flags(group)
     add_flags(parser, "engine", [field for field in flat_fields() if field.name != "kv_transport"])
 
@@ -41,6 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     settings = engine_config(arguments)
     settings = dataclasses.replace(settings, cache=dataclasses.replace(settings.cache, kv_transport=True))
     configure(arguments.log_level, arguments.log_format)
+    tracing.configure(arguments.otlp_endpoint, f"jaxinfer {arguments.role} worker")
 
     from rich.console import Console
 

@@ -14,6 +14,7 @@ from server.logs import LoggedRequest, current_request, request_id
 from server.openai.request_middleware import ActiveRequests
 from server.openai.stream import CLIENT_CLOSED_REQUEST
 from server.paths import GUARDED, route_path
+from server.tracing import NO_SPAN, begin
 from server.usage import UsageMeter
 
 logger = logging.getLogger("server.access")
@@ -44,9 +45,15 @@ class RequestLog:
                 MutableHeaders(scope=message)[REQUEST_ID_HEADER] = request.id
             await send(message)
 
+        span, path = NO_SPAN, route_path(scope["path"], self._config.root_path)
+        if path.startswith(GUARDED):
+            span = begin(f"{scope['method']} {path}", Headers(scope=scope).get("traceparent", ""), request_id=request.id)
+            request.traceparent = span.traceparent
         try:
             await self._app(scope, receive, send_with_id)
         finally:
+            span.note(status=status or CLIENT_CLOSED_REQUEST, tenant=request.tenant, error=request.error)
+            span.end()
             self._record(scope, request, status or CLIENT_CLOSED_REQUEST, time.monotonic() - start)
 
     def _record(self, scope: Scope, request: LoggedRequest, status: int, seconds: float) -> None:

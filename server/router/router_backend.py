@@ -31,8 +31,10 @@ from jaxinfer.stats import EngineStats
 from jaxinfer.tokenizer import Tokenizer
 from server.backend import Overloaded, Unavailable
 from server.cluster_stats import ClusterStats
+from server.logs import current_request
 from server.router.policy import DEFAULT_ROUTING, Choice, RoutedRequest, RoutingSettings, choose
 from server.router.workers import Workers
+from server.tracing import begin
 from server.workers import messages, worker_pb2_grpc
 from server.workers import worker_pb2 as pb
 from server.workers.credentials import Credentials
@@ -167,6 +169,7 @@ class RouterBackend:
         """One sequence's deltas, by as many workers as it takes."""
         output: list[int] = []
         lost: list[str] = []
+        told_at = time.monotonic()  # when it came, then its last token
         while True:
             by_size = self._digests(prompt, output, context)
             choice, prefix = await self._choose(len(prompt) + len(output), by_size, lost, params, context)
@@ -178,6 +181,10 @@ class RouterBackend:
                 async with aclosing(self._call(choice, prefix, call_id, prompt, params, context, output)) as deltas:
                     async for message in deltas:
                         delta = messages.read_delta(message, request_id, index)
+                        if delta.token_ids:
+                            now = time.monotonic()
+                            (self._stats.inter_token_latency if output else self._stats.time_to_first_token).observe(now - told_at)
+                            told_at = now
                         output += delta.token_ids
                         self._stats.num_output_tokens += len(delta.token_ids)
                         if delta.finish_reason is FinishReason.ABORT:
@@ -275,6 +282,18 @@ class RouterBackend:
             prefix_address=None if has_prefix is None else has_prefix.page_address,
             num_prefix_tokens=0 if has_prefix is None else prefix.num_blocks * has_prefix.info.page_size,
         )
+        current = current_request.get()
+        span = begin(
+            "router",
+            "" if current is None else current.traceparent,
+            request_id=call_id,
+            decode=decode.info.address,
+            prefill=None if prefill is None else prefill.info.address,
+            reason=choice.reason,
+            expected_seconds=choice.seconds,
+            tokens_before=len(output),
+        )
+        asked.traceparent = span.traceparent
         work = [(prefill or decode).given.begin(choice.num_new_tokens), decode.given.begin(0, num_sequences=1)]
         try:
             async with aclosing(decode.stream.generate(asked)) as deltas:
@@ -282,10 +301,12 @@ class RouterBackend:
                     work[0].has_prefilled()
                     yield message
         except WorkerLost as error:
+            span.end(error)
             if self._is_stopping:
                 raise Unavailable("the server is shutting down") from error
             raise
         finally:
+            span.end()
             for part in work:
                 part.end()
 

@@ -27,6 +27,7 @@ from jaxinfer.kv_transfer.kv_sender import KVSender
 from jaxinfer.kv_transfer.page_client import PageAddress, PageClient
 from jaxinfer.kv_transfer.page_server import PageServer
 from jaxinfer.kv_transfer.repaging import Repaging
+from server.tracing import Span, begin, note_usage
 from server.workers import messages, worker_pb2_grpc
 from server.workers import worker_pb2 as pb
 from server.workers.credentials import Credentials
@@ -98,9 +99,10 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 
     async def _generate(self, request: pb.GenerateRequest) -> AsyncGenerator[pb.Delta]:
         receiver, fetching = None, _Fetching()
+        span = begin("decode", request.traceparent, request_id=request.request_id, prompt_tokens=len(request.prompt_token_ids))
         work = self._work.begin(0 if request.HasField("prefill_address") else request.num_new_tokens, num_sequences=1)
         if request.HasField("prefill_address"):
-            receiver = KVReceiver(self._fetcher(request, fetching), self._geometry)
+            receiver = KVReceiver(self._fetcher(request, fetching, span), self._geometry)
         try:
             new = self._new_request(request.request_id, request.prompt_token_ids, request.params, request.context)
             new = NewRequest(new.request_id, new.prompt, new.params, new.context, receiver, tuple(request.output_token_ids))
@@ -111,8 +113,13 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                     work.has_prefilled()
                     if receiver is None:
                         work.measure(delta, len(new.prompt) + len(new.output_ids))
+                    note_usage(span, delta)
                     yield messages.delta_message(delta)
+        except Exception as error:
+            span.end(error)
+            raise
         finally:
+            span.end()
             fetching.cancel()
             work.end()
 
@@ -128,6 +135,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         sender.when_closed = tell
         self._pages.add(request.handoff_id, sender)
         work = self._work.begin(request.num_new_tokens)
+        span = begin("prefill", request.traceparent, request_id=request.request_id, known_tokens=request.num_known)
         try:
             yield pb.PrefillEvent(offered=pb.Offered(page_port=self._pages.port))
             new = self._new_request(
@@ -139,12 +147,15 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 async for delta in deltas:
                     work.has_prefilled()
                     work.measure(delta, len(new.prompt) + len(new.output_ids))
+                    note_usage(span, delta)
                     if delta.token_ids:
                         yield pb.PrefillEvent(first_token=messages.first_token_message(delta))
             await over.wait()  # the call lasts as long as the hand-off: whoever ends it ends both
         except Exception as error:
+            span.end(error)
             await _abort(context, error)
         finally:
+            span.end()
             self._pages.remove(request.handoff_id)
             work.end()
 
@@ -177,16 +188,17 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         sampling = messages.read_params(params)
         return NewRequest(request_id, self._engine.validate(list(token_ids), sampling), sampling, messages.read_context(context))
 
-    def _fetcher(self, request: pb.GenerateRequest, fetching: _Fetching) -> _Start:
+    def _fetcher(self, request: pb.GenerateRequest, fetching: _Fetching, span: Span) -> _Start:
         event_loop = asyncio.get_running_loop()
 
         def start(receiver: KVReceiver, places: Sequence[int]) -> None:  # in the engine's thread
-            event_loop.call_soon_threadsafe(lambda: fetching.begin(self._fetch(request, receiver, places)))
+            event_loop.call_soon_threadsafe(lambda: fetching.begin(self._fetch(request, receiver, places, span)))
 
         return start
 
-    async def _fetch(self, request: pb.GenerateRequest, receiver: KVReceiver, places: Sequence[int]) -> None:
+    async def _fetch(self, request: pb.GenerateRequest, receiver: KVReceiver, places: Sequence[int], parent: Span) -> None:
         """Have another worker prefill the request, and pull its pages meanwhile."""
+        span = begin("transfer", parent.traceparent, pages=len(places), bytes=len(places) * self._geometry.page_bytes)
         spec, handoff_id, address = self._geometry, uuid.uuid4().bytes, request.prefill_address
         num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
         try:
@@ -204,6 +216,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 version=self.info.version,
                 prefix_address=request.prefix_address if request.HasField("prefix_address") else None,
                 num_prefix_tokens=request.num_prefix_tokens,
+                traceparent=span.traceparent,
             )
             stub = worker_pb2_grpc.WorkerStub(self._channel(address))
             async for event in stub.Prefill(asked, metadata=self._credentials.metadata):
@@ -220,6 +233,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         except asyncio.CancelledError:
             receiver.fail("the request is over")
             raise
+        finally:
+            span.note(failure=receiver.failure)
+            span.end()
 
     def _channel(self, address: str) -> grpc.aio.Channel:
         if address not in self._channels:
@@ -244,6 +260,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             num_sequences=self._work.num_sequences,
             prefill_tokens_per_second=self._work.tokens_per_second,
             bytes_per_second=self._client.bytes_per_second,
+            num_bytes_pulled=self._client.num_bytes,
+            pull_seconds=self._client.receive_seconds,
             role=self.info.role,
         )
 

@@ -103,7 +103,7 @@ class GenerateEvent(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., refused: _Optional[str] = ..., failed: _Optional[str] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "prompt_token_ids", "params", "context", "output_token_ids", "prefill_address", "num_new_tokens", "prefix_address", "num_prefix_tokens")
+    __slots__ = ("request_id", "prompt_token_ids", "params", "context", "output_token_ids", "prefill_address", "num_new_tokens", "prefix_address", "num_prefix_tokens", "traceparent")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PARAMS_FIELD_NUMBER: _ClassVar[int]
@@ -113,6 +113,7 @@ class GenerateRequest(_message.Message):
     NUM_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     NUM_PREFIX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     params: str
@@ -122,10 +123,11 @@ class GenerateRequest(_message.Message):
     num_new_tokens: int
     prefix_address: str
     num_prefix_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., params: _Optional[str] = ..., context: _Optional[_Union[Context, _Mapping]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., prefill_address: _Optional[str] = ..., num_new_tokens: _Optional[int] = ..., prefix_address: _Optional[str] = ..., num_prefix_tokens: _Optional[int] = ...) -> None: ...
+    traceparent: str
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., params: _Optional[str] = ..., context: _Optional[_Union[Context, _Mapping]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., prefill_address: _Optional[str] = ..., num_new_tokens: _Optional[int] = ..., prefix_address: _Optional[str] = ..., num_prefix_tokens: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("request_id", "prompt_token_ids", "params", "context", "handoff_id", "num_known", "page_geometry", "model_digest", "version", "output_token_ids", "num_new_tokens", "prefix_address", "num_prefix_tokens")
+    __slots__ = ("request_id", "prompt_token_ids", "params", "context", "handoff_id", "num_known", "page_geometry", "model_digest", "version", "output_token_ids", "num_new_tokens", "prefix_address", "num_prefix_tokens", "traceparent")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PARAMS_FIELD_NUMBER: _ClassVar[int]
@@ -139,6 +141,7 @@ class PrefillRequest(_message.Message):
     NUM_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     NUM_PREFIX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     params: str
@@ -152,7 +155,8 @@ class PrefillRequest(_message.Message):
     num_new_tokens: int
     prefix_address: str
     num_prefix_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., params: _Optional[str] = ..., context: _Optional[_Union[Context, _Mapping]] = ..., handoff_id: _Optional[bytes] = ..., num_known: _Optional[int] = ..., page_geometry: _Optional[str] = ..., model_digest: _Optional[str] = ..., version: _Optional[str] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., num_new_tokens: _Optional[int] = ..., prefix_address: _Optional[str] = ..., num_prefix_tokens: _Optional[int] = ...) -> None: ...
+    traceparent: str
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., params: _Optional[str] = ..., context: _Optional[_Union[Context, _Mapping]] = ..., handoff_id: _Optional[bytes] = ..., num_known: _Optional[int] = ..., page_geometry: _Optional[str] = ..., model_digest: _Optional[str] = ..., version: _Optional[str] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., num_new_tokens: _Optional[int] = ..., prefix_address: _Optional[str] = ..., num_prefix_tokens: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class PrefillEvent(_message.Message):
     __slots__ = ("offered", "first_token")
@@ -233,7 +237,7 @@ class Usage(_message.Message):
     def __init__(self, queue_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., decode_seconds: _Optional[float] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("num_waiting", "num_prefilling", "num_running", "num_free_pages", "num_incoming", "num_cached_tokens", "num_prompt_tokens", "num_output_tokens", "num_used_pages", "num_kept_handoffs", "num_pages_received", "num_pending_tokens", "num_sequences", "prefill_tokens_per_second", "bytes_per_second", "role")
+    __slots__ = ("num_waiting", "num_prefilling", "num_running", "num_free_pages", "num_incoming", "num_cached_tokens", "num_prompt_tokens", "num_output_tokens", "num_used_pages", "num_kept_handoffs", "num_pages_received", "num_pending_tokens", "num_sequences", "prefill_tokens_per_second", "bytes_per_second", "role", "num_bytes_pulled", "pull_seconds")
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_PREFILLING_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
@@ -250,6 +254,8 @@ class Load(_message.Message):
     PREFILL_TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_PULLED_FIELD_NUMBER: _ClassVar[int]
+    PULL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     num_waiting: int
     num_prefilling: int
     num_running: int
@@ -266,7 +272,9 @@ class Load(_message.Message):
     prefill_tokens_per_second: float
     bytes_per_second: float
     role: str
-    def __init__(self, num_waiting: _Optional[int] = ..., num_prefilling: _Optional[int] = ..., num_running: _Optional[int] = ..., num_free_pages: _Optional[int] = ..., num_incoming: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., num_used_pages: _Optional[int] = ..., num_kept_handoffs: _Optional[int] = ..., num_pages_received: _Optional[int] = ..., num_pending_tokens: _Optional[int] = ..., num_sequences: _Optional[int] = ..., prefill_tokens_per_second: _Optional[float] = ..., bytes_per_second: _Optional[float] = ..., role: _Optional[str] = ...) -> None: ...
+    num_bytes_pulled: int
+    pull_seconds: float
+    def __init__(self, num_waiting: _Optional[int] = ..., num_prefilling: _Optional[int] = ..., num_running: _Optional[int] = ..., num_free_pages: _Optional[int] = ..., num_incoming: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., num_used_pages: _Optional[int] = ..., num_kept_handoffs: _Optional[int] = ..., num_pages_received: _Optional[int] = ..., num_pending_tokens: _Optional[int] = ..., num_sequences: _Optional[int] = ..., prefill_tokens_per_second: _Optional[float] = ..., bytes_per_second: _Optional[float] = ..., role: _Optional[str] = ..., num_bytes_pulled: _Optional[int] = ..., pull_seconds: _Optional[float] = ...) -> None: ...
 
 class CacheChange(_message.Message):
     __slots__ = ("first", "last", "inserted", "evicted", "is_reset", "is_stored")

@@ -10,17 +10,22 @@ from pathlib import Path
 
 import pytest
 import yaml
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.cog.plugins import register_default_plugins
+from grafana_foundation_sdk.models.dashboard import Dashboard
 from prometheus_client.parser import text_string_to_metric_families
 
 import server
 from jaxinfer.config import flat_fields
 from jaxinfer.stats import EngineStats, ExpertLoad, StageTimes, TierStats
 from server.batches.runner import BatchCounts
+from server.cluster_stats import ClusterStats, WorkerStats
 from server.config import ServerConfig
 from server.metrics import metrics_text
 from server.usage import TenantTotals
 
 DEPLOY = Path(server.__file__).parent.parent / "deploy"
+DASHBOARDS = [json.loads(path.read_text()) for path in sorted((DEPLOY / "grafana").glob("*.json"))]
 FLAGS = {
     "--" + field.name.replace("_", "-") for field in (*dataclasses.fields(ServerConfig), *flat_fields()) if "instead" not in field.metadata
 }
@@ -33,7 +38,10 @@ def exposition():
     stats = EngineStats(stage_times={"decode": [StageTimes(1.0, 1.0)]}, target_itl=0.05, finished={"stop": 1}, memory={"weights": 1})
     stats.read_tiers, stats.read_expert_loads = lambda: tiers, lambda: {"decode": ExpertLoad(1.0, 1.0, 1.0)}
     stats.inter_token_latency.observe(0.04)
-    return metrics_text(stats, {("POST", "/v1/completions", 200): 1}, {"anonymous": TenantTotals()}, BatchCounts(1, 1, 1))[0].decode()
+    worker = WorkerStats(**dict.fromkeys(WorkerStats.__slots__, 1) | {"role": "both", "address": "127.0.0.1:1"})
+    cluster = ClusterStats((worker,), 1, {"prefilled apart": 1})
+    answered = {("POST", "/v1/completions", 200): 1}
+    return metrics_text(stats, answered, {"anonymous": TenantTotals()}, BatchCounts(1, 1, 1), cluster)[0].decode()
 
 
 def test_names_of_metrics_follow_prometheus_rules(exposition):
@@ -64,9 +72,8 @@ def test_promtool_finds_nothing(exposition):
 
 
 def expressions():
-    dashboard = json.loads((DEPLOY / "grafana/dashboard.json").read_text())
-    targets = [target for panel in dashboard["panels"] for target in panel.get("targets", ())]
-    queries = [variable["query"]["query"] for variable in dashboard["templating"]["list"]]
+    targets = [target for dashboard in DASHBOARDS for panel in dashboard["panels"] for target in panel.get("targets", ())]
+    queries = [variable["query"]["query"] for dashboard in DASHBOARDS for variable in dashboard["templating"]["list"]]
     rules = [rule["expr"] for group in yaml.safe_load((DEPLOY / "alerts.yaml").read_text())["groups"] for rule in group["rules"]]
     return [target["expr"] for target in targets] + queries + rules
 
@@ -89,8 +96,9 @@ def test_every_metric_of_dashboard_and_alerts_is_there_with_its_labels(expositio
         assert used <= known, f"{used - known} of {expression} are no labels of it"
 
 
-def test_panels_have_ids_of_their_own_and_do_not_overlap():
-    panels = json.loads((DEPLOY / "grafana/dashboard.json").read_text())["panels"]
+@pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda dashboard: dashboard["uid"])
+def test_panels_have_ids_of_their_own_and_do_not_overlap(dashboard):
+    panels = dashboard["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     cells = [
         (x, y)
@@ -100,6 +108,26 @@ def test_panels_have_ids_of_their_own_and_do_not_overlap():
         for y in range(g["y"], g["y"] + g["h"])
     ]
     assert len(set(cells)) == len(cells) and max(x for x, _ in cells) < 24
+
+
+@pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda dashboard: dashboard["uid"])
+def test_grafana_knows_every_field(dashboard):
+    """By its own library, which leaves out what its schema does not have."""
+    register_default_plugins()
+    kept = json.loads(JSONEncoder().encode(Dashboard.from_json(dashboard)))
+
+    def check(given, found, where):
+        if isinstance(given, dict):
+            for name, value in given.items():
+                assert name in found, f"{where}.{name} is no field of Grafana's"
+                check(value, found[name], f"{where}.{name}")
+        elif isinstance(given, list):
+            for number, (value, other) in enumerate(zip(given, found, strict=True)):
+                check(value, other, f"{where}[{number}]")
+        else:
+            assert given == found, where
+
+    check(dashboard, kept, "")
 
 
 def kubernetes():

@@ -25,6 +25,12 @@ from tests.conftest import QUICK_COMPILATION, TINY
 from tests.server.workers.cluster import Cluster, Stream
 
 WORKERS = {"one": "both", "two": "prefill", "three": "decode"}
+# They differ in all that may: pages come from other sizes and layouts.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "one": {"kv_host_memory": "4MiB"},
+    "two": {"page_size": 24},
+    "three": {"page_size": 8, "cpu_devices": 2, "prefill_parallel": "pp=2", "decode_parallel": "pp=2"},
+}
 ROUTERS = ("router", "second router")
 LEASE_SECONDS = 35.0  # and what a look takes
 ANSWER_SECONDS = 120.0
@@ -74,7 +80,7 @@ class Chaos:
         for router in ROUTERS:
             self._cluster.start_router(router)
         for name, role in WORKERS.items():
-            self._cluster.start_worker(name, role)
+            self._cluster.start_worker(name, role, **SETTINGS[name])
             self._cluster.wait_for(name, "is ready")
         self._wait_for_all()
 
@@ -174,7 +180,7 @@ class Chaos:
         return f"SIGSTOP of {name}"
 
     def _start_again(self, name: str) -> None:
-        self._cluster.start_worker(name, WORKERS[name])
+        self._cluster.start_worker(name, WORKERS[name], **SETTINGS[name])
         self._cluster.wait_for(name, "is ready")
 
 

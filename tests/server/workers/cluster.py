@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -36,12 +36,13 @@ def free_port() -> int:
 
 
 class Cluster:
-    """`folder`: for logs. Workers have names; a name may be started again once its process has ended."""
+    """`folder`: for logs; `flags`: of every process. Workers have names; a name may be started again once its process has ended."""
 
-    def __init__(self, model: Path, folder: Path, token: str = "known to all") -> None:
+    def __init__(self, model: Path, folder: Path, token: str = "known to all", flags: Sequence[str] = ()) -> None:
         self.model, self.folder, self.token = model, folder, token
         self.ports: dict[str, tuple[int, int]] = {}  # of HTTP and of workers, by the router's name
         self._environment = os.environ | QUICK_COMPILATION | {"JAXINFER_WORKER_TOKEN": token}
+        self._flags = flags
         self._begun: dict[str, int] = {}  # where its last process's log begins
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -69,7 +70,7 @@ class Cluster:
         with (self.folder / name).open("ab") as log:
             self._begun[name] = log.tell()
             self.processes[name] = subprocess.Popen(
-                [sys.executable, "-m", "server.cli", *command], cwd=ROOT, env=self._environment, stdout=log, stderr=log
+                [sys.executable, "-m", "server.cli", *command, *self._flags], cwd=ROOT, env=self._environment, stdout=log, stderr=log
             )
 
     def log(self, name: str) -> str:

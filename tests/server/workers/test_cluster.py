@@ -17,6 +17,7 @@ from jaxinfer.kv_transfer.kv_sender import LEASE_SECONDS
 from jaxinfer.request import CompletionOutput, SamplingParams
 from tests.conftest import MakeLLM
 from tests.server.workers.cluster import Cluster, Stream
+from tests.server.workers.trace_collector import TraceCollector, collecting
 
 NUM_TOKENS = 300
 RANDOM = np.random.default_rng(5)
@@ -51,8 +52,14 @@ def expected(llms: MakeLLM) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def cluster(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    cluster = Cluster(tiny_model_path, tmp_path_factory.mktemp("cluster"))
+def collector() -> Iterator[TraceCollector]:
+    with collecting() as collector:
+        yield collector
+
+
+@pytest.fixture(scope="module")
+def cluster(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory, collector: TraceCollector) -> Iterator[Cluster]:
+    cluster = Cluster(tiny_model_path, tmp_path_factory.mktemp("cluster"), flags=[f"--otlp-endpoint={collector.url}"])
     cluster.start_router()
     try:
         cluster.start_worker("first", "both")
@@ -99,6 +106,24 @@ def test_tokens_are_one_engines(cluster: Cluster, expected: list[list[int]]) -> 
     check(ask_all(cluster), expected)
     check_all_free(cluster, "first", "second")
     assert cluster.loads("second")[0].num_pages_received > 0
+
+
+def test_one_trace_goes_through_both_workers_and_the_transfer(cluster: Cluster, collector: TraceCollector) -> None:
+    trace_id, client = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+    prompt = np.random.default_rng(9).integers(0, 500, 120).tolist()
+    asked = {"model": "tiny", "prompt": prompt, "max_tokens": 3, "ignore_eos": True}
+    sent = httpx.post(f"{cluster.url}/v1/completions", json=asked, headers={"traceparent": f"00-{trace_id}-{client}-01"}, timeout=60.0)
+    assert sent.status_code == 200, sent.text
+    steps = {step.name: step for step in collector.trace(trace_id, 5)}
+    assert len(steps) == 5
+    http, router, decode, transfer, prefill = (steps[name] for name in ("POST /v1/completions", "router", "decode", "transfer", "prefill"))
+    assert [step.parent_id for step in (http, router, decode, transfer, prefill)] == [
+        client,
+        *(step.span_id for step in (http, router, decode, transfer)),
+    ]
+    assert (http.service, decode.service, prefill.service) == ("jaxinfer router", "jaxinfer decode worker", "jaxinfer both worker")
+    assert http.attributes["status"] == 200 and router.attributes["reason"] == "prefilled apart"
+    assert transfer.attributes["pages"] == 8 and prefill.attributes["prefill_seconds"] > 0 < decode.attributes["decode_seconds"]
 
 
 def test_clients_that_leave_at_any_moment_leave_no_page(cluster: Cluster) -> None:
