@@ -11,12 +11,12 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from jaxinfer.start_progress import StartProgress
-from server import tracing
 from server.api_keys import KeyRing
 from server.cli.cluster_flags import add_cluster_flags, credentials
 from server.cli.listener import listening_socket
 from server.cli.model_name import check_name
 from server.cli.server_config import names_of, router_config
+from server.cli.trace_flag import start_tracing
 from server.config import ServerConfig
 from server.flags import add_flags
 from server.logs import configure
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     config = router_config(arguments, names_of(arguments.model))
     configure(config.log_level, config.log_format)
-    tracing.configure(config.otlp_endpoint, "jaxinfer router")
+    start_tracing(config.otlp_endpoint, "jaxinfer router")
     for check in (KeyRing.api_keys, KeyRing.metrics_keys, Tls.of):
         check(config)
     check_name(arguments.model)

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 from checkpoints.user_folders import expand
 from jaxinfer.config import flat_fields
 from jaxinfer.start_progress import StartProgress
-from server import tracing
 from server.api_keys import KeyRing
 from server.cli.engine_start import engine_config, start_engine
 from server.cli.listener import listening_socket
 from server.cli.server_config import server_config
+from server.cli.trace_flag import start_tracing
 from server.config import ServerConfig
 from server.flags import add_flags
 from server.logs import configure
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     engine_settings = engine_config(arguments)
     config = server_config(arguments, engine_settings)
     configure(config.log_level, config.log_format)
-    tracing.configure(config.otlp_endpoint, "jaxinfer serve")
+    start_tracing(config.otlp_endpoint, "jaxinfer serve")
     # errors in their files are reported before the long start
     for check in (KeyRing.api_keys, KeyRing.metrics_keys, Tls.of):
         check(config)

@@ -10,9 +10,9 @@ import signal
 import sys
 
 from jaxinfer.config import ConfigError, flat_fields
-from server import tracing
 from server.cli.cluster_flags import add_cluster_flags, credentials
 from server.cli.engine_start import engine_config, start_engine
+from server.cli.trace_flag import start_tracing
 from server.flags import add_flags
 from server.logs import configure
 
@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     settings = engine_config(arguments)
     settings = dataclasses.replace(settings, cache=dataclasses.replace(settings.cache, kv_transport=True))
     configure(arguments.log_level, arguments.log_format)
-    tracing.configure(arguments.otlp_endpoint, f"jaxinfer {arguments.role} worker")
+    start_tracing(arguments.otlp_endpoint, f"jaxinfer {arguments.role} worker")
 
     from rich.console import Console
 

@@ -27,7 +27,7 @@ from jaxinfer.kv_transfer.kv_sender import KVSender
 from jaxinfer.kv_transfer.page_client import PageAddress, PageClient
 from jaxinfer.kv_transfer.page_server import PageServer
 from jaxinfer.kv_transfer.repaging import Repaging
-from server.tracing import Span, begin, note_usage
+from server.tracing import TraceSpan, begin, note_usage
 from server.workers import messages, worker_pb2_grpc
 from server.workers import worker_pb2 as pb
 from server.workers.credentials import Credentials
@@ -188,7 +188,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         sampling = messages.read_params(params)
         return NewRequest(request_id, self._engine.validate(list(token_ids), sampling), sampling, messages.read_context(context))
 
-    def _fetcher(self, request: pb.GenerateRequest, fetching: _Fetching, span: Span) -> _Start:
+    def _fetcher(self, request: pb.GenerateRequest, fetching: _Fetching, span: TraceSpan) -> _Start:
         event_loop = asyncio.get_running_loop()
 
         def start(receiver: KVReceiver, places: Sequence[int]) -> None:  # in the engine's thread
@@ -196,7 +196,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 
         return start
 
-    async def _fetch(self, request: pb.GenerateRequest, receiver: KVReceiver, places: Sequence[int], parent: Span) -> None:
+    async def _fetch(self, request: pb.GenerateRequest, receiver: KVReceiver, places: Sequence[int], parent: TraceSpan) -> None:
         """Have another worker prefill the request, and pull its pages meanwhile."""
         span = begin("transfer", parent.traceparent, pages=len(places), bytes=len(places) * self._geometry.page_bytes)
         spec, handoff_id, address = self._geometry, uuid.uuid4().bytes, request.prefill_address

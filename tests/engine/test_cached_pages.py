@@ -24,7 +24,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 MODEL = b"of sixteen bytes"
 
 
-class Source:
+class CachedByLoop:
     """See `CachedSource`."""
 
     def __init__(self, pages: CachedPages, llm: LLM) -> None:
@@ -39,7 +39,7 @@ class Two:
 
     def __init__(self, has: LLM, asks: LLM) -> None:
         self.has, self.asks, self.model = has, asks, MODEL
-        self.server, self.client = PageServer("127.0.0.1", cached=Source(has.engine.cached_pages, has)), PageClient()
+        self.server, self.client = PageServer("127.0.0.1", cached=CachedByLoop(has.engine.cached_pages, has)), PageClient()
         self.port = self.server.port
         self.asks.engine.cached_pages.connect(self._fetch)
 
@@ -108,5 +108,5 @@ def test_another_tenant_finds_nothing(two: Two) -> None:
     for namespace in ("", "another's"):
         history = two.history(PROMPTS[0], namespace)
         keys = digests(namespace, block_keys(history, 16, len(PROMPTS[0]) // 16))
-        found[namespace] = len(list(Source(two.has.engine.cached_pages, two.has).read(keys)))
+        found[namespace] = len(list(CachedByLoop(two.has.engine.cached_pages, two.has).read(keys)))
     assert found == {"": len(PROMPTS[0]) // 16, "another's": 0}

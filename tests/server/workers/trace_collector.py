@@ -16,7 +16,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as ser
 
 
 @dataclass(frozen=True)
-class Step:
+class CollectedStep:
     """A span. `attributes`: those of this project, without their prefix."""
 
     service: str
@@ -33,11 +33,11 @@ class TraceCollector(services.TraceServiceServicer):
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self._steps: list[Step] = []
+        self._steps: list[CollectedStep] = []
         self._changed = threading.Condition()
 
     def Export(self, request: pb.ExportTraceServiceRequest, context: grpc.ServicerContext) -> pb.ExportTraceServiceResponse:
-        found: list[Step] = []
+        found: list[CollectedStep] = []
         for group in request.resource_spans:
             service = {pair.key: pair.value.string_value for pair in group.resource.attributes}["service.name"]
             found += [_step(service, span) for scope in group.scope_spans for span in scope.spans]
@@ -46,10 +46,10 @@ class TraceCollector(services.TraceServiceServicer):
             self._changed.notify_all()
         return pb.ExportTraceServiceResponse()
 
-    def trace(self, trace_id: str, number: int, seconds: float = 30.0) -> list[Step]:
+    def trace(self, trace_id: str, number: int, seconds: float = 30.0) -> list[CollectedStep]:
         """A trace's steps, by when they ended, once there are so many."""
 
-        def found() -> list[Step]:
+        def found() -> list[CollectedStep]:
             return [step for step in self._steps if step.trace_id == trace_id]
 
         with self._changed:
@@ -58,9 +58,9 @@ class TraceCollector(services.TraceServiceServicer):
         return found()
 
 
-def _step(service: str, span: Any) -> Step:
+def _step(service: str, span: Any) -> CollectedStep:
     values = {pair.key.removeprefix("jaxinfer."): pair.value for pair in span.attributes}
-    return Step(
+    return CollectedStep(
         service,
         span.name,
         span.trace_id.hex(),
