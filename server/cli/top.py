@@ -59,6 +59,10 @@ def run(arguments: argparse.Namespace) -> int:
                 before = now
 
 
+# In two lines each: a terminal of 80 columns shows all.
+_NUMBERS = ("\nqueued", "in\nprefill", "in\ndecode", "from\nothers", "\npages", "\ntok/s", "prefill\ntok/s", "pulls\nMB/s")
+
+
 def table(before: Mapping[str, Any], now: Mapping[str, Any], seconds: float) -> Table:
     """One row a worker; of a server without workers, itself. Rates are of the `seconds` between both looks."""
     from rich.table import Table
@@ -68,13 +72,16 @@ def table(before: Mapping[str, Any], now: Mapping[str, Any], seconds: float) -> 
     cluster = now.get("cluster")
     if cluster is not None:
         title += f"   migrations {cluster['num_migrations']}"
-    shown = Table(title=title, title_justify="left")
-    shown.add_column("worker")
-    for name in ("role", "queued", "prefilling", "running", "incoming", "pages", "cached", "tokens/s", "prefill tok/s", "pulls MB/s"):
-        shown.add_column(name, justify="left" if name == "role" else "right")
+    shown = Table(
+        title=title, title_justify="left", box=None, padding=(0, 1), collapse_padding=True, pad_edge=False, header_style="bold underline"
+    )
+    for name in ("worker", "role"):
+        shown.add_column(f"\n{name}", no_wrap=True, min_width=15 if name == "worker" else 7)
+    for name in _NUMBERS:
+        shown.add_column(name, justify="right", no_wrap=True)
     if cluster is None:
         used, total = now["pages"]["decode"]
-        shown.add_row("this server", "both", *(str(now[key]) for key in ("waiting", "prefilling", "running")), "", f"{used} / {total}")
+        shown.add_row("this server", "both", *(str(now[key]) for key in ("waiting", "prefilling", "running")), "", _share(used, total))
         return shown
     known = {worker["worker_id"]: worker for worker in (before.get("cluster") or {}).get("workers", ())}
     for worker in cluster["workers"]:
@@ -84,13 +91,16 @@ def table(before: Mapping[str, Any], now: Mapping[str, Any], seconds: float) -> 
             worker["address"],
             worker["role"],
             *(str(worker[f"num_{key}"]) for key in ("waiting", "prefilling", "running", "incoming")),
-            f"{used} / {used + worker['num_free_pages']}",
-            str(worker["num_cached_blocks"]),
+            _share(used, used + worker["num_free_pages"]),
             f"{gained / seconds:,.0f}",
             f"{worker['prefill_tokens_per_second']:,.0f}",
             f"{worker['pull_bytes_per_second'] / 1e6:,.0f}",
         )
     return shown
+
+
+def _share(used: int, total: int) -> str:
+    return f"{used / max(total, 1):.0%}"
 
 
 def _milliseconds(seconds: float | None) -> str:

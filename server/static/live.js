@@ -40,6 +40,8 @@ async function update() {
   const compilations = element("compilations");
   compilations.textContent = now.compilations_after_ready;
   compilations.className = now.compilations_after_ready ? "bad" : "good";
+  const where = element("where"); // gone with the first message
+  if (now.cluster && where) where.textContent = "The workers of this cluster run it";
   showPages(now);
   drawCurve();
 }
@@ -50,11 +52,15 @@ function setState(kind, title) {
 }
 
 function showPages({ pages, shares_pages, cluster }) {
-  const workers = cluster?.workers.map((worker) => [`${worker.role} ${worker.address}: ${worker.num_running} running`, [worker.num_used_pages, worker.num_used_pages + worker.num_free_pages]]);
+  const workers = cluster?.workers.map((worker) => [
+    `${worker.address}, ${worker.role}`, [worker.num_used_pages, worker.num_used_pages + worker.num_free_pages], `${worker.num_running} running`,
+  ]);
   const meshes = workers ?? (shares_pages ? [["KV pages, both meshes", pages.decode]] : [["KV pages, prefill", pages.prefill], ["KV pages, decode", pages.decode]]);
-  const bars = meshes.map(([name, [used, total]]) => {
+  const bars = meshes.map(([name, [used, total], said]) => {
+    const numbers = `${used.toLocaleString()} / ${total.toLocaleString()}`;
     const bar = make("div", "bar"), row = make("div"), meter = make("progress");
-    row.append(make("span", "", name), make("span", "", `${used.toLocaleString()} / ${total.toLocaleString()}`));
+    row.append(make("span", "", name), make("span", "", said ?? numbers));
+    bar.title = `${numbers} KV pages`;
     meter.max = Math.max(total, 1);
     meter.value = used;
     meter.setAttribute("aria-label", name);
