@@ -136,7 +136,7 @@ class PageServer:
             size = page_wire.DIGEST_BYTES
             digests = page_wire.read(connection, count * size)
             self._send_cached(connection, handoff_id, [digests[at : at + size] for at in range(0, len(digests), size)])
-        elif kind != page_wire.RENEW:
+        else:
             raise page_wire.WireError(f"there is no command {kind}")
 
     def _send(self, connection: socket.socket, sender: KVSender | None, places: memoryview) -> None:

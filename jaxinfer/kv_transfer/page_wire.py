@@ -3,9 +3,8 @@
     client, once:   magic "JXKV" | version, uint16 | length of the token, uint16 | token
     server, once:   magic "JXKV" | version, uint16 | length of an error, uint16 | error, or nothing
     client, pull:   1 | id, 16 bytes | count, uint32 | places in the page table, uint32 each
-    client, renew:  2 | id
-    client, over:   3 | id
-    client, fetch:  4 | digest of the model | count, uint32 | digests of blocks, 16 bytes each; of what caches have
+    client, over:   2 | id
+    client, fetch:  3 | digest of the model | count, uint32 | digests of blocks, 16 bytes each; of what caches have
     server, page:   1 | place, uint32 | checksum, uint64 | length, uint32 | bytes; one for each place, in order; the
                     place of a block that was fetched is its number
     server, failed: 2 | length of the reason, uint32 | reason; instead of what is left
@@ -25,7 +24,7 @@ import xxhash
 from jaxinfer.kv_transfer.handoff import HandOffError
 
 MAGIC, VERSION = b"JXKV", 3
-PULL, RENEW, OVER, FETCH = 1, 2, 3, 4
+PULL, OVER, FETCH = 1, 2, 3
 PAGE, FAILED = 1, 2
 HELLO = struct.Struct("<4sHH")
 COMMAND = struct.Struct("<B16s")

@@ -32,6 +32,7 @@ from server.workers import messages, worker_pb2_grpc
 from server.workers import worker_pb2 as pb
 from server.workers.credentials import Credentials
 from server.workers.generate_stream import serve_generate
+from server.workers.heartbeats import until_silent, with_heartbeats
 from server.workers.work_under_way import WorkUnderWay
 
 _Start = Callable[[KVReceiver, Sequence[int]], None]
@@ -43,6 +44,8 @@ ROLES = ("prefill", "decode", "both")
 _LOAD_SECONDS = 0.1  # between looks at the load
 _CACHE_SECONDS = 0.05  # between looks at what the prefix cache told
 _CACHED_PAGE_SECONDS = 2.0  # that another worker may take for a page that it has
+_HEARTBEAT_SECONDS = 1.0  # between signs of life of a prefill for another worker
+_SILENT_SECONDS = 3.0  # without one, after which it is prefilled here
 _LOAD_AT_LEAST = 1.0  # seconds between messages of it, though nothing has changed
 
 
@@ -124,6 +127,11 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             work.end()
 
     async def Prefill(self, request: pb.PrefillRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[pb.PrefillEvent]:
+        async with aclosing(with_heartbeats(self._prefill(request, context), _HEARTBEAT_SECONDS)) as events:
+            async for event in events:
+                yield event
+
+    async def _prefill(self, request: pb.PrefillRequest, context: grpc.aio.ServicerContext) -> AsyncGenerator[pb.PrefillEvent]:
         if difference := self._difference(request):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, difference)
         asked, over, event_loop = read_geometry(json.loads(request.page_geometry)), asyncio.Event(), asyncio.get_running_loop()
@@ -219,7 +227,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 traceparent=span.traceparent,
             )
             stub = worker_pb2_grpc.WorkerStub(self._channel(address))
-            async for event in stub.Prefill(asked, metadata=self._credentials.metadata):
+            async for event in until_silent(stub.Prefill(asked, metadata=self._credentials.metadata), _SILENT_SECONDS):
                 if event.HasField("offered"):
                     host = address.rpartition(":")[0].strip("[]")
                     self._client.pull(PageAddress(host, event.offered.page_port, handoff_id), receiver, places)
@@ -227,9 +235,10 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                     receiver.end(messages.read_first_token(event.first_token))
             if receiver.first_token is None:
                 receiver.fail("the prefill worker gave no token")
-        except grpc.aio.AioRpcError as error:
-            logger.warning("prefill of %s by %s failed: %s; it is prefilled here", request.request_id, address, error.details())
-            receiver.fail(str(error.details()))
+        except (grpc.aio.AioRpcError, TimeoutError) as error:
+            why = str(error.details()) if isinstance(error, grpc.aio.AioRpcError) else f"it said nothing for {_SILENT_SECONDS:g} s"
+            logger.warning("prefill of %s by %s failed: %s; it is prefilled here", request.request_id, address, why)
+            receiver.fail(why)
         except asyncio.CancelledError:
             receiver.fail("the request is over")
             raise

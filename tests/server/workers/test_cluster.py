@@ -19,6 +19,7 @@ from tests.conftest import MakeLLM
 from tests.server.workers.cluster import Cluster, Stream
 from tests.server.workers.trace_collector import TraceCollector, collecting
 
+ROUTERS = ("router", "second router")
 NUM_TOKENS = 300
 RANDOM = np.random.default_rng(5)
 PROMPTS = [RANDOM.integers(0, 500, length).tolist() for length in (5, 150, 64, 200, 90, 128)]
@@ -60,28 +61,30 @@ def collector() -> Iterator[TraceCollector]:
 @pytest.fixture(scope="module")
 def cluster(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory, collector: TraceCollector) -> Iterator[Cluster]:
     cluster = Cluster(tiny_model_path, tmp_path_factory.mktemp("cluster"), flags=[f"--otlp-endpoint={collector.url}"])
-    cluster.start_router()
+    for router in ROUTERS:
+        cluster.start_router(router)
     try:
         cluster.start_worker("first", "both")
         cluster.wait_for("first", "is ready")  # its programs are in the cache then
         cluster.start_worker("second", "decode")
         cluster.wait_until_ready()
         wait_for_workers(cluster, 2)
+        cluster.wait_until_ready(ROUTERS[1])
         yield cluster
     finally:
         cluster.close()
 
 
-def wait_for_workers(cluster: Cluster, number: int) -> None:
+def wait_for_workers(cluster: Cluster, number: int, router: str = "router") -> None:
     deadline = time.monotonic() + 60.0
-    while cluster.num_workers() != number:
-        assert time.monotonic() < deadline, cluster.log("router")
+    while cluster.num_workers(router) != number:
+        assert time.monotonic() < deadline, cluster.log(router)
         time.sleep(0.05)
 
 
-def ask_all(cluster: Cluster) -> list[Stream]:
+def ask_all(cluster: Cluster, router: str = "router") -> list[Stream]:
     return [
-        Stream(cluster.url, prompt=prompt, max_tokens=NUM_TOKENS, ignore_eos=True, **kind)
+        Stream(cluster.url_of(router), prompt=prompt, max_tokens=NUM_TOKENS, ignore_eos=True, **kind)
         for prompt, kind in zip(PROMPTS, KINDS, strict=True)
     ]
 
@@ -146,6 +149,42 @@ def test_a_worker_that_is_stopped_in_mid_stream(cluster: Cluster, expected: list
     cluster.signal("second", signal.SIGSTOP)
     check(streams, expected)
     cluster.signal("second", signal.SIGCONT)  # what it says late nobody hears
+    wait_for_workers(cluster, 2)
+    check(ask_all(cluster), expected)
+
+
+def test_a_worker_that_is_stopped_while_it_prefills(cluster: Cluster, expected: list[list[int]]) -> None:
+    """The one that waits for its pages notices by itself, and goes on alone."""
+    began, streams = time.monotonic(), ask_all(cluster)
+    time.sleep(0.03)
+    cluster.signal("first", signal.SIGSTOP)
+    check(streams, expected)
+    cluster.signal("first", signal.SIGCONT)
+    assert time.monotonic() - began < 20.0
+    wait_for_workers(cluster, 2)
+    check_all_free(cluster, "first", "second")
+
+
+def test_a_rolling_restart_and_a_router_that_is_killed(cluster: Cluster, expected: list[list[int]]) -> None:
+    """Under load all the time. Who asked the router that ends has to ask another; nobody else notices."""
+    for name, role in (("first", "both"), ("second", "decode")):
+        streams = ask_all(cluster)
+        streams[-1].wait_for(10)
+        cluster.signal(name, signal.SIGTERM)
+        check(streams, expected)
+        cluster.processes[name].wait(60)
+        cluster.start_worker(name, role)
+        cluster.wait_for(name, "is ready")
+        for router in ROUTERS:
+            wait_for_workers(cluster, 2, router)
+    lost, kept = ask_all(cluster), ask_all(cluster, ROUTERS[1])
+    kept[-1].wait_for(10)
+    cluster.signal("router", signal.SIGKILL)
+    check(kept, expected)
+    for stream in lost:
+        stream.join(60.0)
+    check_all_free(cluster, "first", "second")
+    cluster.start_router()
     wait_for_workers(cluster, 2)
     check(ask_all(cluster), expected)
 
