@@ -41,7 +41,7 @@ class Cluster:
     def __init__(self, model: Path, folder: Path, token: str = "known to all", flags: Sequence[str] = ()) -> None:
         self.model, self.folder, self.token = model, folder, token
         self.ports: dict[str, tuple[int, int]] = {}  # of HTTP and of workers, by the router's name
-        self._environment = os.environ | QUICK_COMPILATION | {"JAXINFER_WORKER_TOKEN": token}
+        self._environment = os.environ | QUICK_COMPILATION | {"JAXINFER_WORKER_TOKEN": token, "OTEL_BSP_SCHEDULE_DELAY": "100"}
         self._flags = flags
         self._begun: dict[str, int] = {}  # where its last process's log begins
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
