@@ -24,20 +24,21 @@ AOT_0_11 := .venv-aot-jax-0.11/bin
 GUIDELLM := .venv-guidellm/bin
 RUN_STAMP := .venv/.installed$(if $(EXTRA),-$(EXTRA))
 TEST_STAMP := .venv/.installed-test
+RAY_STAMP := .venv/.installed-ray
 PARITY_STAMP := .venv-parity/.installed
 AOT_0_10_STAMP := .venv-aot-jax-0.10/.installed
 AOT_0_11_STAMP := .venv-aot-jax-0.11/.installed
 GUIDELLM_STAMP := .venv-guidellm/.installed
 # Tests start a hundred processes: with bytecode each imports in 4 s, without in 10. It lies beside the packages, also for who wants none in the tree.
-test test-exhaustive test-parity test-aot test-fences test-measured: export PYTHONPYCACHEPREFIX := $(CURDIR)/.venv/bytecode
-test test-exhaustive test-parity test-aot test-fences test-measured: export PYTHONDONTWRITEBYTECODE :=
+test test-exhaustive test-parity test-aot test-ray test-fences test-measured: export PYTHONPYCACHEPREFIX := $(CURDIR)/.venv/bytecode
+test test-exhaustive test-parity test-aot test-ray test-fences test-measured: export PYTHONDONTWRITEBYTECODE :=
 # Set, if to nothing, it keeps tests/conftest.py from having XLA compile more quickly than for users.
 test-parity test-measured: export XLA_FLAGS := $(XLA_FLAGS)
 # All of them, unless ARGS name some.
 AOT_TESTS = $(if $(filter tests/%,$(ARGS)),,tests/aot)
 CHECKED := jaxinfer pallas_kernels sharding checkpoints server tests benchmarks examples
 
-.PHONY: help demo serve test test-exhaustive test-mutations check fix golden test-parity test-aot aot-venvs test-fences test-measured bench replay soak chaos clean
+.PHONY: help demo serve test test-exhaustive test-mutations check fix golden test-parity test-ray test-aot aot-venvs test-fences test-measured bench replay soak chaos clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -52,7 +53,7 @@ test: $(TEST_STAMP) ## the test suite (ARGS="-k name" ...)
 	@$(BIN)/python -m pytest -q $(IN_PARALLEL) --durations=10 $(ARGS)
 
 test-exhaustive: $(TEST_STAMP) ## the same with every case of every matrix, before a release (docs/testing.md)
-	@$(BIN)/python -m pytest -q $(IN_PARALLEL) --durations=10 -m 'not parity and not aot and not measured' $(ARGS)
+	@$(BIN)/python -m pytest -q $(IN_PARALLEL) --durations=10 -m 'not parity and not aot and not ray and not measured' $(ARGS)
 
 test-mutations: $(TEST_STAMP) ## put the faults of tests/mutations.md into a copy, one after the other: the suite finds each (ARGS="3 17": some)
 	@$(BIN)/python -m tests.mutations $(ARGS)
@@ -93,6 +94,9 @@ aot-venvs: $(AOT_0_10_STAMP)
 test-fences: $(AOT_0_10_STAMP) ## take fences and barriers out of the compiled kernels, and count which of these faults the PTX emulator finds: twenty minutes
 	@for cards in hopper blackwell; do AOT_CARDS=$$cards JAX_PLATFORMS=cpu $(AOT_0_10)/python -m tests.ptx.mutations $(ARGS) || exit 1; done
 
+test-ray: $(RAY_STAMP) ## pools of workers on a Ray of this machine, which is installed for it
+	@$(BIN)/python -m pytest -q -m ray tests/server/cluster $(ARGS)
+
 test-measured: $(TEST_STAMP) ## calibrate and hold predicted step times against measured ones: minutes, alone on the machine
 	@$(BIN)/python -m pytest -q -s -m measured $(ARGS)
 
@@ -131,6 +135,11 @@ $(TEST_STAMP): pyproject.toml | $(BIN)/python
 	@echo "installing jaxinfer and its test tools into .venv (a minute or two, once)"
 	@$(BIN)/python -m pip install $(PIP_FLAGS) --editable '.[test$(if $(EXTRA),$(comma)$(EXTRA))]'
 	@touch $@ $(RUN_STAMP)
+
+$(RAY_STAMP): $(TEST_STAMP)
+	@echo "installing Ray into .venv (once)"
+	@$(BIN)/python -m pip install $(PIP_FLAGS) --editable '.[test,cluster]'
+	@touch $(TEST_STAMP) $@
 
 $(PARITY_STAMP): pyproject.toml | $(PARITY)/python
 	@echo "installing jaxinfer, torch and transformers into .venv-parity (some minutes, once)"

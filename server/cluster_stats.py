@@ -24,6 +24,8 @@ class WorkerStats:
     num_cached_blocks: int
     num_pages_received: int
     num_output_tokens: int
+    num_new_prompt_tokens: int  # of its requests, without those that were cached
+    max_batch_size: int
     num_bytes_pulled: int  # of pages, from other workers
     pull_seconds: float  # that these took
     prefill_tokens_per_second: float

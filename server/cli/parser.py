@@ -27,6 +27,7 @@ COMMANDS = {
     "batch": Command("answer a file of OpenAI batch requests", "Run a batch file; resumes where it ended."),
     "router": Command("one OpenAI endpoint in front of workers on any machines", "Route requests to workers."),
     "worker": Command("an engine that routers give prefill, decode, or both", "See docs/disaggregation.md."),
+    "cluster": Command("pools of workers on Ray, of a size that follows their load", "See docs/disaggregation.md."),
     "top": Command("a live view of a router's workers, or of a server", "See what runs where."),
     "follow": Command("lend this process's devices to an engine that process 0 drives", "See docs/multi_process.md."),
     "convert": Command("write a checkpoint in another format", "To a folder of safetensors or Orbax."),

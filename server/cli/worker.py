@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serves until SIGTERM or SIGINT."""
+    """Serves until SIGTERM or SIGINT; from SIGUSR1 on nothing new, until all that it has begun has ended."""
     routers = tuple(part.strip() for part in arguments.router.split(","))
     for router in routers:
         host, _, port = router.rpartition(":")
@@ -52,9 +52,10 @@ def run(arguments: argparse.Namespace) -> int:
     from server.workers.worker import WorkerAddress, serve
 
     async def serve_until_told() -> None:
-        stop, loop = asyncio.Event(), asyncio.get_running_loop()
+        stop, drain, loop = asyncio.Event(), asyncio.Event(), asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(signal.SIGUSR1, drain.set)
 
         def ready(address: str) -> None:
             message = f"worker ({arguments.role}) is ready on {address}"
@@ -64,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
                 print(message, file=sys.stderr, flush=True)
 
         address = WorkerAddress(arguments.host, arguments.port, arguments.page_port)
-        await serve(engine, arguments.role, address, routers, known, stop, ready)
+        await serve(engine, arguments.role, address, routers, known, stop, drain, ready)
 
     asyncio.run(serve_until_told())
     return 0

@@ -8,6 +8,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from server.workers.roles import DRAINING
+
 
 @dataclass(frozen=True)
 class WorkerView:
@@ -89,7 +91,7 @@ def choose(
     workers: Sequence[WorkerView], request: RoutedRequest, without: Collection[str] = (), settings: RoutingSettings = DEFAULT_ROUTING
 ) -> Choice | None:
     """The best workers for a request; None where nobody can decode. `without`: workers not to be asked."""
-    known = [worker for worker in workers if worker.worker_id not in without]
+    known = [worker for worker in workers if worker.worker_id not in without and worker.role != DRAINING]
     # A worker that only prefills has both programs: with no other left it decodes too.
     decoders = [worker for worker in known if worker.can_decode] or known
     if not decoders:

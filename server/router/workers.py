@@ -76,6 +76,8 @@ class KnownWorker:
             num_cached_blocks=num_cached_blocks,
             num_pages_received=load.num_pages_received,
             num_output_tokens=load.num_output_tokens,
+            num_new_prompt_tokens=load.num_prompt_tokens - load.num_cached_tokens,
+            max_batch_size=info.max_batch_size,
             num_bytes_pulled=load.num_bytes_pulled,
             pull_seconds=load.pull_seconds,
             prefill_tokens_per_second=load.prefill_tokens_per_second,

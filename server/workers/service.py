@@ -33,6 +33,7 @@ from server.workers import worker_pb2 as pb
 from server.workers.credentials import Credentials
 from server.workers.generate_stream import serve_generate
 from server.workers.heartbeats import until_silent, with_heartbeats
+from server.workers.roles import DRAINING, ROLES
 from server.workers.work_under_way import WorkUnderWay
 
 _Start = Callable[[KVReceiver, Sequence[int]], None]
@@ -40,7 +41,6 @@ _Pull = Coroutine[Any, Any, None]
 
 logger = logging.getLogger(__name__)
 
-ROLES = ("prefill", "decode", "both")
 _LOAD_SECONDS = 0.1  # between looks at the load
 _CACHE_SECONDS = 0.05  # between looks at what the prefix cache told
 _CACHED_PAGE_SECONDS = 2.0  # that another worker may take for a page that it has
@@ -166,6 +166,15 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             span.end()
             self._pages.remove(request.handoff_id)
             work.end()
+
+    def drain(self) -> None:
+        """Routers give it nothing new from now on, or a tenth of a second later."""
+        self.info.role = DRAINING
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody waits for anything of it."""
+        return not (self._work.num_sequences or self._work.num_tokens or self._pages.num_senders)
 
     def _expect(self, new: NewRequest, request: pb.GenerateRequest | pb.PrefillRequest) -> None:
         """Know which worker has the first tokens of a request that is computed here."""

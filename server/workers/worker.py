@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 _REFUSALS = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNAUTHENTICATED)
 _CERTIFICATE_ERRORS = ("CERTIFICATE_VERIFY_FAILED", "Hostname Verification Check failed")
 _FAILURE_SECONDS = 0.1  # between looks
+_DRAIN_SECONDS = 1.0  # until every router knows
 _RETRY_SECONDS = 0.5  # between attempts to reach a router
 _GRACE_SECONDS = 5.0  # for calls under way at the end
 
@@ -89,9 +90,11 @@ async def serve(
     routers: Sequence[str],
     credentials: Credentials,
     stop: asyncio.Event,
+    drain: asyncio.Event,
     ready: Callable[[str], None],
 ) -> None:
-    """Serves until `stop`, then ends what is under way. `ready` is told the address once it listens.
+    """Serves until `stop`, then ends what is under way; or from `drain` on nothing new, until nothing is left. `ready`
+    is told the address once it listens.
 
     Raises `ConfigError` where a router refuses it, and for an address that can't be listened on; the engine's error
     once it has one."""
@@ -112,6 +115,7 @@ async def serve(
     ready(info.address)
     registrations = [asyncio.create_task(stay_registered(router, info, credentials)) for router in routers]
     ends = [asyncio.create_task(stop.wait()), asyncio.create_task(_until_failed(loop)), *registrations]
+    ends.append(asyncio.create_task(_until_drained(drain, service)))
     try:
         ended, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         for task in ended:
@@ -130,6 +134,14 @@ async def _until_failed(loop: EngineLoop) -> None:
     while loop.failure is None:  # noqa: ASYNC110 - it is set in another thread
         await asyncio.sleep(_FAILURE_SECONDS)
     raise loop.failure
+
+
+async def _until_drained(drain: asyncio.Event, service: WorkerService) -> None:
+    await drain.wait()
+    service.drain()
+    await asyncio.sleep(_DRAIN_SECONDS)
+    while not service.is_idle:  # noqa: ASYNC110 - of what other tasks and threads do
+        await asyncio.sleep(_FAILURE_SECONDS)
 
 
 def _listen_for_pages(address: WorkerAddress, credentials: Credentials, cached: CachedForOthers) -> PageServer:

@@ -69,8 +69,9 @@ def test_a_session_stays_until_its_worker_has_too_much_to_do() -> None:
     assert chosen(PREFILL, replace(other, num_tokens=100_000), DECODE, request=session) == ("d", "p")
 
 
-def test_a_worker_that_was_lost_is_asked_last() -> None:
+def test_a_worker_that_was_lost_is_asked_last_and_one_that_drains_never() -> None:
     assert choose([DECODE], LONG, ["d"]) is None
+    assert choose([replace(BOTH, role="draining")], LONG) is None
     choice = choose([DECODE, BOTH], SHORT, ["b"])
     assert choice is not None and choice.decode == "d"
 
