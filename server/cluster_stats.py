@@ -27,6 +27,7 @@ class WorkerStats:
     num_new_prompt_tokens: int  # of its requests, without those that were cached
     max_batch_size: int
     num_bytes_pulled: int  # of pages, from other workers
+    num_wire_bytes_pulled: int  # that these were on the wire
     pull_seconds: float  # that these took
     prefill_tokens_per_second: float
     pull_bytes_per_second: float

@@ -77,6 +77,7 @@ _WORKER_COUNTERS = {
     "num_new_prompt_tokens": ("new_prompt_tokens", "Prompt tokens of a worker's requests, without those that were cached"),
     "num_pages_received": ("received_pages", "KV pages of hand-offs that a worker has pulled from others"),
     "num_bytes_pulled": ("pulled_bytes", "Bytes of pages that a worker has pulled from others"),
+    "num_wire_bytes_pulled": ("pulled_wire_bytes", "Bytes that these pages were on the wire: fewer where they came coded"),
     "pull_seconds": ("pull_seconds", "Seconds that these took, from each page's first byte to its last"),
 }
 _TENANT_COUNTERS = {

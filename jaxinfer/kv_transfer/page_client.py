@@ -7,6 +7,7 @@ import socket
 import ssl
 import struct
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -17,6 +18,7 @@ import numpy as np
 from jaxinfer.kv_transfer import page_wire
 from jaxinfer.kv_transfer.handoff import HandOffError
 from jaxinfer.kv_transfer.kv_receiver import KVReceiver
+from jaxinfer.kv_transfer.page_coding import LinkCoding, PageCoder
 
 logger = logging.getLogger(__name__)
 
@@ -36,14 +38,17 @@ class PageAddress:
 
 class PageClient:
     """Keeps the connections that nobody uses for the next hand-off from the same place. `seconds`: how long a page may
-    take, computing it included."""
+    take, computing it included. `coding`: which pages are asked for coded; without it none."""
 
-    def __init__(self, *, token: str = "", tls: ssl.SSLContext | None = None, seconds: float = 120.0) -> None:
-        self._token, self._tls, self._seconds = token.encode(), tls, seconds
+    def __init__(
+        self, *, token: str = "", tls: ssl.SSLContext | None = None, seconds: float = 120.0, coding: LinkCoding | None = None
+    ) -> None:
+        self._token, self._tls, self._seconds, self._coding = token.encode(), tls, seconds, coding
         self._idle: dict[tuple[str, int], list[socket.socket]] = {}
         self._lock = threading.Lock()
-        self.num_bytes = 0  # pulled so far
-        self.receive_seconds = 0.0  # that these took from their first byte on
+        self.num_bytes = 0  # of pages, pulled so far
+        self.num_wire_bytes = 0  # that these were on the wire
+        self.receive_seconds = 0.0  # that they took from their first byte on
 
     def pull(self, address: PageAddress, receiver: KVReceiver, places: Sequence[int]) -> None:
         """Begin, in a thread. The receiver is told of each page that has arrived whole, or that no more will. Once all
@@ -54,17 +59,16 @@ class PageClient:
         """Copy pages that an engine of this model has in its caches into uint8[len(digests), bytes of a page], in the
         caller's thread; returns how many came, from the first on. No page may take longer than `seconds`."""
         address, num_fetched = PageAddress(host, port, model), 0
-        connection = None
+        connection, coder = None, self._coder(host)
         try:
             connection = self._connection(address)
             connection.settimeout(seconds)
             for start in range(0, len(digests), page_wire.MOST_PLACES):
                 some = digests[start : start + page_wire.MOST_PLACES]
-                command = page_wire.COMMAND.pack(page_wire.FETCH, model)
+                command = _command(page_wire.FETCH, model, coder)
                 connection.sendall(command + page_wire.COUNT.pack(len(some)) + b"".join(some))
                 for number in range(len(some)):
-                    self.receive_seconds += page_wire.receive_page(connection, number, out[num_fetched].data)
-                    self.num_bytes += out.shape[1]
+                    self._receive(connection, host, number, out[num_fetched], coder)
                     num_fetched += 1
             self._keep(address, connection)
         except (OSError, HandOffError) as error:
@@ -104,22 +108,32 @@ class PageClient:
             connection.sendall(page_wire.COMMAND.pack(page_wire.OVER, address.handoff_id))
 
     def _fill(self, connection: socket.socket, address: PageAddress, receiver: KVReceiver, places: list[int]) -> None:
+        coder = self._coder(address.host)
         asked = deque(places[start : start + _PULLED_AT_ONCE] for start in range(0, len(places), _PULLED_AT_ONCE))
         for _ in range(min(_UNDER_WAY, len(asked))):
-            self._ask(connection, address, asked.popleft())
+            self._ask(connection, address, asked.popleft(), coder)
         for number, place in enumerate(places):
-            row = receiver.pages[number].data
             if receiver.is_over:
                 raise HandOffError("nobody waits for the pages any more")
-            self.receive_seconds += page_wire.receive_page(connection, place, row)
-            self.num_bytes += len(row)
+            self._receive(connection, address.host, place, receiver.pages[number], coder)
             receiver.arrived(number + 1)
             if (number + 1) % _PULLED_AT_ONCE == 0 and asked:
-                self._ask(connection, address, asked.popleft())
+                self._ask(connection, address, asked.popleft(), coder)
+
+    def _coder(self, host: str) -> PageCoder | None:
+        return None if self._coding is None else self._coding.coder(host, time.monotonic())
+
+    def _receive(self, connection: socket.socket, host: str, place: int, page: np.ndarray, coder: PageCoder | None) -> None:
+        receipt = page_wire.receive_page(connection, place, page, coder)
+        self.receive_seconds += receipt.seconds
+        self.num_bytes += page.nbytes
+        self.num_wire_bytes += receipt.num_bytes
+        if self._coding is not None:
+            self._coding.observe(host, receipt.num_bytes, receipt.wire_seconds, time.monotonic())
 
     @staticmethod
-    def _ask(connection: socket.socket, address: PageAddress, places: Sequence[int]) -> None:
-        command = page_wire.COMMAND.pack(page_wire.PULL, address.handoff_id)
+    def _ask(connection: socket.socket, address: PageAddress, places: Sequence[int], coder: PageCoder | None) -> None:
+        command = _command(page_wire.PULL, address.handoff_id, coder)
         connection.sendall(command + page_wire.COUNT.pack(len(places)) + struct.pack(f"<{len(places)}I", *places))
 
     def _connection(self, address: PageAddress) -> socket.socket:
@@ -149,6 +163,10 @@ class PageClient:
         connection.settimeout(self._seconds)
         with self._lock:
             self._idle.setdefault((address.host, address.port), []).append(connection)
+
+
+def _command(kind: int, name: bytes, coder: PageCoder | None) -> bytes:
+    return page_wire.COMMAND.pack(kind if coder is None else kind | page_wire.MAY_CODE, name)
 
 
 def _is_open(connection: socket.socket) -> bool:

@@ -16,6 +16,7 @@ import numpy as np
 from jaxinfer.kv_transfer import page_wire
 from jaxinfer.kv_transfer.handoff import HandOffError
 from jaxinfer.kv_transfer.kv_sender import KVSender
+from jaxinfer.kv_transfer.page_coding import CODED_SIZES, PageCoder
 
 logger = logging.getLogger(__name__)
 
@@ -36,13 +37,21 @@ class CachedSource(Protocol):
 
 class PageServer:
     """Serves from threads of its own until `close`. `token`: what a client has to know; `tls`: of the server's side;
-    `cached`: what caches have, for who asks by digest.
+    `cached`: what caches have, for who asks by digest; `bytes_per_value`: of pages, 0 if they are never coded.
 
     Raises `OSError` for an address that can't be listened on."""
 
     def __init__(
-        self, host: str, port: int = 0, *, token: str = "", tls: ssl.SSLContext | None = None, cached: CachedSource | None = None
+        self,
+        host: str,
+        port: int = 0,
+        *,
+        token: str = "",
+        tls: ssl.SSLContext | None = None,
+        cached: CachedSource | None = None,
+        bytes_per_value: int = 0,
     ) -> None:
+        self._bytes_per_value = bytes_per_value
         self._token, self._tls, self._cached = token.encode(), tls, cached
         self._listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         self._senders: dict[bytes, KVSender] = {}  # by the hand-off's id
@@ -107,8 +116,9 @@ class PageServer:
             connection.sendall(page_wire.greeting(b""))
             connection.settimeout(PAGE_SECONDS)
             self._connections.add(connection)
+            coder = PageCoder(self._bytes_per_value) if self._bytes_per_value in CODED_SIZES else None
             while True:
-                self._answer(connection)
+                self._answer(connection, coder)
         except (OSError, HandOffError) as error:
             if not self._closed.is_set():
                 logger.debug("pages to %s: %s", peer, error)
@@ -116,8 +126,9 @@ class PageServer:
             self._connections.discard(connection)
             connection.close()
 
-    def _answer(self, connection: socket.socket) -> None:
-        kind, handoff_id = page_wire.COMMAND.unpack(page_wire.read(connection, page_wire.COMMAND.size))
+    def _answer(self, connection: socket.socket, coder: PageCoder | None) -> None:
+        command, handoff_id = page_wire.COMMAND.unpack(page_wire.read(connection, page_wire.COMMAND.size))
+        kind, coder = command & ~page_wire.MAY_CODE, coder if command & page_wire.MAY_CODE else None
         sender = self._senders.get(handoff_id)
         if sender is not None:
             sender.renew()
@@ -128,35 +139,34 @@ class PageServer:
             if count > page_wire.MOST_PLACES:
                 raise page_wire.WireError(f"a pull of {count} pages: at most {page_wire.MOST_PLACES}")
             places = memoryview(page_wire.read(connection, 4 * count)).cast("I")
-            self._send(connection, sender, places)
+            self._send(connection, sender, places, coder)
         elif kind == page_wire.FETCH:
             (count,) = page_wire.COUNT.unpack(page_wire.read(connection, page_wire.COUNT.size))
             if count > page_wire.MOST_PLACES:
                 raise page_wire.WireError(f"a fetch of {count} pages: at most {page_wire.MOST_PLACES}")
             size = page_wire.DIGEST_BYTES
             digests = page_wire.read(connection, count * size)
-            self._send_cached(connection, handoff_id, [digests[at : at + size] for at in range(0, len(digests), size)])
+            self._send_cached(connection, handoff_id, [digests[at : at + size] for at in range(0, len(digests), size)], coder)
         else:
             raise page_wire.WireError(f"there is no command {kind}")
 
-    def _send(self, connection: socket.socket, sender: KVSender | None, places: memoryview) -> None:
+    def _send(self, connection: socket.socket, sender: KVSender | None, places: memoryview, coder: PageCoder | None) -> None:
         try:
             if sender is None:
                 raise HandOffError("there is no such hand-off: it is over, or its lease ran out")
             for place in places:
-                page = sender.page(place, PAGE_SECONDS).data
-                _send_all(connection, page_wire.page_header(place, page), page)
+                _send_page(connection, place, sender.page(place, PAGE_SECONDS), coder)
                 sender.renew()
         except HandOffError as error:
             _send_failure(connection, str(error))
 
-    def _send_cached(self, connection: socket.socket, model: bytes, digests: Sequence[bytes]) -> None:
+    def _send_cached(self, connection: socket.socket, model: bytes, digests: Sequence[bytes], coder: PageCoder | None) -> None:
         cached, number = self._cached, 0
         if cached is None or model != cached.model:
             _send_failure(connection, "this engine has another model" if cached else "this engine has no cache for others")
             return
         for number, page in enumerate(cached.read(digests), 1):
-            _send_all(connection, page_wire.page_header(number - 1, page.data), page.data)
+            _send_page(connection, number - 1, page, coder)
         if number < len(digests):
             _send_failure(connection, "the next page is not here any more")
 
@@ -164,6 +174,16 @@ class PageServer:
 def _send_failure(connection: socket.socket, text: str) -> None:
     reason = text.encode()[:1000]
     connection.sendall(page_wire.FAILED_HEADER.pack(page_wire.FAILED, len(reason)) + reason)
+
+
+def _send_page(connection: socket.socket, place: int, page: np.ndarray, coder: PageCoder | None) -> None:
+    """As it is, unless it may be coded and is shorter so."""
+    if coder is not None:
+        planes, exponents = coder.encode(page)
+        if (length := len(planes) + len(exponents)) < page.nbytes:
+            connection.sendall(b"".join((page_wire.coded_header(place, page.data, length), planes, exponents)))
+            return
+    _send_all(connection, page_wire.page_header(place, page.data), page.data)
 
 
 def _send_all(connection: socket.socket, header: bytes, page: memoryview) -> None:

@@ -5,8 +5,10 @@
     client, pull:   1 | id, 16 bytes | count, uint32 | places in the page table, uint32 each
     client, over:   2 | id
     client, fetch:  3 | digest of the model | count, uint32 | digests of blocks, 16 bytes each; of what caches have
+    all but over:   plus 128 where the page's bytes may come coded (see `page_coding`)
     server, page:   1 | place, uint32 | checksum, uint64 | length, uint32 | bytes; one for each place, in order; the
                     place of a block that was fetched is its number
+    server, coded:  3 | as a page; the checksum is of the page, length and bytes are of its code
     server, failed: 2 | length of the reason, uint32 | reason; instead of what is left
 
 All integers are little-endian. A client has two pulls under way, of which the server answers one: so the client's
@@ -18,14 +20,17 @@ from __future__ import annotations
 import socket
 import struct
 import time
+from typing import NamedTuple
 
+import numpy as np
 import xxhash
 
 from jaxinfer.kv_transfer.handoff import HandOffError
+from jaxinfer.kv_transfer.page_coding import PageCoder
 
-MAGIC, VERSION = b"JXKV", 3
-PULL, OVER, FETCH = 1, 2, 3
-PAGE, FAILED = 1, 2
+MAGIC, VERSION = b"JXKV", 4
+PULL, OVER, FETCH, MAY_CODE = 1, 2, 3, 128
+PAGE, FAILED, CODED = 1, 2, 3
 HELLO = struct.Struct("<4sHH")
 COMMAND = struct.Struct("<B16s")
 COUNT = struct.Struct("<I")
@@ -80,21 +85,38 @@ def page_header(place: int, page: memoryview) -> bytes:
     return PAGE_HEADER.pack(PAGE, place, checksum(page), len(page))
 
 
-def receive_page(connection: socket.socket, place: int, buffer: memoryview) -> float:
-    """The page at this place, into the buffer. Raises `HandOffError` where the server gives up, or sends another page,
-    of another size, or damaged. Returns how many seconds its bytes took."""
+def coded_header(place: int, page: memoryview, length: int) -> bytes:
+    return PAGE_HEADER.pack(CODED, place, checksum(page), length)
+
+
+class PageReceipt(NamedTuple):
+    """What a page took."""
+
+    num_bytes: int  # on the wire
+    wire_seconds: float  # from its first byte to its last
+    seconds: float  # with decoding it
+
+
+def receive_page(connection: socket.socket, place: int, page: np.ndarray, coder: PageCoder | None = None) -> PageReceipt:
+    """The page at this place, into uint8[bytes of a page]. Raises `HandOffError` where the server gives up, or sends
+    another page, of another size, or damaged, or one that is coded where there is no coder."""
     kind = read(connection, 1)
     if kind[0] == FAILED:
         (length,) = COUNT.unpack(read(connection, COUNT.size))
         raise HandOffError(read(connection, min(length, _MOST_TEXT)).decode("utf-8", "replace"))
-    if kind[0] != PAGE:
+    if kind[0] != PAGE and (kind[0] != CODED or coder is None):
         raise WireError(f"a message of kind {kind[0]} came where a page should")
     _, found, expected, length = PAGE_HEADER.unpack(kind + read(connection, PAGE_HEADER.size - 1))
-    if (found, length) != (place, len(buffer)):
-        raise WireError(f"page {found} of {length} bytes came where page {place} of {len(buffer)} should")
+    if found != place or (length != page.nbytes if kind[0] == PAGE else length >= page.nbytes):
+        raise WireError(f"page {found} of {length} bytes came where page {place} of {page.nbytes} should")
     began = time.perf_counter()
-    receive(connection, buffer)
-    taken = time.perf_counter() - began
-    if checksum(buffer) != expected:
+    if kind[0] == CODED and coder is not None:
+        coded = read(connection, length)
+        received_at = time.perf_counter()
+        coder.decode(memoryview(coded), page)
+    else:
+        receive(connection, page.data)
+        received_at = time.perf_counter()
+    if checksum(page.data) != expected:
         raise WireError(f"page {place} was damaged on its way: its checksum differs")
-    return taken
+    return PageReceipt(length, received_at - began, time.perf_counter() - began)

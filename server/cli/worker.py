@@ -25,6 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--host", default="127.0.0.1", help="this machine's address, by which others reach it (default: 127.0.0.1)")
     group.add_argument("--port", type=int, default=0, metavar="N", help="port that routers and workers call it at; 0: any (default: 0)")
     group.add_argument("--page-port", type=int, default=0, metavar="N", help="port that others pull pages at; 0: any (default: 0)")
+    what = "whether pages that it pulls come coded, without loss; auto: where the link is slower than the coder gains (default: auto)"
+    group.add_argument("--kv-compression", choices=("auto", "on", "off"), default="auto", help=what)
     group.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="(default: info)")
     group.add_argument("--log-format", choices=("text", "json"), default="text", help="(default: text)")
     group.add_argument("--otlp-endpoint", metavar="URL", help="collector that traces go to, OTLP over gRPC (extra otel)")
@@ -65,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
                 print(message, file=sys.stderr, flush=True)
 
         address = WorkerAddress(arguments.host, arguments.port, arguments.page_port)
-        await serve(engine, arguments.role, address, routers, known, stop, drain, ready)
+        await serve(engine, arguments.role, address, routers, known, stop, drain, ready, arguments.kv_compression)
 
     asyncio.run(serve_until_told())
     return 0

@@ -3,6 +3,7 @@ in, decision out; no clocks, no sockets. The simulator of `benchmarks.disaggrega
 
 from __future__ import annotations
 
+import heapq
 import statistics
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -99,9 +100,12 @@ def choose(
     rates = [worker.tokens_per_second for worker in workers if worker.tokens_per_second]
     costs = _Options(request, settings, statistics.median(rates) if rates else settings.tokens_per_second)
     options: list[tuple[float, Choice]] = []
-    decode = min(decoders, key=lambda worker: (costs.place(worker) + costs.move(worker), worker.worker_id))
     if request.may_move:
-        options += [costs.apart(worker, decode) for worker in known if worker.can_prefill and worker is not decode]
+        best_decoders = heapq.nsmallest(2, decoders, key=lambda worker: (costs.place(worker) + costs.move(worker), worker.worker_id))
+        for worker in known:
+            others = [decoder for decoder in best_decoders if decoder is not worker]
+            if worker.can_prefill and others:
+                options.append(costs.apart(worker, others[0]))
     if not options or not settings.always_apart:
         options += [costs.alone(worker) for worker in decoders]
     # Of equals the one whose cache has most room: else the first would have all, and forget it, while others idle.

@@ -79,6 +79,7 @@ class KnownWorker:
             num_new_prompt_tokens=load.num_prompt_tokens - load.num_cached_tokens,
             max_batch_size=info.max_batch_size,
             num_bytes_pulled=load.num_bytes_pulled,
+            num_wire_bytes_pulled=load.num_wire_bytes_pulled,
             pull_seconds=load.pull_seconds,
             prefill_tokens_per_second=load.prefill_tokens_per_second,
             pull_bytes_per_second=load.bytes_per_second,

@@ -25,6 +25,7 @@ from jaxinfer.kv_transfer.geometry import geometry_fields, read_geometry
 from jaxinfer.kv_transfer.kv_receiver import KVReceiver
 from jaxinfer.kv_transfer.kv_sender import KVSender
 from jaxinfer.kv_transfer.page_client import PageAddress, PageClient
+from jaxinfer.kv_transfer.page_coding import LinkCoding
 from jaxinfer.kv_transfer.page_server import PageServer
 from jaxinfer.kv_transfer.repaging import Repaging
 from server.tracing import TraceSpan, begin, note_usage
@@ -52,11 +53,13 @@ _LOAD_AT_LEAST = 1.0  # seconds between messages of it, though nothing has chang
 class WorkerService(worker_pb2_grpc.WorkerServicer):
     """Belongs to the event loop that it is made in."""
 
-    def __init__(self, engine: Engine, loop: EngineLoop, info: pb.WorkerInfo, pages: PageServer, credentials: Credentials) -> None:
+    def __init__(
+        self, engine: Engine, loop: EngineLoop, info: pb.WorkerInfo, pages: PageServer, credentials: Credentials, coding: LinkCoding
+    ) -> None:
         self.info = info
         self._engine, self._loop, self._pages, self._credentials = engine, loop, pages, credentials
         self._requests = AsyncRequests(loop)
-        self._client = PageClient(token=credentials.token, tls=credentials.page_client_tls)
+        self._client = PageClient(token=credentials.token, tls=credentials.page_client_tls, coding=coding)
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._geometry = engine.page_spec
         self._work = WorkUnderWay()
@@ -279,6 +282,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             prefill_tokens_per_second=self._work.tokens_per_second,
             bytes_per_second=self._client.bytes_per_second,
             num_bytes_pulled=self._client.num_bytes,
+            num_wire_bytes_pulled=self._client.num_wire_bytes,
             pull_seconds=self._client.receive_seconds,
             role=self.info.role,
         )

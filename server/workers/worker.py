@@ -24,6 +24,7 @@ from jaxinfer.engine.fingerprint import fingerprint
 from jaxinfer.engine_access import EngineClosedError
 from jaxinfer.engine_loop import EngineLoop
 from jaxinfer.engine_thread import EngineFailedError
+from jaxinfer.kv_transfer.page_coding import Compression, LinkCoding
 from jaxinfer.kv_transfer.page_server import PageServer
 from server.workers import worker_pb2 as pb
 from server.workers import worker_pb2_grpc
@@ -92,15 +93,20 @@ async def serve(
     stop: asyncio.Event,
     drain: asyncio.Event,
     ready: Callable[[str], None],
+    compression: Compression = "auto",
 ) -> None:
     """Serves until `stop`, then ends what is under way; or from `drain` on nothing new, until nothing is left. `ready`
-    is told the address once it listens.
+    is told the address once it listens. `compression`: of pages that it pulls.
 
     Raises `ConfigError` where a router refuses it, and for an address that can't be listened on; the engine's error
     once it has one."""
     loop = EngineLoop(engine)
-    digest = fingerprint(engine)
-    pages = _listen_for_pages(address, credentials, CachedForOthers(digest.encode(), engine.cached_pages, loop))
+    digest, bytes_per_value = fingerprint(engine), engine.page_spec.bytes_per_value
+    try:
+        coding = LinkCoding(compression, bytes_per_value)
+    except ValueError as error:
+        raise ConfigError(f"kv_compression is on: {error}") from error
+    pages = _listen_for_pages(address, credentials, CachedForOthers(digest.encode(), engine.cached_pages, loop), bytes_per_value)
     server = credentials.server()
     try:
         port = credentials.listen(server, f"{address.host}:{address.port}")
@@ -109,7 +115,7 @@ async def serve(
         raise ConfigError(f"can't listen on {address.host} port {address.port}: choose others with --host and --port") from error
     _add_standard_services(server)
     info = describe(engine, role, f"{address.host}:{port}", pages.port, digest)
-    service = WorkerService(engine, loop, info, pages, credentials)
+    service = WorkerService(engine, loop, info, pages, credentials, coding)
     worker_pb2_grpc.add_WorkerServicer_to_server(service, server)
     await server.start()
     ready(info.address)
@@ -144,10 +150,10 @@ async def _until_drained(drain: asyncio.Event, service: WorkerService) -> None:
         await asyncio.sleep(_FAILURE_SECONDS)
 
 
-def _listen_for_pages(address: WorkerAddress, credentials: Credentials, cached: CachedForOthers) -> PageServer:
-    tls = credentials.page_server_tls
+def _listen_for_pages(address: WorkerAddress, credentials: Credentials, cached: CachedForOthers, bytes_per_value: int) -> PageServer:
+    token, tls = credentials.token, credentials.page_server_tls
     try:
-        return PageServer(address.host, address.page_port, token=credentials.token, tls=tls, cached=cached)
+        return PageServer(address.host, address.page_port, token=token, tls=tls, cached=cached, bytes_per_value=bytes_per_value)
     except OSError as error:
         raise ConfigError(f"can't listen on {address.host} port {address.page_port}: choose others with --host and --page-port") from error
 

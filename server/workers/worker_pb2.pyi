@@ -237,7 +237,7 @@ class Usage(_message.Message):
     def __init__(self, queue_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., decode_seconds: _Optional[float] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("num_waiting", "num_prefilling", "num_running", "num_free_pages", "num_incoming", "num_cached_tokens", "num_prompt_tokens", "num_output_tokens", "num_used_pages", "num_kept_handoffs", "num_pages_received", "num_pending_tokens", "num_sequences", "prefill_tokens_per_second", "bytes_per_second", "role", "num_bytes_pulled", "pull_seconds")
+    __slots__ = ("num_waiting", "num_prefilling", "num_running", "num_free_pages", "num_incoming", "num_cached_tokens", "num_prompt_tokens", "num_output_tokens", "num_used_pages", "num_kept_handoffs", "num_pages_received", "num_pending_tokens", "num_sequences", "prefill_tokens_per_second", "bytes_per_second", "role", "num_bytes_pulled", "pull_seconds", "num_wire_bytes_pulled")
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_PREFILLING_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
@@ -256,6 +256,7 @@ class Load(_message.Message):
     ROLE_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_PULLED_FIELD_NUMBER: _ClassVar[int]
     PULL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_WIRE_BYTES_PULLED_FIELD_NUMBER: _ClassVar[int]
     num_waiting: int
     num_prefilling: int
     num_running: int
@@ -274,7 +275,8 @@ class Load(_message.Message):
     role: str
     num_bytes_pulled: int
     pull_seconds: float
-    def __init__(self, num_waiting: _Optional[int] = ..., num_prefilling: _Optional[int] = ..., num_running: _Optional[int] = ..., num_free_pages: _Optional[int] = ..., num_incoming: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., num_used_pages: _Optional[int] = ..., num_kept_handoffs: _Optional[int] = ..., num_pages_received: _Optional[int] = ..., num_pending_tokens: _Optional[int] = ..., num_sequences: _Optional[int] = ..., prefill_tokens_per_second: _Optional[float] = ..., bytes_per_second: _Optional[float] = ..., role: _Optional[str] = ..., num_bytes_pulled: _Optional[int] = ..., pull_seconds: _Optional[float] = ...) -> None: ...
+    num_wire_bytes_pulled: int
+    def __init__(self, num_waiting: _Optional[int] = ..., num_prefilling: _Optional[int] = ..., num_running: _Optional[int] = ..., num_free_pages: _Optional[int] = ..., num_incoming: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., num_used_pages: _Optional[int] = ..., num_kept_handoffs: _Optional[int] = ..., num_pages_received: _Optional[int] = ..., num_pending_tokens: _Optional[int] = ..., num_sequences: _Optional[int] = ..., prefill_tokens_per_second: _Optional[float] = ..., bytes_per_second: _Optional[float] = ..., role: _Optional[str] = ..., num_bytes_pulled: _Optional[int] = ..., pull_seconds: _Optional[float] = ..., num_wire_bytes_pulled: _Optional[int] = ...) -> None: ...
 
 class CacheChange(_message.Message):
     __slots__ = ("first", "last", "inserted", "evicted", "is_reset", "is_stored")

@@ -16,6 +16,7 @@ from jaxinfer.kv_transfer import page_wire
 from jaxinfer.kv_transfer.kv_receiver import KVReceiver
 from jaxinfer.kv_transfer.kv_sender import LEASE_SECONDS, KVSender
 from jaxinfer.kv_transfer.page_client import PageAddress, PageClient
+from jaxinfer.kv_transfer.page_coding import LinkCoding, PageCoder
 from jaxinfer.kv_transfer.page_server import PageServer
 
 SPEC = PageSpec(num_layers=2, num_kv_heads=2, head_size=16, page_size=8, bytes_per_value=4)
@@ -29,20 +30,21 @@ def pages(number: int = NUM_PAGES) -> np.ndarray:
 
 @pytest.fixture
 def server() -> Iterator[PageServer]:
-    server = PageServer("127.0.0.1", token="secret")
+    server = PageServer("127.0.0.1", token="secret", bytes_per_value=SPEC.bytes_per_value)
     yield server
     server.close()
 
 
-def pull(port: int, places: list[int], *, token: str = "secret", seconds: float = 10.0) -> KVReceiver:
+def pull(port: int, places: list[int], *, token: str = "secret", seconds: float = 10.0, is_coded: bool = False) -> KVReceiver:
     """All that arrives until it is complete or has failed."""
-    client = PageClient(token=token, seconds=seconds)
+    client = PageClient(token=token, seconds=seconds, coding=LinkCoding("on", SPEC.bytes_per_value) if is_coded else None)
     receiver = KVReceiver(lambda receiver, wanted: client.pull(PageAddress("127.0.0.1", port, ID), receiver, wanted), SPEC)
     receiver.want(places)
     deadline = time.monotonic() + 30.0
     while receiver.failure is None and receiver.num_arrived < len(places):
         assert time.monotonic() < deadline
         receiver.changed.wait(0.01)
+    assert (client.num_wire_bytes < client.num_bytes) == (is_coded and receiver.num_arrived > 0)
     return receiver
 
 
@@ -53,7 +55,8 @@ def wait_until_empty(server: PageServer) -> None:
         time.sleep(0.01)
 
 
-def test_pages_come_in_order_as_they_are_added_and_go_when_all_are_there(server: PageServer) -> None:
+@pytest.mark.parametrize("is_coded", [False, True], ids=["as they are", "coded"])
+def test_pages_come_in_order_as_they_are_added_and_go_when_all_are_there(server: PageServer, is_coded: bool) -> None:
     sender, sent = KVSender(), pages()
     server.add(ID, sender)
     places = list(range(3, 3 + 2 * NUM_PAGES, 2))
@@ -65,7 +68,7 @@ def test_pages_come_in_order_as_they_are_added_and_go_when_all_are_there(server:
         sender.finish()
 
     threading.Thread(target=add).start()
-    receiver = pull(server.port, places)
+    receiver = pull(server.port, places, is_coded=is_coded)
     assert receiver.failure is None
     np.testing.assert_array_equal(receiver.pages.view(np.float32), sent)
     wait_until_empty(server)
@@ -122,8 +125,13 @@ def framed(place: int = 0, page: np.ndarray = PAGE) -> bytes:
     return page_wire.page_header(place, page.data) + page.tobytes()
 
 
-def flipped(at: int) -> bytes:
-    data = bytearray(framed())
+def coded(place: int = 0, page: np.ndarray = PAGE) -> bytes:
+    body = b"".join(PageCoder(SPEC.bytes_per_value).encode(page))
+    return page_wire.coded_header(place, page.data, len(body)) + body
+
+
+def flipped(at: int, message: bytes = framed()) -> bytes:
+    data = bytearray(message)
     data[at] ^= 0x10
     return bytes(data)
 
@@ -138,13 +146,31 @@ def flipped(at: int) -> bytes:
         framed(0, PAGE[:-4]),
         b"HTTP/1.1 400 Bad Request\r\n\r\n",
         *(flipped(at) for at in (0, 2, 6, 10, 13, len(framed()) // 2, len(framed()) - 1)),
+        coded()[:-1],
+        page_wire.coded_header(0, PAGE.data, len(PAGE)) + PAGE.tobytes(),
+        page_wire.coded_header(0, PAGE.data, 64) + PAGE[:64].tobytes(),
+        *(flipped(at, coded()) for at in (6, 10, 13, len(coded()) // 2, len(coded()) - 1)),
     ],
-    ids=["nothing", "cut off", "half a header", "another place", "another size", "HTTP", *map(str, range(7))],
+    ids=["nothing", "cut off", "half a header", "another place", "another size", "HTTP"]
+    + list(map(str, range(7)))
+    + ["code cut off", "code of a page's size", "no code"]
+    + [f"code {number}" for number in range(5)],
 )
 def test_damage_is_never_a_page(answer: bytes) -> None:
-    """Cut off, of another place or size, garbage, a bit flipped in the header and in the page."""
-    receiver = pull(respond(lambda connection: connection.sendall(answer)), [0], seconds=2.0)
+    """Cut off, of another place or size, garbage, a bit flipped in the header and in the page, or in its code."""
+    receiver = pull(respond(lambda connection: connection.sendall(answer)), [0], seconds=2.0, is_coded=True)
     assert (receiver.num_arrived, bool(receiver.failure)) == (0, True)
+
+
+@pytest.mark.parametrize("answers", [(0, 0), (0, 2), (0, 1, 1)], ids=["replayed", "reordered", "replayed later"])
+def test_each_page_comes_once_and_in_its_place(answers: tuple[int, ...]) -> None:
+    receiver = pull(respond(lambda connection: connection.sendall(b"".join(map(framed, answers)))), [0, 1, 2], seconds=2.0)
+    assert (receiver.num_arrived, bool(receiver.failure)) == (len(answers) - 1, True)
+
+
+def test_a_code_that_was_not_asked_for_is_no_page() -> None:
+    receiver = pull(respond(lambda connection: connection.sendall(coded())), [0], seconds=2.0)
+    assert (receiver.num_arrived, "kind 3" in str(receiver.failure)) == (0, True)
 
 
 def test_a_server_that_says_nothing_is_given_up() -> None:

@@ -45,6 +45,8 @@ def test_what_is_quickly_computed_stays_where_it_is_decoded() -> None:
     assert chosen(PREFILL, DECODE, request=SHORT) == ("d", None)
     assert chosen(PREFILL, DECODE, request=SHORT, always_apart=True) == ("d", "p")
     assert chosen(PREFILL, DECODE, request=replace(LONG, may_move=False)) == ("d", None)
+    slow = replace(DECODE, bytes_per_second=1e8)  # who does both would be the better one to decode, but alone can prefill for it
+    assert chosen(BOTH, slow, request=SHORT, always_apart=True) == ("d", "b")
 
 
 def test_pages_that_take_longer_than_computing_are_not_moved() -> None:
