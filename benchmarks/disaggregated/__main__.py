@@ -6,13 +6,13 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.disaggregated import router_load, routing, serving, transport
+from benchmarks.disaggregated import coding, router_load, routing, serving, transport
 from benchmarks.machine import machine
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.disaggregated", description=__doc__)
-    parts = ("transport", "router", "routing", "hop", "fetch", "gaps")
+    parts = ("transport", "coding", "router", "routing", "hop", "fetch", "gaps")
     parser.add_argument("parts", nargs="*", choices=[*parts, []], default=[], help="all without any")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--trace", type=Path, help="requests with hash_ids, one JSON object a line, for `routing`")
@@ -29,6 +29,7 @@ def main() -> None:
 
     work: dict[str, Callable[[], str]] = {
         "transport": lambda: transport.compare(given.rounds),
+        "coding": lambda: coding.compare((10e6, 30e6, 100e6, 0.0), given.rounds),
         "router": lambda: "\n".join([router_load.HEAD, *(row.row() for row in router_load.measure(given.rates, 10.0, given.num_requests))]),
         "routing": routing_part,
         "hop": lambda: serving.compare_first_tokens((16, 64, 256), 25),
