@@ -363,8 +363,6 @@ def _check_processes(config: EngineConfig) -> None:
     for name, value in (("embedding_model", config.model.embedding_model), ("kv_host_memory", config.cache.kv_host_memory)):
         if value is not None:
             raise ConfigError(f"{several}, and {name} is {value}, which can't span processes yet: leave it out")
-    if config.cache.kv_transport:
-        raise ConfigError(f"{several}, and kv_transport is on: a worker of a cluster can't span processes yet")
 
 
 def _at_least(name: str, value: int, low: int) -> None:

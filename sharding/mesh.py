@@ -30,6 +30,11 @@ def is_cpu(mesh: Mesh) -> bool:
     return bool(mesh.devices.flat[0].platform == "cpu")
 
 
+def spans_processes(mesh: Mesh) -> bool:
+    """Whether a mesh has devices of several processes, none of which can read all of an array that is split over it."""
+    return len({device.process_index for device in mesh.devices.flat}) > 1
+
+
 def own_device(mesh: Mesh) -> jax.Device:
     """The mesh's first device of this process, or its first device where the process has none."""
     devices = list(mesh.devices.flat)

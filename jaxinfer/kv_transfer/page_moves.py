@@ -3,7 +3,7 @@ Under way they have the model's KV heads, each once, whatever a mesh has."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ from jaxinfer.kv_cache.pages import PagePool, Pages
 from jaxinfer.kv_cache.spec import NULL_PAGE
 from jaxinfer.programs.buckets import bucket_for
 from jaxinfer.programs.compilation import Executable, ProgramSource
+from sharding.mesh import spans_processes
 from sharding.partition import move, place, replicated
 
 # Pages outermost: each is a run of bytes on the host, as the tiers keep it, and on a CPU both moves are quicker than
@@ -56,11 +57,20 @@ def to_pool_heads(moved: Gathered, heads: HeadLayout | None, pages: Pages) -> Ga
     return jax.sharding.reshard(filled_up, PartitionSpec(None, None, None, pool_axes[3], None, None))
 
 
+def gather_whole(pages: Pages, page_ids: Int[Array, " X"]) -> Gathered:
+    """Gather copies of these pages on every device, where processes have a part of each."""
+    return jax.sharding.reshard(gather(pages, page_ids), PartitionSpec())
+
+
 def gather_programs(name: str, pool: PagePool) -> list[ProgramSource]:
-    """The gather programs to compile, one a bucket."""
-    function = partial(gather, heads=pool.heads)
+    """The gather programs to compile, one a bucket; two, where one process can't read what is split over the mesh."""
+    functions: dict[str, Callable[..., Gathered]] = {"gather": partial(gather, heads=pool.heads)}
+    if pool.heads is None and spans_processes(pool.mesh):
+        functions = {"gather": gather_whole, "gather shards": gather}
     return [
-        ProgramSource(f"{name} gather/{size}", function, (pool.abstract, _abstract_ids(pool, size)), pool.mesh) for size in MOVE_BUCKETS
+        ProgramSource(f"{name} {what}/{size}", function, (pool.abstract, _abstract_ids(pool, size)), pool.mesh)
+        for what, function in functions.items()
+        for size in MOVE_BUCKETS
     ]
 
 
@@ -119,9 +129,17 @@ class PageMover:
         self._programs = programs
 
     def gather(self, page_ids: Sequence[int], groups: Sequence[int] = ()) -> Gathered:
-        """Copies of pages, whatever their groups of layers."""
+        """Copies of pages, whatever their groups of layers, which the host can read."""
+        return self._gather("gather", page_ids)
+
+    def gather_shards(self, page_ids: Sequence[int]) -> Gathered:
+        """Copies of pages for another mesh, split over this one's devices as they are."""
+        has_shards = f"{self._name} gather shards/{MOVE_BUCKETS[0]}" in self._programs
+        return self._gather("gather shards" if has_shards else "gather", page_ids)
+
+    def _gather(self, what: str, page_ids: Sequence[int]) -> Gathered:
         size = bucket_for(len(page_ids), MOVE_BUCKETS)
-        return self._programs[f"{self._name} gather/{size}"](self._pool.array, padded(page_ids, size))
+        return self._programs[f"{self._name} {what}/{size}"](self._pool.array, padded(page_ids, size))
 
     def abstract_moved(self, num_pages: int) -> jax.ShapeDtypeStruct:
         """Shape, type and place of that many gathered pages."""

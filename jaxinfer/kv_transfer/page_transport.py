@@ -26,7 +26,7 @@ class MeshPageTransport:
     def move(self, source_ids: Sequence[int], target_ids: Sequence[int], groups: Sequence[int]) -> None:
         """See `PageTransport`."""
         del groups  # a page is copied whole, for any group
-        self._target.scatter(self._target.put(self._source.gather(source_ids)), target_ids)
+        self._target.scatter(self._target.put(self._source.gather_shards(source_ids)), target_ids)
 
 
 class PageCopier:

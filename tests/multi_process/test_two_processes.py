@@ -28,7 +28,8 @@ def free_port() -> int:
 
 
 def test_two_processes_give_the_tokens_of_one_and_end_when_one_is_killed(tiny_model_path, llms, tmp_path):
-    """Both roles are split over both processes, on devices of their own, so each hand-off moves pages in both. Prefix cache and preemption too."""
+    """Both roles are split over both processes, on devices of their own, so each hand-off moves pages in both, and those that go over
+    the network too. Prefix cache and preemption as well."""
     coordinator, out, log = f"127.0.0.1:{free_port()}", tmp_path / "out.json", tmp_path / "log"
     settings = TINY | {
         "kv_memory": "256KiB",  # of which 45 tokens take more than there are
@@ -38,8 +39,9 @@ def test_two_processes_give_the_tokens_of_one_and_end_when_one_is_killed(tiny_mo
         "coordinator": coordinator,
         "num_processes": 2,
         "cpu_devices": 4,
-        "prefill_devices": (0, 1, 4, 5),  # its two KV heads are copied, a device each
-        "decode_devices": (2, 3, 6, 7),
+        "prefill_devices": (0, 4),  # a KV head in each process: neither can read a page without the other
+        "decode_devices": (2, 3, 6, 7),  # the two heads are copied, a device each
+        "kv_transport": True,
         "connect_seconds": float(SECONDS),
         "out": str(out),
     }
@@ -71,6 +73,7 @@ def test_two_processes_give_the_tokens_of_one_and_end_when_one_is_killed(tiny_mo
     found, expected = json.loads(out.read_text()), tokens_of(llm.generate(prompts[:15], few[:15]))
     assert found["tokens"] == expected
     assert found["again"] == expected
+    assert found["handed_over"] == expected[:6]
     assert found["long"] == tokens_of(llm.generate([prompt[:15] for prompt in prompts], [replace(p, max_tokens=45) for p in params]))
     assert found["siblings"] == tokens_of(llm.generate(prompts[:9], [replace(p, n=3) for p in few[:9]]))
     np.testing.assert_allclose(found["prompt_logprobs"], llm.logprobs(prompts[13])[1:], atol=1e-4)
