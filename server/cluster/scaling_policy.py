@@ -1,13 +1,14 @@
 """How many workers a pool should have. Pure: what is seen goes in with its time, a number comes out; no Ray, no clock.
 
 Prefill's pool follows the tokens that come and those that wait, decode's the sequences that run, each against what one
-worker does. More are wanted at once; fewer only after they would have been enough for a while, one by one, and never
+worker does. More are wanted at once; fewer only down to what was needed at any time of the last minute, and never
 fewer than running requests need.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass
 
 
@@ -18,8 +19,8 @@ class ScalingSettings:
     target_ttft: float = 2.0
     target_itl: float = 0.1
     utilisation: float = 0.75
-    averaged_over: float = 30.0  # arrivals
-    patience: float = 60.0  # that fewer must be enough before one goes
+    averaged_over: float = 30.0  # what comes, and what runs
+    patience: float = 60.0  # that fewer must have been enough before the rest goes
 
 
 DEFAULT_SCALING = ScalingSettings()
@@ -56,47 +57,43 @@ class PoolScaler:
     def __init__(self, role: str, bounds: PoolBounds, settings: ScalingSettings) -> None:
         self._role, self._bounds, self._settings = role, bounds, settings
         self._last: PoolView | None = None
-        self._arrivals = 0.0  # tokens a second, averaged
-        self._enough_since: float | None = None  # when fewer workers began to be enough
+        self._load = 0.0  # averaged: tokens that come a second, or sequences
+        self._recent: deque[tuple[float, int]] = deque()  # how many were needed when, from `patience` ago on
 
     def wanted(self, view: PoolView) -> int:
         """How many workers there should be now."""
         self._average(view)
         needed, least = (self._prefill(view), 0) if self._role == "prefill" else self._decode(view)
-        needed = self._bounded(needed)
-        if needed >= view.num_workers:
-            self._enough_since = None
-            return needed
-        if self._enough_since is None:
-            self._enough_since = view.seconds
-        if view.seconds - self._enough_since < self._settings.patience:
-            return self._bounded(view.num_workers)
-        self._enough_since = view.seconds
-        return self._bounded(max(view.num_workers - 1, least))
+        recent, since = self._recent, view.seconds - self._settings.patience
+        recent.append((view.seconds, needed))
+        while len(recent) > 1 and recent[1][0] <= since:
+            recent.popleft()
+        if needed < view.num_workers:
+            highest = max(number for _, number in recent) if recent[0][0] <= since else view.num_workers
+            needed = max(min(view.num_workers, highest), least)
+        return max(self._bounds.minimum, min(self._bounds.maximum, needed))
 
     def _average(self, view: PoolView) -> None:
         last, self._last = self._last, view
-        if last is None or view.seconds <= last.seconds:
+        passed = 0.0 if last is None else view.seconds - last.seconds
+        if last is None or passed <= 0.0:
+            self._load = self._load if last is not None or self._role == "prefill" else float(view.num_sequences)
             return
-        passed = view.seconds - last.seconds
-        rate = max(0, view.num_arrived_tokens - last.num_arrived_tokens) / passed  # a worker that is new counts from 0
-        weight = 1.0 - math.exp(-passed / self._settings.averaged_over)
-        self._arrivals += weight * (rate - self._arrivals)
+        arrived = max(0, view.num_arrived_tokens - last.num_arrived_tokens)  # a worker that is new counts from 0
+        load = arrived / passed if self._role == "prefill" else view.num_sequences
+        self._load += (1.0 - math.exp(-passed / self._settings.averaged_over)) * (load - self._load)
 
     def _prefill(self, view: PoolView) -> int:
         if not view.tokens_per_second:
             return view.num_workers
-        for_arrivals = self._arrivals / (view.tokens_per_second * self._settings.utilisation)
+        for_arrivals = self._load / (view.tokens_per_second * self._settings.utilisation)
         for_queue = view.num_pending_tokens / (view.tokens_per_second * self._settings.target_ttft)
         return math.ceil(max(for_arrivals, for_queue))
 
     def _decode(self, view: PoolView) -> tuple[int, int]:
-        """Also how many the running sequences need."""
+        """Also how many the sequences of now need."""
         least = math.ceil(view.num_sequences / view.max_batch_size)
-        needed = math.ceil(view.num_sequences / (view.max_batch_size * self._settings.utilisation))
+        needed = max(least, math.ceil(self._load / (view.max_batch_size * self._settings.utilisation)))
         if view.itl is not None and view.itl > self._settings.target_itl:
             needed = max(needed, math.ceil(view.num_workers * view.itl / self._settings.target_itl))
         return needed, least
-
-    def _bounded(self, number: int) -> int:
-        return max(self._bounds.minimum, min(self._bounds.maximum, number))

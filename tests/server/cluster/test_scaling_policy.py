@@ -21,15 +21,14 @@ def test_prefill_follows_what_comes_and_what_waits() -> None:
     assert PoolScaler("prefill", BOUNDS, SETTINGS).wanted(PoolView(0.0, 3)) == 3, "before anything is measured"
 
 
-def test_fewer_only_after_a_while_one_by_one() -> None:
+def test_fewer_only_after_they_were_enough_for_a_while() -> None:
     scaler = PoolScaler("decode", BOUNDS, SETTINGS)
     quiet = replace(DECODE, num_workers=4, num_sequences=1)
-    found = [scaler.wanted(replace(quiet, seconds=float(second), num_workers=4)) for second in (0, 30, 59, 61)]
-    assert found == [4, 4, 4, 3]
-    assert [scaler.wanted(replace(quiet, seconds=float(second), num_workers=3)) for second in (62, 120, 122)] == [3, 3, 2]
-    # A burst in between begins the while anew.
-    assert scaler.wanted(replace(quiet, seconds=150.0, num_workers=2, num_sequences=16)) == 4
-    assert [scaler.wanted(replace(quiet, seconds=float(second), num_workers=2)) for second in (151, 210, 212)] == [2, 2, 1]
+    found = [scaler.wanted(replace(quiet, seconds=float(second))) for second in (0, 30, 59, 61)]
+    assert found == [4, 4, 4, 1]
+    # A burst begins the while anew, and of what comes next as many are kept as were needed in it.
+    assert scaler.wanted(replace(quiet, seconds=70.0, num_workers=1, num_sequences=24)) == 4
+    assert [scaler.wanted(replace(quiet, seconds=float(second), num_workers=6)) for second in (80, 129, 141)] == [4, 4, 2]
 
 
 def test_decode_keeps_what_running_sequences_need_and_its_target() -> None:
@@ -39,3 +38,10 @@ def test_decode_keeps_what_running_sequences_need_and_its_target() -> None:
     running = replace(DECODE, num_workers=4, num_sequences=24)  # three batches
     assert [scaler.wanted(replace(running, seconds=float(second))) for second in (0, 61)] == [4, 3]
     assert [scaler.wanted(replace(running, seconds=float(second), num_workers=3)) for second in (62, 200)] == [3, 3]
+
+
+def test_what_comes_and_goes_within_the_average_starts_nobody() -> None:
+    """A moment with one sequence more than a worker's share, of which there are always a few."""
+    scaler = PoolScaler("decode", BOUNDS, replace(SETTINGS, averaged_over=30.0))
+    found = [scaler.wanted(replace(DECODE, seconds=float(second), num_sequences=9 if second % 10 == 5 else 7)) for second in range(100)]
+    assert set(found) == {2}
