@@ -30,15 +30,15 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         import ray
 
-        from server.cluster import ray_pools
         from server.cluster.cluster_config import read_cluster_config
+        from server.cluster.worker_actors import NAMESPACE
     except ImportError as error:
         raise ConfigError(f"jaxinfer cluster needs Ray ({error}): pip install 'jaxinfer[cluster]'") from error
     config = read_cluster_config(arguments.config)
     os.environ.setdefault("RAY_AUTH_MODE", "disabled") if config.ray == "local" else None
     try:
         address = None if config.ray == "local" else config.ray
-        ray.init(address, namespace=ray_pools.NAMESPACE, log_to_driver=False, include_dashboard=False if address is None else None)
+        ray.init(address, namespace=NAMESPACE, log_to_driver=False, include_dashboard=False if address is None else None)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigError(f"no Ray at {config.ray!r}: {error}") from error
     action = {"up": _up, "status": _status, "down": _down}[arguments.action]
@@ -87,13 +87,14 @@ def _status(config: ClusterConfig) -> int:
 def _down(config: ClusterConfig) -> int:
     import ray
 
-    from server.cluster import ray_pools
+    from server.cluster import worker_actors
 
     _end_pools_actor(config)
-    names = [name for pool in config.pools for name in ray_pools.worker_names(config, pool.role)]
+    names = [name for pool in config.pools for name in worker_actors.worker_names(config, pool.role)]
     calls: list[Any] = [ray.get_actor(name).stop.remote(config.drain_seconds) for name in names]
     if calls:
         ray.wait(calls, num_returns=len(calls), timeout=config.drain_seconds + 30.0)
+    worker_actors.end_placements(config)
     print(f"{len(calls)} workers ended", file=sys.stderr)
     return 0
 

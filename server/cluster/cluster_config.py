@@ -16,12 +16,14 @@ from server.workers.roles import ROLES
 
 @dataclass(frozen=True)
 class PoolConfig:
-    """Workers of one role. `cpus`, `gpus`: that Ray sets aside for each; `flags`: of `jaxinfer worker`, by name."""
+    """Workers of one role. `processes`: of each, on hosts apart where there are so many; `cpus`, `gpus`: that Ray sets
+    aside for a process; `flags`: of `jaxinfer worker`, by name."""
 
     role: str
     bounds: PoolBounds
     cpus: float = 1.0
     gpus: float = 0.0
+    processes: int = 1
     flags: tuple[tuple[str, str], ...] = ()
 
 
@@ -68,17 +70,21 @@ def read_cluster_config(path: Path) -> ClusterConfig:
 
 
 def _pool(role: str, given: Mapping[str, Any]) -> PoolConfig:
-    _known(given, {"minimum", "maximum", "cpus", "gpus", "flags"}, f"pools.{role}")
+    _known(given, {"minimum", "maximum", "cpus", "gpus", "processes", "flags"}, f"pools.{role}")
     numbers = {name: _number(given.get(name, 1), f"pools.{role}.{name}") for name in ("minimum", "maximum")}
     if not 0 <= numbers["minimum"] <= numbers["maximum"]:
         raise ConfigError(
             f"pools.{role}: minimum is {numbers['minimum']:g} and maximum {numbers['maximum']:g}: give 0 <= minimum <= maximum"
         )
+    processes = int(_number(given.get("processes", 1), f"pools.{role}.processes"))
+    if processes < 1:
+        raise ConfigError(f"pools.{role}.processes is {processes}: it must be at least 1")
     return PoolConfig(
         role,
         PoolBounds(int(numbers["minimum"]), int(numbers["maximum"])),
         _number(given.get("cpus", 1.0), f"pools.{role}.cpus"),
         _number(given.get("gpus", 0.0), f"pools.{role}.gpus"),
+        processes,
         _flags(given.get("flags", {}), f"pools.{role}.flags"),
     )
 

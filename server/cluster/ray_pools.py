@@ -1,23 +1,15 @@
-"""Pools of workers on Ray: an actor a worker, and one that keeps as many of them as the policy wants.
+"""Pools of workers on Ray: an actor that keeps as many of them as the policy wants.
 
-A worker is a process of its own beneath its actor, and dies with it; whichever dies, Ray starts the actor anew. All
-actors are detached: they outlive whoever called `up`. Requests never pass through here.
+All actors are detached: they outlive whoever called `up`. Requests never pass through here.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import hashlib
 import json
-import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 import urllib.request
-import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,53 +17,9 @@ import ray
 
 from server.cluster.cluster_config import ClusterConfig, PoolConfig
 from server.cluster.scaling_policy import PoolScaler, PoolView
+from server.cluster.worker_actors import NAMESPACE, end_placements, flags_digest, start_worker, worker_names
 
-NAMESPACE = "jaxinfer"
 _STATS_SECONDS = 5.0  # that a router's answer may take
-_PDEATHSIG = 1  # of prctl(2)
-
-
-class WorkerActor:
-    """A `jaxinfer worker` with these flags."""
-
-    def __init__(self, flags: Sequence[str], environment: Mapping[str, str], digest: str) -> None:
-        self.digest_of_flags = digest
-        self._address: str | None = None
-        self._is_stopping = False
-        command = [sys.executable, "-m", "server.cli", "worker", f"--host={ray.util.get_node_ip_address()}", *flags]
-        self._process = subprocess.Popen(
-            command,
-            env={**os.environ, **environment},
-            stderr=subprocess.PIPE,
-            text=True,
-            preexec_fn=_die_with_parent,  # noqa: PLW1509 - no other thread of this process holds a lock yet
-        )
-        threading.Thread(target=self._watch, daemon=True).start()
-
-    def about(self) -> tuple[str | None, str]:
-        """Where routers reach it, once it is ready; and what its flags are known by."""
-        return self._address, self.digest_of_flags
-
-    def stop(self, seconds: float) -> None:
-        """Take nothing new, end what has begun, for so many seconds at most; what is left then goes on elsewhere."""
-        self._is_stopping = True
-        self._process.send_signal(signal.SIGUSR1)
-        try:
-            self._process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            self._process.terminate()
-            self._process.wait()
-        ray.actor.exit_actor()
-
-    def _watch(self) -> None:
-        assert self._process.stderr is not None
-        for line in self._process.stderr:
-            sys.stderr.write(line)  # to Ray's log of this actor
-            if " is ready on " in line:
-                self._address = line.rpartition(" ")[2].strip()
-        self._process.wait()
-        if not self._is_stopping:
-            os._exit(1)
 
 
 class PoolsActor:
@@ -109,6 +57,7 @@ class PoolsActor:
             del self._stopping[name]
         for pool in self._config.pools:
             self._resize(pool, stats, itl)
+        end_placements(self._config)
 
     def _resize(self, pool: PoolConfig, stats: Sequence[Mapping[str, Any]], itl: float | None) -> None:
         workers = self._workers(pool)
@@ -168,47 +117,6 @@ def pool_view(role: str, num_workers: int, stats: Sequence[Mapping[str, Any]], i
     )
 
 
-def start_worker(config: ClusterConfig, pool: PoolConfig, environment: Mapping[str, str]) -> None:
-    """One more actor of a pool."""
-    options = {
-        "name": f"{_prefix(config, pool.role)}{uuid.uuid4().hex[:8]}",
-        "namespace": NAMESPACE,
-        "lifetime": "detached",
-        "max_restarts": -1,
-        "num_cpus": pool.cpus,
-        "num_gpus": pool.gpus,
-        "max_concurrency": 4,  # `about` is answered while `stop` waits
-    }
-    ray.remote(WorkerActor).options(**options).remote(worker_flags(config, pool), environment, flags_digest(config, pool))
-
-
-def worker_flags(config: ClusterConfig, pool: PoolConfig) -> list[str]:
-    """The flags of a pool's workers."""
-    given = dict(config.flags) | dict(pool.flags)
-    return [f"--role={pool.role}", f"--router={','.join(config.routers)}", *(f"--{name}={value}" for name, value in given.items())]
-
-
-def flags_digest(config: ClusterConfig, pool: PoolConfig) -> str:
-    """What tells workers of this configuration from those of another."""
-    return hashlib.sha256(json.dumps(worker_flags(config, pool)).encode()).hexdigest()[:12]
-
-
-def worker_names(config: ClusterConfig, role: str) -> list[str]:
-    """Names of a pool's actors."""
-    found = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True) if actor["namespace"] == NAMESPACE]
-    return sorted(name for name in found if name.startswith(_prefix(config, role)))
-
-
 def pools_name(config: ClusterConfig) -> str:
     """The name of a cluster's `PoolsActor`."""
     return f"{config.name} pools"
-
-
-def _prefix(config: ClusterConfig, role: str) -> str:
-    return f"{config.name} {role} worker "
-
-
-def _die_with_parent() -> None:
-    """Runs in the child, between fork and exec. Linux only: elsewhere a worker outlives an actor that was killed."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)

@@ -20,7 +20,7 @@ from tests.conftest import QUICK_COMPILATION
 from tests.server.workers.cluster import ROOT, SETTINGS, Cluster, _text
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: make test-ray does it")
-from server.cluster import ray_pools  # noqa: E402 - it needs Ray
+from server.cluster import ray_pools, worker_actors  # noqa: E402 - they need Ray
 
 pytestmark = pytest.mark.ray
 SECONDS = 90.0
@@ -33,7 +33,7 @@ def router(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {"RAY_AUTH_MODE": "disabled", "PYTHONPATH": str(ROOT), **QUICK_COMPILATION}.items():
             patch.setenv(name, value)
-        ray.init(num_cpus=4, namespace=ray_pools.NAMESPACE, include_dashboard=False, log_to_driver=False)
+        ray.init(num_cpus=6, namespace=worker_actors.NAMESPACE, include_dashboard=False, log_to_driver=False)
         yield cluster
         ray.shutdown()
     cluster.close()
@@ -59,7 +59,8 @@ def test_what_the_policy_sees_of_a_pool() -> None:
 
 def config_of(router: Cluster) -> ClusterConfig:
     flags = tuple((name.replace("_", "-"), _text(value)) for name, value in (SETTINGS | {"model": router.model}).items())
-    pools = tuple(PoolConfig(role, PoolBounds(1, 2)) for role in ("prefill", "decode"))
+    two = (("cpu-devices", "1"), ("prefill-parallel", "tp=2"), ("decode-parallel", "tp=2"))
+    pools = PoolConfig("prefill", PoolBounds(1, 2), processes=2, flags=two), PoolConfig("decode", PoolBounds(1, 2))
     scaling = ScalingSettings(patience=2.0)
     return ClusterConfig(
         (f"127.0.0.1:{router.ports['router'][1]}",), router.url, pools, flags=flags, scaling=scaling, look_seconds=0.2, drain_seconds=20.0
@@ -84,6 +85,12 @@ def workers(router: Cluster) -> list[psutil.Process]:
     return [process for process in psutil.process_iter(["cmdline"]) if port in (process.info["cmdline"] or ())]
 
 
+def followers() -> list[psutil.Process]:
+    """Processes of workers but for their first, beneath an actor each."""
+    found = [process for process in psutil.process_iter(["cmdline"]) if "follow" in (process.info["cmdline"] or ())]
+    return [process for process in found if (parent := process.parent()) is not None and "ray::" in " ".join(parent.cmdline())]
+
+
 def test_pools_come_up_mend_themselves_and_are_replaced(router: Cluster) -> None:
     config = config_of(router)
     pools = start_pools(config, router.token)
@@ -105,6 +112,7 @@ def test_pools_come_up_mend_themselves_and_are_replaced(router: Cluster) -> None
     asked = httpx.post(f"{router.url}/v1/completions", json={"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 3}, timeout=60.0)
     assert asked.status_code == 200
     # A worker's process is killed, and an actor's with which its worker dies: both come back.
+    assert len(followers()) == 1, "the prefill worker has two processes"
     before = workers(router)
     before[0].kill()
     os.kill(before[1].ppid(), signal.SIGKILL)
@@ -113,8 +121,10 @@ def test_pools_come_up_mend_themselves_and_are_replaced(router: Cluster) -> None
     # Of other flags: one by one, without a moment in which a role has nobody.
     old = names()
     ray.kill(pools)
-    pools = start_pools(replace(config, flags=(*config.flags, ("log-level", "debug"))), router.token)
+    alone = tuple(PoolConfig(pool.role, pool.bounds) for pool in config.pools)  # no worker of two processes any more
+    pools = start_pools(replace(config, pools=alone, flags=(*config.flags, ("log-level", "debug"))), router.token)
     until(lambda: is_complete() and not names() & old, status)
+    until(lambda: not followers(), followers)
     assert httpx.get(f"{router.url}/ready").status_code == 200 and status()["last_error"] == ""
     ray.kill(pools)
     for name in names_left(config):
@@ -123,4 +133,4 @@ def test_pools_come_up_mend_themselves_and_are_replaced(router: Cluster) -> None
 
 
 def names_left(config: ClusterConfig) -> list[str]:
-    return [name for pool in config.pools for name in ray_pools.worker_names(config, pool.role)]
+    return [name for pool in config.pools for name in worker_actors.worker_names(config, pool.role)]
