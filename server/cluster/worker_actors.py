@@ -93,7 +93,7 @@ class FollowerActor:
         try:
             call: Any = ray.get_actor(leader, NAMESPACE).coordinator.remote()
             coordinator = ray.get(call)
-        except (ValueError, ray.exceptions.RayError):  # it is being started anew, or is gone: then this actor is too, soon
+        except (ValueError, ray.exceptions.RayError):  # it is being started anew, or is gone
             time.sleep(_RETRY_SECONDS)
             os._exit(1)
         flags = [f"--coordinator={coordinator}", f"--process-id={process_id}", f"--connect-seconds={_CONNECT_SECONDS:g}"]
