@@ -7,6 +7,7 @@ import asyncio
 import dataclasses
 import logging
 import signal
+import socket
 import sys
 
 from jaxinfer.config import ConfigError, flat_fields
@@ -34,6 +35,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, "engine", [field for field in flat_fields() if field.name != "kv_transport"])
 
 
+def _check_port(host: str, port: int, flag: str) -> None:
+    """Raises `ConfigError` for one that can't be listened on: later it would be after a model was loaded."""
+    try:
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"can't listen on {host} port {port}: {error}; choose others with --host and {flag}") from error
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Serves until SIGTERM or SIGINT; from SIGUSR1 on nothing new, until all that it has begun has ended."""
     routers = tuple(part.strip() for part in arguments.router.split(","))
@@ -42,6 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
         if not host or not port.isdigit():
             raise ConfigError(f"router is {router!r}: give HOST:PORT, such as 10.0.0.1:8100")
     known = credentials(arguments, "host", arguments.host)
+    for port, flag in ((arguments.port, "--port"), (arguments.page_port, "--page-port")):
+        _check_port(arguments.host, port, flag)
     settings = engine_config(arguments)
     settings = dataclasses.replace(settings, cache=dataclasses.replace(settings.cache, kv_transport=True))
     configure(arguments.log_level, arguments.log_format)

@@ -104,6 +104,23 @@ def test_mistakes_are_told_before_anything_heavy_is_imported(tmp_path, monkeypat
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
+        (("worker", "--router", "nowhere"), "router is 'nowhere': give HOST:PORT"),
+        (("worker", "--router", "here:1", "--port", "{taken}"), "choose others with --host and --port"),
+        (("worker", "--router", "here:1", "--page-port", "{taken}"), "choose others with --host and --page-port"),
+        (("router", "--port", "0", "--workers-host", "0.0.0.0"), "workers_host is 0.0.0.0, which other machines can reach"),
+    ],
+)
+def test_a_clusters_mistakes_are_told_before_a_model_is_loaded(monkeypatch, arguments, says):
+    monkeypatch.delenv("JAXINFER_WORKER_TOKEN", raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        code, output, heavy, _ = in_own_process(*(argument.format(taken=taken.getsockname()[1]) for argument in arguments))
+    assert (code, "jax" in heavy) == (2, False)
+    assert output.startswith("jaxinfer: error: ") and says in output and output.count("\n") == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
         (("serve", "--prot", "80"), "jaxinfer serve: error: unknown flag --prot: did you mean --port?"),
         (("batch", "--max-batch", "3"), "jaxinfer batch: error: unknown flag --max-batch: did you mean --max-batch-size?"),
         (("generate", "--colour=red", "hi"), "jaxinfer generate: error: unknown flag --colour"),
