@@ -35,10 +35,12 @@ def server() -> Iterator[PageServer]:
     server.close()
 
 
-def pull(port: int, places: list[int], *, token: str = "secret", seconds: float = 10.0, is_coded: bool = False) -> KVReceiver:
+def pull(
+    port: int, places: list[int], *, handoff_id: bytes = ID, token: str = "secret", seconds: float = 10.0, is_coded: bool = False
+) -> KVReceiver:
     """All that arrives until it is complete or has failed."""
     client = PageClient(token=token, seconds=seconds, coding=LinkCoding("on", SPEC.bytes_per_value) if is_coded else None)
-    receiver = KVReceiver(lambda receiver, wanted: client.pull(PageAddress("127.0.0.1", port, ID), receiver, wanted), SPEC)
+    receiver = KVReceiver(lambda receiver, wanted: client.pull(PageAddress("127.0.0.1", port, handoff_id), receiver, wanted), SPEC)
     receiver.want(places)
     deadline = time.monotonic() + 30.0
     while receiver.failure is None and receiver.num_arrived < len(places):
@@ -75,19 +77,20 @@ def test_pages_come_in_order_as_they_are_added_and_go_when_all_are_there(server:
 
 
 def test_what_will_not_come_is_told(server: PageServer) -> None:
-    assert "no such hand-off" in str(pull(server.port, [0]).failure)
     assert "wrong token" in str(pull(server.port, [0], token="guessed").failure)
+    assert "no such hand-off" in str(pull(server.port, [0]).failure)
+    short, given_up = bytes(16), bytes(range(16))  # ids of their own: who gave up says so after it has failed
     sender = KVSender()
-    server.add(ID, sender)
+    server.add(short, sender)
     sender.add([0], pages(1))
     sender.finish()
-    receiver = pull(server.port, [0, 1])
+    receiver = pull(server.port, [0, 1], handoff_id=short)
     assert (receiver.num_arrived, "there is no page 1" in str(receiver.failure)) == (1, True)
-    wait_until_empty(server)  # who gave up says so
+    wait_until_empty(server)
     sender = KVSender()
-    server.add(ID, sender)
+    server.add(given_up, sender)
     sender.fail("the prefill worker gave the request up")
-    assert "gave the request up" in str(pull(server.port, [0]).failure)
+    assert "gave the request up" in str(pull(server.port, [0], handoff_id=given_up).failure)
 
 
 def test_a_lease_that_runs_out_lets_go_of_the_pages(server: PageServer) -> None:
