@@ -118,7 +118,7 @@ class CacheConfig:
     kv_disk: str | None = _flag(
         None, "PATH:SIZE of a file for KV pages evicted from host memory, such as /var/cache/kv.bin:20GiB; reused after a restart"
     )
-    kv_transport: bool = _flag(False, "let other engines pull pages that this one has prefilled, and pull pages from them")
+    kv_peers: bool = _flag(False, "let other engines pull pages that this one has prefilled, and pull pages from them", has_flag=False)
 
 
 @dataclass(frozen=True, slots=True)

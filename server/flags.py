@@ -11,12 +11,14 @@ Field = dataclasses.Field[Any]
 
 
 def add_flags(parser: argparse.ArgumentParser, title: str, fields: Iterable[Field]) -> None:
-    """Adds one flag to `parser` for each field, named after it. A flag that isn't given leaves no entry in the
+    """Adds one flag to `parser` for each field, named after it, but for those that a command sets itself. A flag that isn't given leaves no entry in the
     namespace."""
     group = parser.add_argument_group(title)
     options: dict[str, Any]
     for field in fields:
         kind = str(field.type)
+        if not field.metadata.get("has_flag", True):
+            continue
         if "instead" in field.metadata:
             options = {"dest": field.name, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
             group.add_argument(_name(field), action=_RefuseFlag, nargs="?", const=field.metadata["instead"], **options)

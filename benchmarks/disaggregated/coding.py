@@ -27,7 +27,7 @@ _PIECE = 16 << 10  # bytes that the slow link passes on at once
 
 def pages_of_a_text() -> tuple[PageSpec, np.ndarray]:
     """The pages of a prompt of text, uint8[pages, bytes of a page], in float32."""
-    with LLM(dtype="float32", kv_transport=True, max_model_len=2 * NUM_TOKENS, prefill_buckets=(256,), max_batch_size=1) as llm:
+    with LLM(dtype="float32", kv_peers=True, max_model_len=2 * NUM_TOKENS, prefill_buckets=(256,), max_batch_size=1) as llm:
         text = " ".join(f"In year {year} the town had {year * 7 % 911} houses, and {year * 3 % 97} wells." for year in range(1800, 2000))
         prompt, engine, sender = llm.tokenizer.encode(text)[:NUM_TOKENS], llm.engine, KVSender()
         engine.add_request("pages", prompt, SamplingParams(max_tokens=1, temperature=0.0), remote=sender)

@@ -1,4 +1,4 @@
-"""Pages from one process to another on this machine: the engine's own way, over a plain socket, and by gRPC."""
+"""Pages from one process to another on this machine: the engine's two ways, over a plain socket, and by gRPC."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent import futures
+from functools import cache
 
 import grpc
 import numpy as np
 
 from benchmarks.worker import ROOT
 from jaxinfer.kv_cache.spec import PageSpec
+from jaxinfer.kv_transfer.array_transfer import ArrayTransfer
 from jaxinfer.kv_transfer.kv_receiver import KVReceiver
 from jaxinfer.kv_transfer.kv_sender import KVSender
 from jaxinfer.kv_transfer.page_client import PageAddress, PageClient
 from jaxinfer.kv_transfer.page_server import PageServer
+from jaxinfer.kv_transfer.transport_choice import TransportChoice
 
 PAGE_BYTES = 2**20
 NUM_PAGES = 256
@@ -32,10 +35,10 @@ def handoff_id(number: int) -> bytes:
 
 
 def serve() -> None:
-    """In a process of its own: all three ways, until its input ends. Prints its ports."""
+    """In a process of its own: all ways, until its input ends. Prints its ports."""
     pages = np.random.default_rng(0).integers(0, 256, (NUM_PAGES, PAGE_BYTES), np.uint8)
-    server = PageServer("127.0.0.1")
-    for number in range(MOST_ROUNDS):  # each is over once it was pulled
+    server = PageServer("127.0.0.1", arrays=ArrayTransfer("127.0.0.1"))
+    for number in range(2 * MOST_ROUNDS):  # each is over once it was pulled
         sender = KVSender()
         sender.add(range(NUM_PAGES), pages)
         sender.finish()
@@ -58,18 +61,28 @@ def serve() -> None:
     calls = grpc.server(futures.ThreadPoolExecutor(1), handlers=[handler], options=[("grpc.max_send_message_length", -1)])
     port = calls.add_insecure_port("127.0.0.1:0")
     calls.start()
-    print(server.port, plain.getsockname()[1], port, flush=True)
+    print(server.port, server.port, plain.getsockname()[1], port, flush=True)
     sys.stdin.read()
 
 
-def by_engine(port: int, number: int) -> float:
+def by_arrays(port: int, number: int) -> float:
+    """By `jax.experimental.transfer`."""
+    return by_engine(port, MOST_ROUNDS + number, _arrays())
+
+
+@cache
+def _arrays() -> ArrayTransfer:
+    return ArrayTransfer("127.0.0.1")
+
+
+def by_engine(port: int, number: int, arrays: ArrayTransfer | None = None) -> float:
     """Seconds for all pages, with checksums, as decode pulls them."""
     spec = PageSpec(1, 1, PAGE_BYTES // 2, 1, 1)
     assert spec.page_bytes == PAGE_BYTES
     receiver = KVReceiver(lambda receiver, places: None, spec)
     receiver.want(range(NUM_PAGES))
     receiver.pages.fill(0)  # the kernel gives the memory before, as an engine's buffers have it
-    client = PageClient()
+    client = PageClient(arrays=arrays, choice=TransportChoice("jax"))
     began = time.perf_counter()
     client.pull(PageAddress("127.0.0.1", port, handoff_id(number)), receiver, range(NUM_PAGES))
     while receiver.num_arrived < NUM_PAGES and receiver.failure is None:
@@ -111,7 +124,12 @@ def compare(rounds: int) -> str:
     server = subprocess.Popen([sys.executable, "-m", __name__], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
     ports = list(map(int, server.stdout.readline().split()))
-    ways: dict[str, Callable[[int, int], float]] = {"socket (jaxinfer)": by_engine, "plain socket copy": by_socket, "gRPC": by_grpc}
+    ways: dict[str, Callable[[int, int], float]] = {
+        "socket (jaxinfer)": by_engine,
+        "jax (jaxinfer)": by_arrays,
+        "plain socket copy": by_socket,
+        "gRPC": by_grpc,
+    }
     rates: dict[str, list[float]] = {name: [] for name in ways}
     try:
         for number in range(rounds + 1):

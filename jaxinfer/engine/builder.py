@@ -94,7 +94,7 @@ def _build(config: EngineConfig, stats: EngineStats, processes: Processes) -> En
     stage_transports = _stage_transports(plan, pools) if not plan.shares_mesh and plan.has_stages else None
     if stage_transports is not None:
         sources += [program for transport in stage_transports for program in transport.programs()]
-    moves_pages = tiers is not None or config.cache.kv_transport or not (plan.shares_mesh or plan.has_stages)
+    moves_pages = tiers is not None or config.cache.kv_peers or not (plan.shares_mesh or plan.has_stages)
     if moves_pages:
         for name, pool in _named_pools(roles, pools):
             sources += gather_programs(name, pool) + scatter_programs(name, pool)
@@ -137,7 +137,7 @@ def _build(config: EngineConfig, stats: EngineStats, processes: Processes) -> En
                 transports = [processes.share(f"page moves {n}", transport) for n, transport in enumerate(stage_transports)]
             for transport in transports:
                 warm_up_transport(transport)
-        if config.cache.kv_transport:
+        if config.cache.kv_peers:
             for mover in movers:
                 mover.warm_up()
     _watch_experts(stats, {"prefill": prefill_runner.loads, "decode": decode_runner.loads})
@@ -196,7 +196,7 @@ def _summary(plan: Plan) -> str:
 def _tiers(config: EngineConfig, plan: Plan, source: TensorSource) -> Tiers | None:
     cache, page_bytes = config.cache, plan.page_spec.page_bytes
     host_size = parse_bytes("kv_host_memory", cache.kv_host_memory or "0")
-    has_peers = cache.kv_transport and cache.prefix_cache and plan.page_spec.spans == (FULL_ATTENTION,)
+    has_peers = cache.kv_peers and cache.prefix_cache and plan.page_spec.spans == (FULL_ATTENTION,)
     if not host_size and not has_peers:
         return None
     if host_size >= 2 * page_bytes:

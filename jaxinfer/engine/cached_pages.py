@@ -23,7 +23,7 @@ Call = Callable[[Callable[[], Any]], Any]  # runs a function in the engine's thr
 
 
 class CachedPages:
-    """Of an engine whose pages others may ask for (`kv_transport`), of a model with one group of layers; of others
+    """Of an engine whose pages others may ask for (`kv_peers`), of a model with one group of layers; of others
     nothing is found. Any thread may call, but for `gather`."""
 
     def __init__(self, prefill: PrefillRole, decode: DecodeRole) -> None:

@@ -94,7 +94,7 @@ def build_roles(
             session_seconds=cache.session_seconds,
             chunk_size=buckets[-1],
             clock=clock,
-            events=CacheEvents() if cache.kv_transport and cache.prefix_cache else None,
+            events=CacheEvents() if cache.kv_peers and cache.prefix_cache else None,
         )
         for size in num_pages
     ]

@@ -91,6 +91,12 @@ class KVSender:
             raise HandOffError(f"page {place} did not come within {timeout:g} s" if not arrived else f"there is no page {place}")
         return found[place] if self._repaging is None else self._repaging.page(place, found)
 
+    def is_here(self, place: int) -> bool:
+        """Whether `page` would give this one without waiting."""
+        sources = range(place, place + 1) if self._repaging is None else self._repaging.sources(place)
+        with self._changed:
+            return self._failure is None and self._have(sources) and any(source in self._pages for source in sources)
+
     def _have(self, sources: Iterable[int]) -> bool:
         """Whether all of these are here that will ever be."""
         return all(source in self._pages or (self._is_all and source not in self._added) for source in sources)

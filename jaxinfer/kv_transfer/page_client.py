@@ -19,6 +19,7 @@ from jaxinfer.kv_transfer import page_wire
 from jaxinfer.kv_transfer.handoff import HandOffError
 from jaxinfer.kv_transfer.kv_receiver import KVReceiver
 from jaxinfer.kv_transfer.page_coding import LinkCoding, PageCoder
+from jaxinfer.kv_transfer.transport_choice import ArrayError, Arrays, TransportChoice
 
 logger = logging.getLogger(__name__)
 
@@ -38,11 +39,20 @@ class PageAddress:
 
 class PageClient:
     """Keeps the connections that nobody uses for the next hand-off from the same place. `seconds`: how long a page may
-    take, computing it included. `coding`: which pages are asked for coded; without it none."""
+    take, computing it included. `coding`: which pages are asked for coded; without it none. `arrays`: by what pages are
+    pulled as arrays, from where `choice` says so; without it none are."""
 
     def __init__(
-        self, *, token: str = "", tls: ssl.SSLContext | None = None, seconds: float = 120.0, coding: LinkCoding | None = None
+        self,
+        *,
+        token: str = "",
+        tls: ssl.SSLContext | None = None,
+        seconds: float = 120.0,
+        coding: LinkCoding | None = None,
+        arrays: Arrays | None = None,
+        choice: TransportChoice | None = None,
     ) -> None:
+        self._arrays, self._choice = arrays, choice or TransportChoice("socket")
         self._token, self._tls, self._seconds, self._coding = token.encode(), tls, seconds, coding
         self._idle: dict[tuple[str, int], list[socket.socket]] = {}
         self._lock = threading.Lock()
@@ -65,11 +75,10 @@ class PageClient:
             connection.settimeout(seconds)
             for start in range(0, len(digests), page_wire.MOST_PLACES):
                 some = digests[start : start + page_wire.MOST_PLACES]
-                command = _command(page_wire.FETCH, model, coder)
+                command = page_wire.COMMAND.pack(page_wire.FETCH | (0 if coder is None else page_wire.MAY_CODE), model)
                 connection.sendall(command + page_wire.COUNT.pack(len(some)) + b"".join(some))
                 for number in range(len(some)):
-                    self._receive(connection, host, number, out[num_fetched], coder)
-                    num_fetched += 1
+                    num_fetched += self._receive(connection, host, [number], out[num_fetched : num_fetched + 1], coder)
             self._keep(address, connection)
         except (OSError, HandOffError) as error:
             logger.info("of %d pages at %s:%d %d came: %s", len(digests), host, port, num_fetched, error)
@@ -93,7 +102,15 @@ class PageClient:
         connection = None
         try:
             connection = self._connection(address)
-            self._fill(connection, address, receiver, places)
+            if self._arrays is not None and self._choice.takes_arrays(address.host, time.monotonic()):
+                try:
+                    self._fill(connection, address, receiver, places, self._arrays)
+                except ArrayError as error:
+                    logger.warning("pages from %s come over the socket from now on: %s", address.host, error)
+                    self._choice.has_failed(address.host)
+                    connection.close()  # which may say more of arrays
+                    connection = self._connection(address)
+            self._fill(connection, address, receiver, places, None)
             connection.sendall(page_wire.COMMAND.pack(page_wire.OVER, address.handoff_id))
             self._keep(address, connection)
         except Exception as error:  # whatever it is, who waits must not wait for ever
@@ -107,33 +124,59 @@ class PageClient:
         with suppress(OSError, HandOffError), self._connection(address) as connection:
             connection.sendall(page_wire.COMMAND.pack(page_wire.OVER, address.handoff_id))
 
-    def _fill(self, connection: socket.socket, address: PageAddress, receiver: KVReceiver, places: list[int]) -> None:
-        coder = self._coder(address.host)
-        asked = deque(places[start : start + _PULLED_AT_ONCE] for start in range(0, len(places), _PULLED_AT_ONCE))
+    def _fill(
+        self, connection: socket.socket, address: PageAddress, receiver: KVReceiver, places: list[int], arrays: Arrays | None
+    ) -> None:
+        """What the receiver does not have yet; by arrays if they are given and the other side has them too."""
+        done = begun = receiver.num_arrived
+        coder = None if arrays is not None else self._coder(address.host)
+        flags = page_wire.MAY_ARRAY if arrays is not None else page_wire.MAY_CODE if coder is not None else 0
+        asked = deque(places[start : start + _PULLED_AT_ONCE] for start in range(done, len(places), _PULLED_AT_ONCE))
         for _ in range(min(_UNDER_WAY, len(asked))):
-            self._ask(connection, address, asked.popleft(), coder)
-        for number, place in enumerate(places):
+            self._ask(connection, address, asked.popleft(), flags)
+        while done < len(places):
             if receiver.is_over:
                 raise HandOffError("nobody waits for the pages any more")
-            self._receive(connection, address.host, place, receiver.pages[number], coder)
-            receiver.arrived(number + 1)
-            if (number + 1) % _PULLED_AT_ONCE == 0 and asked:
-                self._ask(connection, address, asked.popleft(), coder)
+            few = done + _PULLED_AT_ONCE
+            done += self._receive(connection, address.host, places[done:few], receiver.pages[done:few], coder, arrays, address.handoff_id)
+            receiver.arrived(done)
+            if (done - begun) % _PULLED_AT_ONCE == 0 and asked:
+                self._ask(connection, address, asked.popleft(), flags)
 
     def _coder(self, host: str) -> PageCoder | None:
         return None if self._coding is None else self._coding.coder(host, time.monotonic())
 
-    def _receive(self, connection: socket.socket, host: str, place: int, page: np.ndarray, coder: PageCoder | None) -> None:
-        receipt = page_wire.receive_page(connection, place, page, coder)
+    def _receive(
+        self,
+        connection: socket.socket,
+        host: str,
+        places: Sequence[int],
+        pages: np.ndarray,
+        coder: PageCoder | None,
+        arrays: Arrays | None = None,
+        handoff_id: bytes = b"",
+    ) -> int:
+        """The first of these pages, or more of them; returns how many."""
+
+        def pull_array(number: int, port: int, shape: tuple[int, int]) -> np.ndarray:
+            assert arrays is not None
+            pulled = arrays.pull(host, port, number, shape)
+            connection.sendall(page_wire.COMMAND.pack(page_wire.TAKEN, handoff_id))
+            return pulled
+
+        receipt = page_wire.receive_pages(connection, places, pages, coder, None if arrays is None else pull_array)
+        now, is_array = time.monotonic(), arrays is not None
         self.receive_seconds += receipt.seconds
-        self.num_bytes += page.nbytes
+        self.num_bytes += pages[: receipt.num_pages].nbytes
         self.num_wire_bytes += receipt.num_bytes
-        if self._coding is not None:
-            self._coding.observe(host, receipt.num_bytes, receipt.wire_seconds, time.monotonic())
+        self._choice.observe(host, receipt.num_bytes, receipt.seconds, now, is_array=is_array)
+        if self._coding is not None and not is_array:
+            self._coding.observe(host, receipt.num_bytes, receipt.wire_seconds, now)
+        return receipt.num_pages
 
     @staticmethod
-    def _ask(connection: socket.socket, address: PageAddress, places: Sequence[int], coder: PageCoder | None) -> None:
-        command = _command(page_wire.PULL, address.handoff_id, coder)
+    def _ask(connection: socket.socket, address: PageAddress, places: Sequence[int], flags: int) -> None:
+        command = page_wire.COMMAND.pack(page_wire.PULL | flags, address.handoff_id)
         connection.sendall(command + page_wire.COUNT.pack(len(places)) + struct.pack(f"<{len(places)}I", *places))
 
     def _connection(self, address: PageAddress) -> socket.socket:
@@ -163,10 +206,6 @@ class PageClient:
         connection.settimeout(self._seconds)
         with self._lock:
             self._idle.setdefault((address.host, address.port), []).append(connection)
-
-
-def _command(kind: int, name: bytes, coder: PageCoder | None) -> bytes:
-    return page_wire.COMMAND.pack(kind if coder is None else kind | page_wire.MAY_CODE, name)
 
 
 def _is_open(connection: socket.socket) -> bool:

@@ -8,7 +8,9 @@ import logging
 import socket
 import ssl
 import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from typing import Protocol
 
 import numpy as np
@@ -17,6 +19,7 @@ from jaxinfer.kv_transfer import page_wire
 from jaxinfer.kv_transfer.handoff import HandOffError
 from jaxinfer.kv_transfer.kv_sender import KVSender
 from jaxinfer.kv_transfer.page_coding import CODED_SIZES, PageCoder
+from jaxinfer.kv_transfer.transport_choice import ArrayError, Arrays
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +40,8 @@ class CachedSource(Protocol):
 
 class PageServer:
     """Serves from threads of its own until `close`. `token`: what a client has to know; `tls`: of the server's side;
-    `cached`: what caches have, for who asks by digest; `bytes_per_value`: of pages, 0 if they are never coded.
+    `cached`: what caches have, for who asks by digest; `bytes_per_value`: of pages, 0 if they are never coded; `arrays`:
+    for who takes pages that way, None if nobody may.
 
     Raises `OSError` for an address that can't be listened on."""
 
@@ -50,8 +54,9 @@ class PageServer:
         tls: ssl.SSLContext | None = None,
         cached: CachedSource | None = None,
         bytes_per_value: int = 0,
+        arrays: Arrays | None = None,
     ) -> None:
-        self._bytes_per_value = bytes_per_value
+        self._bytes_per_value, self._arrays = bytes_per_value, arrays
         self._token, self._tls, self._cached = token.encode(), tls, cached
         self._listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         self._senders: dict[bytes, KVSender] = {}  # by the hand-off's id
@@ -117,8 +122,9 @@ class PageServer:
             connection.settimeout(PAGE_SECONDS)
             self._connections.add(connection)
             coder = PageCoder(self._bytes_per_value) if self._bytes_per_value in CODED_SIZES else None
+            offered: deque[object] = deque()  # arrays that were not pulled yet
             while True:
-                self._answer(connection, coder)
+                self._answer(connection, coder, offered)
         except (OSError, HandOffError) as error:
             if not self._closed.is_set():
                 logger.debug("pages to %s: %s", peer, error)
@@ -126,9 +132,9 @@ class PageServer:
             self._connections.discard(connection)
             connection.close()
 
-    def _answer(self, connection: socket.socket, coder: PageCoder | None) -> None:
+    def _answer(self, connection: socket.socket, coder: PageCoder | None, offered: deque[object]) -> None:
         command, handoff_id = page_wire.COMMAND.unpack(page_wire.read(connection, page_wire.COMMAND.size))
-        kind, coder = command & ~page_wire.MAY_CODE, coder if command & page_wire.MAY_CODE else None
+        kind, coder = command & ~(page_wire.MAY_CODE | page_wire.MAY_ARRAY), coder if command & page_wire.MAY_CODE else None
         sender = self._senders.get(handoff_id)
         if sender is not None:
             sender.renew()
@@ -139,7 +145,10 @@ class PageServer:
             if count > page_wire.MOST_PLACES:
                 raise page_wire.WireError(f"a pull of {count} pages: at most {page_wire.MOST_PLACES}")
             places = memoryview(page_wire.read(connection, 4 * count)).cast("I")
-            self._send(connection, sender, places, coder)
+            self._send(connection, sender, places, coder, offered if command & page_wire.MAY_ARRAY else None)
+        elif kind == page_wire.TAKEN:
+            if offered:
+                offered.popleft()
         elif kind == page_wire.FETCH:
             (count,) = page_wire.COUNT.unpack(page_wire.read(connection, page_wire.COUNT.size))
             if count > page_wire.MOST_PLACES:
@@ -150,15 +159,44 @@ class PageServer:
         else:
             raise page_wire.WireError(f"there is no command {kind}")
 
-    def _send(self, connection: socket.socket, sender: KVSender | None, places: memoryview, coder: PageCoder | None) -> None:
+    def _send(
+        self,
+        connection: socket.socket,
+        sender: KVSender | None,
+        places: Sequence[int],
+        coder: PageCoder | None,
+        offered: deque[object] | None,
+    ) -> None:
         try:
             if sender is None:
                 raise HandOffError("there is no such hand-off: it is over, or its lease ran out")
+            if offered is not None and self._arrays is not None:
+                places = places[self._offer(connection, sender, places, self._arrays, offered) :]
             for place in places:
                 _send_page(connection, place, sender.page(place, PAGE_SECONDS), coder)
                 sender.renew()
         except HandOffError as error:
             _send_failure(connection, str(error))
+
+    @staticmethod
+    def _offer(connection: socket.socket, sender: KVSender, places: Sequence[int], arrays: Arrays, offered: deque[object]) -> int:
+        """As arrays, each of the pages that are there when its first one is; returns how many pages that were: all, or
+        those before arrays failed."""
+        done = 0
+        while done < len(places):
+            first = sender.page(places[done], PAGE_SECONDS)
+            more = takewhile(sender.is_here, places[done + 1 :])
+            pages = np.stack([first, *(sender.page(place, PAGE_SECONDS) for place in more)])
+            try:
+                number, array = arrays.offer(pages)
+            except ArrayError as error:
+                logger.warning("%s: pages go over the socket", error)
+                break
+            offered.append(array)
+            connection.sendall(page_wire.array_header(places[done], pages, number, arrays.port))
+            sender.renew()
+            done += len(pages)
+        return done
 
     def _send_cached(self, connection: socket.socket, model: bytes, digests: Sequence[bytes], coder: PageCoder | None) -> None:
         cached, number = self._cached, 0

@@ -16,6 +16,7 @@ from server.cli.engine_start import engine_config, start_engine
 from server.cli.trace_flag import start_tracing
 from server.flags import add_flags
 from server.logs import configure
+from server.workers.pull_settings import PullSettings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,13 +27,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--host", default="127.0.0.1", help="this machine's address, by which others reach it (default: 127.0.0.1)")
     group.add_argument("--port", type=int, default=0, metavar="N", help="port that routers and workers call it at; 0: any (default: 0)")
     group.add_argument("--page-port", type=int, default=0, metavar="N", help="port that others pull pages at; 0: any (default: 0)")
+    what = (
+        "how pages that it pulls come; jax: by jax.experimental.transfer, without TLS; auto: whichever was quicker lately; where both "
+        "workers have socket in common only, that (default: socket)"
+    )
+    group.add_argument("--kv-transport", choices=("socket", "jax", "auto"), default="socket", help=what)
     what = "whether pages that it pulls come coded, without loss; auto: where the link is slower than the coder gains (default: auto)"
     group.add_argument("--kv-compression", choices=("auto", "on", "off"), default="auto", help=what)
     group.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="(default: info)")
     group.add_argument("--log-format", choices=("text", "json"), default="text", help="(default: text)")
     group.add_argument("--otlp-endpoint", metavar="URL", help="collector that traces go to, OTLP over gRPC (extra otel)")
     add_cluster_flags(group)
-    add_flags(parser, "engine", [field for field in flat_fields() if field.name != "kv_transport"])
+    add_flags(parser, "engine", flat_fields())
 
 
 def _check_port(host: str, port: int, flag: str) -> None:
@@ -53,8 +59,9 @@ def run(arguments: argparse.Namespace) -> int:
     known = credentials(arguments, "host", arguments.host)
     for port, flag in ((arguments.port, "--port"), (arguments.page_port, "--page-port")):
         _check_port(arguments.host, port, flag)
+    pulls = PullSettings(arguments.kv_transport, arguments.kv_compression, known.tls is not None)
     settings = engine_config(arguments)
-    settings = dataclasses.replace(settings, cache=dataclasses.replace(settings.cache, kv_transport=True))
+    settings = dataclasses.replace(settings, cache=dataclasses.replace(settings.cache, kv_peers=True))
     configure(arguments.log_level, arguments.log_format)
     start_tracing(arguments.otlp_endpoint, f"jaxinfer {arguments.role} worker")
 
@@ -78,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
                 print(message, file=sys.stderr, flush=True)
 
         address = WorkerAddress(arguments.host, arguments.port, arguments.page_port)
-        await serve(engine, arguments.role, address, routers, known, stop, drain, ready, arguments.kv_compression)
+        await serve(engine, arguments.role, address, routers, known, stop, drain, ready, pulls)
 
     asyncio.run(serve_until_told())
     return 0

@@ -25,7 +25,6 @@ from jaxinfer.kv_transfer.geometry import geometry_fields, read_geometry
 from jaxinfer.kv_transfer.kv_receiver import KVReceiver
 from jaxinfer.kv_transfer.kv_sender import KVSender
 from jaxinfer.kv_transfer.page_client import PageAddress, PageClient
-from jaxinfer.kv_transfer.page_coding import LinkCoding
 from jaxinfer.kv_transfer.page_server import PageServer
 from jaxinfer.kv_transfer.repaging import Repaging
 from server.tracing import TraceSpan, begin, note_usage
@@ -54,12 +53,12 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     """Belongs to the event loop that it is made in."""
 
     def __init__(
-        self, engine: Engine, loop: EngineLoop, info: pb.WorkerInfo, pages: PageServer, credentials: Credentials, coding: LinkCoding
+        self, engine: Engine, loop: EngineLoop, info: pb.WorkerInfo, pages: PageServer, credentials: Credentials, client: PageClient
     ) -> None:
         self.info = info
         self._engine, self._loop, self._pages, self._credentials = engine, loop, pages, credentials
         self._requests = AsyncRequests(loop)
-        self._client = PageClient(token=credentials.token, tls=credentials.page_client_tls, coding=coding)
+        self._client = client
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._geometry = engine.page_spec
         self._work = WorkUnderWay()

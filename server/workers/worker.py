@@ -24,12 +24,16 @@ from jaxinfer.engine.fingerprint import fingerprint
 from jaxinfer.engine_access import EngineClosedError
 from jaxinfer.engine_loop import EngineLoop
 from jaxinfer.engine_thread import EngineFailedError
-from jaxinfer.kv_transfer.page_coding import Compression, LinkCoding
+from jaxinfer.kv_transfer.array_transfer import ArrayTransfer
+from jaxinfer.kv_transfer.page_client import PageClient
+from jaxinfer.kv_transfer.page_coding import LinkCoding
 from jaxinfer.kv_transfer.page_server import PageServer
+from jaxinfer.kv_transfer.transport_choice import Arrays, TransportChoice
 from server.workers import worker_pb2 as pb
 from server.workers import worker_pb2_grpc
 from server.workers.credentials import Credentials
 from server.workers.messages import geometry_text
+from server.workers.pull_settings import PullSettings
 from server.workers.service import WorkerService, version
 
 logger = logging.getLogger(__name__)
@@ -93,20 +97,21 @@ async def serve(
     stop: asyncio.Event,
     drain: asyncio.Event,
     ready: Callable[[str], None],
-    compression: Compression = "auto",
+    pulls: PullSettings = PullSettings(),  # noqa: B008 (it is frozen)
 ) -> None:
     """Serves until `stop`, then ends what is under way; or from `drain` on nothing new, until nothing is left. `ready`
-    is told the address once it listens. `compression`: of pages that it pulls.
+    is told the address once it listens.
 
-    Raises `ConfigError` where a router refuses it, and for an address that can't be listened on; the engine's error
-    once it has one."""
+    Raises `ConfigError` where a router refuses it, for an address that can't be listened on, and
+    for coding that its pages can't have; the engine's error once it has one."""
     loop = EngineLoop(engine)
     digest, bytes_per_value = fingerprint(engine), engine.page_spec.bytes_per_value
     try:
-        coding = LinkCoding(compression, bytes_per_value)
+        coding = LinkCoding(pulls.compression, bytes_per_value)
     except ValueError as error:
         raise ConfigError(f"kv_compression is on: {error}") from error
-    pages = _listen_for_pages(address, credentials, CachedForOthers(digest.encode(), engine.cached_pages, loop), bytes_per_value)
+    arrays = _arrays(pulls, address.host)
+    pages = _listen_for_pages(address, credentials, CachedForOthers(digest.encode(), engine.cached_pages, loop), bytes_per_value, arrays)
     server = credentials.server()
     try:
         port = credentials.listen(server, f"{address.host}:{address.port}")
@@ -115,7 +120,10 @@ async def serve(
         raise ConfigError(f"can't listen on {address.host} port {address.port}: choose others with --host and --port") from error
     _add_standard_services(server)
     info = describe(engine, role, f"{address.host}:{port}", pages.port, digest)
-    service = WorkerService(engine, loop, info, pages, credentials, coding)
+    client = PageClient(
+        token=credentials.token, tls=credentials.page_client_tls, coding=coding, arrays=arrays, choice=TransportChoice(pulls.transport)
+    )
+    service = WorkerService(engine, loop, info, pages, credentials, client)
     worker_pb2_grpc.add_WorkerServicer_to_server(service, server)
     await server.start()
     ready(info.address)
@@ -150,10 +158,25 @@ async def _until_drained(drain: asyncio.Event, service: WorkerService) -> None:
         await asyncio.sleep(_FAILURE_SECONDS)
 
 
-def _listen_for_pages(address: WorkerAddress, credentials: Credentials, cached: CachedForOthers, bytes_per_value: int) -> PageServer:
-    token, tls = credentials.token, credentials.page_server_tls
+def _arrays(pulls: PullSettings, host: str) -> Arrays | None:
+    """None where pages come and go over the socket only."""
+    if not pulls.may_take_arrays:
+        return None
     try:
-        return PageServer(address.host, address.page_port, token=token, tls=tls, cached=cached, bytes_per_value=bytes_per_value)
+        return ArrayTransfer(host)
+    except OSError as error:
+        if pulls.transport == "jax":
+            raise ConfigError(f"kv_transport is jax: {error}") from error
+        logger.warning("%s: pages come and go over the socket only", error)
+        return None
+
+
+def _listen_for_pages(
+    address: WorkerAddress, credentials: Credentials, cached: CachedForOthers, bytes_per_value: int, arrays: Arrays | None
+) -> PageServer:
+    token, tls, port = credentials.token, credentials.page_server_tls, address.page_port
+    try:
+        return PageServer(address.host, port, token=token, tls=tls, cached=cached, bytes_per_value=bytes_per_value, arrays=arrays)
     except OSError as error:
         raise ConfigError(f"can't listen on {address.host} port {address.page_port}: choose others with --host and --page-port") from error
 

@@ -62,7 +62,7 @@ class Two:
 @pytest.fixture(params=[{}, {"kv_memory": "256KiB", "kv_host_memory": "4MiB"}], ids=["on devices", "and in host memory"])
 def two(tiny_model_path: Path, request: pytest.FixtureRequest) -> Iterator[Two]:
     """To compute takes them for ever, so that whatever can be fetched is."""
-    made = [LLM(str(tiny_model_path), **TINY | SMALL | {"kv_transport": True} | settings) for settings in (request.param, {})]
+    made = [LLM(str(tiny_model_path), **TINY | SMALL | {"kv_peers": True} | settings) for settings in (request.param, {})]
     for llm in made:
         tiers = llm.engine._components.prefill.tiers
         assert tiers is not None

@@ -22,7 +22,7 @@ from tests.engine.page_audit import audit
 from tests.engine.workload import workload
 
 PROMPTS, PARAMS = workload()
-SMALL = {"max_batch_size": 8, "decode_buckets": (8,), "prefill_buckets": (128,), "kv_transport": True}
+SMALL = {"max_batch_size": 8, "decode_buckets": (8,), "prefill_buckets": (128,), "kv_peers": True}
 
 
 def engines(llms: MakeLLM) -> tuple[Engine, Engine]:

@@ -26,8 +26,8 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     ids=["windows in stages, pages of 4 to 16", "latents, whole to shared out, pages of 16 to 32"],
 )
 def test_tokens_are_one_engines(tmp_path: Path, family: str, of_source: dict[str, Any], of_target: dict[str, Any]) -> None:
-    source = serve(tmp_path, family, kv_transport=True, prefill_chunk_size=32, prefill_buckets=(32,), **of_source)
-    target = serve(tmp_path, family, kv_transport=True, **of_target)
+    source = serve(tmp_path, family, kv_peers=True, prefill_chunk_size=32, prefill_buckets=(32,), **of_source)
+    target = serve(tmp_path, family, kv_peers=True, **of_target)
     prompts = [np.random.default_rng(length).integers(5, 100, length).tolist() for length in (3, 16, 37, 90)]
     expected = [output.outputs[0].token_ids for output in target.generate(prompts, GREEDY)]
     target.engine._components.decode.manager.forget()

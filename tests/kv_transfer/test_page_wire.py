@@ -13,11 +13,13 @@ import pytest
 
 from jaxinfer.kv_cache.spec import PageSpec
 from jaxinfer.kv_transfer import page_wire
+from jaxinfer.kv_transfer.array_transfer import ArrayTransfer
 from jaxinfer.kv_transfer.kv_receiver import KVReceiver
 from jaxinfer.kv_transfer.kv_sender import LEASE_SECONDS, KVSender
 from jaxinfer.kv_transfer.page_client import PageAddress, PageClient
 from jaxinfer.kv_transfer.page_coding import LinkCoding, PageCoder
 from jaxinfer.kv_transfer.page_server import PageServer
+from jaxinfer.kv_transfer.transport_choice import ArrayError, Arrays, TransportChoice
 
 SPEC = PageSpec(num_layers=2, num_kv_heads=2, head_size=16, page_size=8, bytes_per_value=4)
 ID = b"0123456789abcdef"
@@ -28,18 +30,40 @@ def pages(number: int = NUM_PAGES) -> np.ndarray:
     return np.random.default_rng(0).standard_normal((number, SPEC.page_bytes // 4)).astype(np.float32)
 
 
+class CountedArrays(ArrayTransfer):
+    num_pulls = 0
+
+    def pull(self, host: str, port: int, number: int, shape: tuple[int, int]) -> np.ndarray:
+        self.num_pulls += 1
+        return super().pull(host, port, number, shape)
+
+
+@pytest.fixture(scope="module")
+def arrays() -> CountedArrays:
+    return CountedArrays("127.0.0.1")
+
+
 @pytest.fixture
-def server() -> Iterator[PageServer]:
-    server = PageServer("127.0.0.1", token="secret", bytes_per_value=SPEC.bytes_per_value)
+def server(arrays: CountedArrays) -> Iterator[PageServer]:
+    server = PageServer("127.0.0.1", token="secret", bytes_per_value=SPEC.bytes_per_value, arrays=arrays)
     yield server
     server.close()
 
 
 def pull(
-    port: int, places: list[int], *, handoff_id: bytes = ID, token: str = "secret", seconds: float = 10.0, is_coded: bool = False
+    port: int,
+    places: list[int],
+    *,
+    handoff_id: bytes = ID,
+    token: str = "secret",
+    seconds: float = 10.0,
+    is_coded: bool = False,
+    arrays: Arrays | None = None,
+    choice: TransportChoice | None = None,
 ) -> KVReceiver:
     """All that arrives until it is complete or has failed."""
-    client = PageClient(token=token, seconds=seconds, coding=LinkCoding("on", SPEC.bytes_per_value) if is_coded else None)
+    coding = LinkCoding("on", SPEC.bytes_per_value) if is_coded else None
+    client = PageClient(token=token, seconds=seconds, coding=coding, arrays=arrays, choice=choice or TransportChoice("jax"))
     receiver = KVReceiver(lambda receiver, wanted: client.pull(PageAddress("127.0.0.1", port, handoff_id), receiver, wanted), SPEC)
     receiver.want(places)
     deadline = time.monotonic() + 30.0
@@ -57,8 +81,8 @@ def wait_until_empty(server: PageServer) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("is_coded", [False, True], ids=["as they are", "coded"])
-def test_pages_come_in_order_as_they_are_added_and_go_when_all_are_there(server: PageServer, is_coded: bool) -> None:
+@pytest.mark.parametrize("way", ["as they are", "coded", "as arrays"])
+def test_pages_come_in_order_as_they_are_added_and_go_when_all_are_there(server: PageServer, way: str, arrays: CountedArrays) -> None:
     sender, sent = KVSender(), pages()
     server.add(ID, sender)
     places = list(range(3, 3 + 2 * NUM_PAGES, 2))
@@ -70,9 +94,10 @@ def test_pages_come_in_order_as_they_are_added_and_go_when_all_are_there(server:
         sender.finish()
 
     threading.Thread(target=add).start()
-    receiver = pull(server.port, places, is_coded=is_coded)
+    receiver = pull(server.port, places, is_coded=way == "coded", arrays=arrays if way == "as arrays" else None)
     assert receiver.failure is None
     np.testing.assert_array_equal(receiver.pages.view(np.float32), sent)
+    assert (arrays.num_pulls > 0) == (way == "as arrays")
     wait_until_empty(server)
 
 
@@ -199,3 +224,78 @@ def test_garbage_from_a_client_costs_it_its_connection(server: PageServer, garba
         with suppress(ConnectionError):
             assert connection.recv(100) == b""
     np.testing.assert_array_equal(pull(server.port, [0]).pages[0], PAGE)
+
+
+class StubArrays:
+    """Stands for `ArrayTransfer`: what is pulled never comes, or comes damaged."""
+
+    port = 1
+
+    def __init__(self, *, is_damaged: bool = False) -> None:
+        self.num_pulls, self._is_damaged = 0, is_damaged
+
+    def offer(self, pages: np.ndarray) -> tuple[int, object]:
+        return 1, pages
+
+    def pull(self, host: str, port: int, number: int, shape: tuple[int, int]) -> np.ndarray:
+        self.num_pulls += 1
+        if self._is_damaged:
+            return np.zeros(shape, np.uint8)
+        raise ArrayError("it did not come in time")
+
+
+def serve_arrays(arrays: Arrays | None) -> tuple[PageServer, KVSender]:
+    """With all pages there."""
+    server, sender = PageServer("127.0.0.1", token="secret", arrays=arrays), KVSender()
+    sender.add(range(NUM_PAGES), pages())
+    sender.finish()
+    server.add(ID, sender)
+    return server, sender
+
+
+def test_arrays_that_do_not_come_are_replaced_by_the_socket_for_good() -> None:
+    arrays, choice = StubArrays(), TransportChoice("jax")
+    for _ in range(2):
+        server, _ = serve_arrays(arrays)
+        receiver = pull(server.port, list(range(NUM_PAGES)), arrays=arrays, choice=choice)
+        np.testing.assert_array_equal(receiver.pages.view(np.float32), pages())
+        server.close()
+    assert arrays.num_pulls == 1
+
+
+def test_a_worker_without_arrays_sends_pages_one_by_one() -> None:
+    server, _ = serve_arrays(None)
+    receiver = pull(server.port, list(range(NUM_PAGES)), arrays=(arrays := StubArrays()))
+    np.testing.assert_array_equal(receiver.pages.view(np.float32), pages())
+    assert arrays.num_pulls == 0
+    server.close()
+
+
+def test_a_damaged_array_is_no_page() -> None:
+    server, _ = serve_arrays(arrays := StubArrays(is_damaged=True))
+    receiver = pull(server.port, [0, 1], arrays=arrays)
+    assert (receiver.num_arrived, "checksum" in str(receiver.failure)) == (0, True)
+    server.close()
+
+
+def test_an_array_that_nobody_offers_does_not_come_within_the_deadline() -> None:
+    arrays, began = ArrayTransfer("127.0.0.1", seconds=0.2), time.monotonic()
+    for port in (arrays.port, 1):
+        with pytest.raises(ArrayError, match=r"within 0\.2 s"):
+            arrays.pull("127.0.0.1", port, 1, (1, 16))
+    assert time.monotonic() - began < 5.0
+
+
+def test_auto_takes_the_way_that_was_quicker_lately() -> None:
+    choice, now = TransportChoice("auto"), 0.0
+    found = [choice.takes_arrays("a", now)]  # the socket first, then arrays
+    choice.observe("a", 10**9, 1.0, now, is_array=False)
+    found.append(choice.takes_arrays("a", now))
+    choice.observe("a", 10**9, 2.0, now, is_array=True)
+    found.append(choice.takes_arrays("a", now))
+    choice.observe("a", 10**10, 1.0, now, is_array=True)
+    found.append(choice.takes_arrays("a", now))
+    choice.has_failed("a")
+    found.append(choice.takes_arrays("a", now))
+    assert found == [False, True, False, True, False]
+    assert (TransportChoice("jax").takes_arrays("a", now), TransportChoice("socket").takes_arrays("a", now)) == (True, False)

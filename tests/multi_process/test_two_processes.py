@@ -41,7 +41,7 @@ def test_two_processes_give_the_tokens_of_one_and_end_when_one_is_killed(tiny_mo
         "cpu_devices": 4,
         "prefill_devices": (0, 4),  # a KV head in each process: neither can read a page without the other
         "decode_devices": (2, 3, 6, 7),  # the two heads are copied, a device each
-        "kv_transport": True,
+        "kv_peers": True,
         "connect_seconds": float(SECONDS),
         "out": str(out),
     }

@@ -27,9 +27,9 @@ from tests.server.workers.cluster import Cluster, Stream
 WORKERS = {"one": "both", "two": "prefill", "three": "decode"}
 # They differ in all that may: pages come from other sizes and layouts.
 SETTINGS: dict[str, dict[str, Any]] = {
-    "one": {"kv_host_memory": "4MiB"},
-    "two": {"page_size": 24, "kv_compression": "on"},
-    "three": {"page_size": 8, "cpu_devices": 2, "prefill_parallel": "pp=2", "decode_parallel": "pp=2"},
+    "one": {"kv_host_memory": "4MiB", "kv_transport": "auto"},
+    "two": {"page_size": 24, "kv_compression": "on", "kv_transport": "auto"},
+    "three": {"kv_transport": "jax", "page_size": 8, "cpu_devices": 2, "prefill_parallel": "pp=2", "decode_parallel": "pp=2"},
 }
 ROUTERS = ("router", "second router")
 LEASE_SECONDS = 35.0  # and what a look takes

@@ -174,14 +174,14 @@ def test_a_worker_that_is_stopped_while_it_prefills(cluster: Cluster, expected: 
 
 def test_a_rolling_restart_and_a_router_that_is_killed(cluster: Cluster, expected: list[list[int]]) -> None:
     """Under load all the time. Who asked the router that ends has to ask another; nobody else notices. The second takes
-    pages as they are from now on."""
-    for name, role in (("first", "both"), ("second", "decode")):
+    pages as JAX's arrays from now on."""
+    for name, role, transport in (("first", "both", "auto"), ("second", "decode", "jax")):
         streams = ask_all(cluster)
         streams[-1].wait_for(10)
         cluster.signal(name, signal.SIGTERM)
         check(streams, expected)
         cluster.processes[name].wait(60)
-        cluster.start_worker(name, role)
+        cluster.start_worker(name, role, kv_transport=transport)
         cluster.wait_for(name, "is ready")
         for router in ROUTERS:
             wait_for_workers(cluster, 2, router)
@@ -195,6 +195,8 @@ def test_a_rolling_restart_and_a_router_that_is_killed(cluster: Cluster, expecte
     cluster.start_router()
     wait_for_workers(cluster, 2)
     check(ask_all(cluster), expected)
+    assert cluster.loads("second")[0].num_pages_received > 0
+    assert "over the socket" not in cluster.log("second"), "arrays did not come"
 
 
 def test_a_worker_that_is_killed_while_it_prefills_and_decodes(cluster: Cluster, expected: list[list[int]]) -> None:
