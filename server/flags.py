@@ -11,8 +11,8 @@ Field = dataclasses.Field[Any]
 
 
 def add_flags(parser: argparse.ArgumentParser, title: str, fields: Iterable[Field]) -> None:
-    """Adds one flag to `parser` for each field, named after it, but for those that a command sets itself. A flag that isn't given leaves no entry in the
-    namespace."""
+    """Adds one flag to `parser` for each field, named after it, but for those that a command sets itself. A flag that
+    isn't given leaves no entry in the namespace."""
     group = parser.add_argument_group(title)
     options: dict[str, Any]
     for field in fields:

@@ -28,8 +28,8 @@ _MOST_COPIES = 4
 
 
 class ArrayTransfer:
-    """Offers arrays and pulls them, from any thread, until the process ends. `host`: the address that it listens on, at a
-    port of its own; `seconds`: that a pull may take. Raises `OSError` where it can't listen."""
+    """Offers arrays and pulls them, from any thread, until the process ends. `host`: the address that it listens on, at
+    a port of its own; `seconds`: that a pull may take. Raises `OSError` where it can't listen."""
 
     def __init__(self, host: str, seconds: float = 10.0) -> None:
         self._device, self._seconds = jax.local_devices(backend="cpu")[0], seconds
@@ -46,8 +46,8 @@ class ArrayTransfer:
         return int(self._server.address().rpartition(":")[2])
 
     def offer(self, pages: np.ndarray) -> tuple[int, object]:
-        """Let one pull have uint8[pages, bytes of a page]. Returns its number, and what is to be kept until then. Raises
-        `ArrayError`."""
+        """Let one pull have uint8[pages, bytes of a page]. Returns its number, and what is to be kept until then.
+        Raises `ArrayError`."""
         number = secrets.randbits(63)
         try:
             array = jax.device_put(pages, self._device)

@@ -40,8 +40,8 @@ class CachedSource(Protocol):
 
 class PageServer:
     """Serves from threads of its own until `close`. `token`: what a client has to know; `tls`: of the server's side;
-    `cached`: what caches have, for who asks by digest; `bytes_per_value`: of pages, 0 if they are never coded; `arrays`:
-    for who takes pages that way, None if nobody may.
+    `cached`: what caches have, for who asks by digest; `bytes_per_value`: of pages, 0 if they are never coded;
+    `arrays`: for who takes pages that way, None if nobody may.
 
     Raises `OSError` for an address that can't be listened on."""
 

@@ -6,8 +6,8 @@
     client, over:   2 | id
     client, fetch:  3 | digest of the model | count, uint32 | digests of blocks, 16 bytes each; of what caches have
     client, taken:  4 | id; an array has been pulled
-    pull and fetch: plus 128 where the page's bytes may come coded (see `page_coding`); pull: plus 64 where pages may come
-                    as arrays (see `array_transfer`)
+    pull and fetch: plus 128 where the page's bytes may come coded (see `page_coding`)
+    pull:           plus 64 where pages may come as arrays (see `array_transfer`)
     server, page:   1 | place, uint32 | checksum, uint64 | length, uint32 | bytes; one for each place, in order; the
                     place of a block that was fetched is its number
     server, coded:  3 | as a page; the checksum is of the page, length and bytes are of its code

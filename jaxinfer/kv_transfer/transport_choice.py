@@ -1,4 +1,4 @@
-"""TransportChoice: whether pages from a host come over the page socket, or as arrays of JAX's transfer. Imports no JAX."""
+"""TransportChoice: whether pages from a host come over the socket, or as arrays of JAX's transfer. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Arrays(Protocol):
 
 
 class TransportChoice:
-    """`jax`: arrays, until they have failed once with that host; `auto`: besides, only while they are the quicker way as
-    measured lately; `socket`: never."""
+    """`jax`: arrays, until they have failed once with that host; `auto`: besides, only while they are the quicker way
+    as measured lately; `socket`: never."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport

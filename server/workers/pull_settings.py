@@ -11,7 +11,8 @@ from jaxinfer.kv_transfer.transport_choice import Transport
 
 @dataclass(frozen=True)
 class PullSettings:
-    """`has_tls`: whether the cluster's processes show certificates. Raises `ConfigError` for what excludes each other."""
+    """`has_tls`: whether the cluster's processes show certificates. Raises `ConfigError` for what excludes each
+    other."""
 
     transport: Transport = "socket"
     compression: Compression = "auto"
