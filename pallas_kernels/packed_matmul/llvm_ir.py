@@ -15,21 +15,25 @@ from pallas_kernels.packed_matmul.layout import ZERO
 
 Kind = Literal["float32", "bfloat16", "int8"]
 
-_ROWS_AT_ONCE = 128  # of a chunk: their inputs stay in the second-level cache during the loop over panels
-_CHUNK_BYTES = 1 << 18  # of matrix
+ROWS_AT_ONCE = 128  # of a chunk: their inputs stay in the second-level cache during the loop over panels
+CHUNK_BYTES = 1 << 18  # of matrix
 
 
 def module(kind: Kind, target: HostTarget) -> str:
     """The IR of one kind's custom call, of (x, matrices, place) -> (y)."""
-    # Rows of a tile -> panels of it at most: as many sums as registers hold.
-    tiles = {8: 3, 4: 4, 2: 4, 1: 4} if target.avx512 else {4: 1, 2: 1, 1: 1}
-    functions = [_tile(kind, target, rows, panels) for rows, most in tiles.items() for panels in range(1, most + 1)]
+    tiles = tile_sizes(target)
+    functions = [tile(kind, target, rows, panels) for rows, most in tiles.items() for panels in range(1, most + 1)]
     start = _start(target) if kind == "int8" else _NO_START
-    kernel = "\n".join([_declarations(kind, target), *functions, start, _block(tiles), _plan(tiles), _CHUNK])
+    kernel = "\n".join([declarations(kind, target), *functions, start, _block(tiles), _plan(tiles), _CHUNK])
     return handler(target, 3, 1, kernel)
 
 
-def _declarations(kind: Kind, target: HostTarget) -> str:
+def tile_sizes(target: HostTarget) -> dict[int, int]:
+    """Rows of a tile -> panels of it at most: as many sums as registers hold."""
+    return {8: 3, 4: 4, 2: 4, 1: 4} if target.avx512 else {4: 1, 2: 1, 1: 1}
+
+
+def declarations(kind: Kind, target: HostTarget) -> str:
     lanes = _vnni_lanes(target)
     if kind == "int8":
         return (
@@ -45,16 +49,17 @@ def _vnni_lanes(target: HostTarget) -> str:
     return "<64 x i8>" if target.llvm_version >= 22 else "<16 x i32>"
 
 
-def _tile(kind: Kind, target: HostTarget, rows: int, panels: int) -> str:
+def tile(kind: Kind, target: HostTarget, rows: int, panels: int, *, goes_on: bool = False) -> str:
     """y[rows, panels * 16] = start[rows] + x[rows, :] times the panels. `steps`: inputs in groups of 4 bytes;
-    `outputs`: of y's rows."""
+    `outputs`: of y's rows. `goes_on`: x and the panels may be parts of longer ones, with `row` and `panel` bytes from
+    one to the next, and where `is_first` is false what they give is added to y; for floats."""
     sums = "<16 x i32>" if kind == "int8" else "<16 x float>"
     cells = [(i, j) for i in range(rows) for j in range(panels)]
+    more = ", i64 %row, i64 %panel, i1 %is_first" if goes_on else ""
     lines = [
-        f"define internal void @tile_{rows}_{panels}(ptr %x, i64 %steps, ptr %w, ptr %y, i64 %outputs, ptr %start) {{",
+        f"define internal void @tile_{rows}_{panels}(ptr %x, i64 %steps, ptr %w, ptr %y, i64 %outputs, ptr %start{more}) {{",
         "entry:",
-        " %row = shl i64 %steps, 2",
-        " %panel = shl i64 %steps, 6",
+        *([] if goes_on else [" %row = shl i64 %steps, 2", " %panel = shl i64 %steps, 6"]),
         " %y_row = shl i64 %outputs, 2",
     ]
     for name, stride, count in (("x", "row", rows), ("w", "panel", panels), ("y", "y_row", rows)):
@@ -68,9 +73,16 @@ def _tile(kind: Kind, target: HostTarget, rows: int, panels: int) -> str:
                 f" %first_start{i} = insertelement <16 x i32> poison, i32 %start_of{i}, i64 0",
                 f" %start{i} = shufflevector <16 x i32> %first_start{i}, <16 x i32> poison, <16 x i32> zeroinitializer",
             ]
+    lines += [f" %at_y{i}_{j} = getelementptr i8, ptr %y{i}, i64 {64 * j}" for i, j in cells]
+    starts = {(i, j): f"%start{i}" if kind == "int8" else f"%before{i}_{j}" if goes_on else "zeroinitializer" for i, j in cells}
+    if goes_on:
+        for i, j in cells:
+            lines += [
+                f" %stored{i}_{j} = load {sums}, ptr %at_y{i}_{j}, align 4",
+                f" %before{i}_{j} = select i1 %is_first, {sums} zeroinitializer, {sums} %stored{i}_{j}",
+            ]
     lines += [" br label %loop", "loop:", " %k = phi i64 [0, %entry], [%next, %loop]"]
-    starts = [f"%start{i}" if kind == "int8" else "zeroinitializer" for i in range(rows)]
-    lines += [f" %sum{i}_{j} = phi {sums} [{starts[i]}, %entry], [%new{i}_{j}, %loop]" for i, j in cells]
+    lines += [f" %sum{i}_{j} = phi {sums} [{starts[i, j]}, %entry], [%new{i}_{j}, %loop]" for i, j in cells]
     lines += [" %k_w = shl i64 %k, 6", " %k_x = shl i64 %k, 2"]
     for j in range(panels):
         lines += [
@@ -87,8 +99,7 @@ def _tile(kind: Kind, target: HostTarget, rows: int, panels: int) -> str:
     for i, j in cells:
         lines += _multiply_add(kind, target, i, j)
     lines += [" %next = add i64 %k, 1", " %more = icmp ult i64 %next, %steps", " br i1 %more, label %loop, label %end", "end:"]
-    for i, j in cells:
-        lines += [f" %at_y{i}_{j} = getelementptr i8, ptr %y{i}, i64 {64 * j}", f" store {sums} %new{i}_{j}, ptr %at_y{i}_{j}, align 4"]
+    lines += [f" store {sums} %new{i}_{j}, ptr %at_y{i}_{j}, align 4" for i, j in cells]
     return "\n".join([*lines, " ret void", "}"])
 
 
@@ -192,25 +203,12 @@ end:
 def _block(tiles: dict[int, int]) -> str:
     """y[rows, panels * 16] = x times the panels, tile by tile: all rows while some panels are in the first-level
     cache."""
-    widest = max(tiles.values())
-    sizes = sorted(tiles)  # 1, 2, 4, 8
-    pointers = ", ".join(
-        f"ptr @tile_{rows}_{panels}" if panels <= tiles[rows] else "ptr null" for rows in sizes for panels in range(1, widest + 1)
-    )
-    pick = ["  %size0 = add i64 0, 1", "  %place0 = add i64 0, 0"]
-    for place, rows in enumerate(sizes[1:], 1):
-        pick += [
-            f"  %fits{place} = icmp uge i64 %rows_left, {rows}",
-            f"  %size{place} = select i1 %fits{place}, i64 {rows}, i64 %size{place - 1}",
-            f"  %place{place} = select i1 %fits{place}, i64 {place * widest}, i64 %place{place - 1}",
-        ]
-    last = len(sizes) - 1
     return f"""
-@tiles = internal constant [{len(sizes) * widest} x ptr] [{pointers}]
+{tile_table(tiles)}
 define internal void @block(ptr %x, i64 %rows, i64 %steps, ptr %w, ptr %y, i64 %outputs, i64 %panels, ptr %start) {{
 entry:
-  %is_tall = icmp uge i64 %rows, {sizes[-1]}
-  %width = select i1 %is_tall, i64 {tiles[sizes[-1]]}, i64 {widest}
+  %is_tall = icmp uge i64 %rows, {max(tiles)}
+  %width = select i1 %is_tall, i64 {tiles[max(tiles)]}, i64 {max(tiles.values())}
   %x_row = shl i64 %steps, 2
   %panel = shl i64 %steps, 6
   %y_row = shl i64 %outputs, 2
@@ -228,18 +226,14 @@ columns:
 tile:
   %r = phi i64 [0, %columns], [%r_next, %tile]
   %rows_left = sub i64 %rows, %r
-{chr(10).join(pick)}
-  %column = add i64 %num, -1
-  %index = add i64 %place{last}, %column
-  %slot = getelementptr ptr, ptr @tiles, i64 %index
-  %function = load ptr, ptr %slot
+{pick_tile(tiles)}
   %x_off = mul i64 %r, %x_row
   %x_r = getelementptr i8, ptr %x, i64 %x_off
   %y_r_off = mul i64 %r, %y_row
   %y_r = getelementptr i8, ptr %y_p, i64 %y_r_off
   %start_r = getelementptr i32, ptr %start, i64 %r
   call void %function(ptr %x_r, i64 %steps, ptr %w_p, ptr %y_r, i64 %outputs, ptr %start_r)
-  %r_next = add i64 %r, %size{last}
+  %r_next = add i64 %r, %tile_rows
   %more_rows = icmp ult i64 %r_next, %rows
   br i1 %more_rows, label %tile, label %columns_end
 columns_end:
@@ -251,8 +245,38 @@ end:
 }}"""
 
 
+def tile_table(tiles: dict[int, int]) -> str:
+    """@tiles: the functions, rows by rows, each for one panel, two, ..."""
+    widest = max(tiles.values())
+    pointers = ", ".join(
+        f"ptr @tile_{rows}_{panels}" if panels <= tiles[rows] else "ptr null" for rows in sorted(tiles) for panels in range(1, widest + 1)
+    )
+    return f"@tiles = internal constant [{len(tiles) * widest} x ptr] [{pointers}]"
+
+
+def pick_tile(tiles: dict[int, int]) -> str:
+    """Sets %function to the tallest tile of %num panels that %rows_left have room for, and %tile_rows to its rows."""
+    sizes, widest = sorted(tiles), max(tiles.values())
+    pick = ["  %size0 = add i64 0, 1", "  %place0 = add i64 0, 0"]
+    for place, rows in enumerate(sizes[1:], 1):
+        pick += [
+            f"  %fits{place} = icmp uge i64 %rows_left, {rows}",
+            f"  %size{place} = select i1 %fits{place}, i64 {rows}, i64 %size{place - 1}",
+            f"  %place{place} = select i1 %fits{place}, i64 {place * widest}, i64 %place{place - 1}",
+        ]
+    last = len(sizes) - 1
+    pick += [
+        f"  %tile_rows = add i64 %size{last}, 0",
+        "  %column = add i64 %num, -1",
+        f"  %index = add i64 %place{last}, %column",
+        "  %slot = getelementptr ptr, ptr @tiles, i64 %index",
+        "  %function = load ptr, ptr %slot",
+    ]
+    return "\n".join(pick)
+
+
 def _plan(tiles: dict[int, int]) -> str:
-    """A chunk has whole tiles of panels: at most `_CHUNK_BYTES`, and few enough that each thread has at least two
+    """A chunk has whole tiles of panels: at most `CHUNK_BYTES`, and few enough that each thread has at least two
     chunks."""
     tallest = max(tiles)
     return f"""
@@ -261,7 +285,7 @@ define internal i64 @plan(ptr %job, i64 %threads) {{
 {load_dim("panels", 1, 1)}
 {load_dim("steps", 1, 2)}
   %panel = shl i64 %steps, 6
-  %by_bytes = udiv i64 {_CHUNK_BYTES}, %panel
+  %by_bytes = udiv i64 {CHUNK_BYTES}, %panel
   %shares = shl i64 %threads, 1
   %rounded = add i64 %panels, %shares
   %rounded_less = sub i64 %rounded, 1
@@ -275,8 +299,8 @@ define internal i64 @plan(ptr %job, i64 %threads) {{
   %across_more = add i64 %panels, %size
   %across_less = sub i64 %across_more, 1
   %across = udiv i64 %across_less, %size
-  %down_more = add i64 %rows, {_ROWS_AT_ONCE - 1}
-  %down = udiv i64 %down_more, {_ROWS_AT_ONCE}
+  %down_more = add i64 %rows, {ROWS_AT_ONCE - 1}
+  %down = udiv i64 %down_more, {ROWS_AT_ONCE}
   %chunks = mul i64 %across, %down
 {store_number("size", 0)}
 {store_number("across", 1)}
@@ -304,9 +328,9 @@ define internal void @chunk(ptr %job, i64 %c) {{
   %w = getelementptr i8, ptr %matrices, i64 %matrix_off
   %down = udiv i64 %c, %across
   %right = urem i64 %c, %across
-  %row = mul i64 %down, {_ROWS_AT_ONCE}
+  %row = mul i64 %down, {ROWS_AT_ONCE}
   %rows_left = sub i64 %rows, %row
-  %rows_here = call i64 @llvm.umin.i64(i64 %rows_left, i64 {_ROWS_AT_ONCE})
+  %rows_here = call i64 @llvm.umin.i64(i64 %rows_left, i64 {ROWS_AT_ONCE})
   %first = mul i64 %right, %size
   %panels_left = sub i64 %panels, %first
   %panels_here = call i64 @llvm.umin.i64(i64 %panels_left, i64 %size)
@@ -318,7 +342,7 @@ define internal void @chunk(ptr %job, i64 %c) {{
   %y_column = shl i64 %first, 4
   %y_place = add i64 %y_row, %y_column
   %y_c = getelementptr i32, ptr %y, i64 %y_place
-  %start = alloca [{_ROWS_AT_ONCE} x i32]
+  %start = alloca [{ROWS_AT_ONCE} x i32]
   call void @start(ptr %x_c, i64 %rows_here, i64 %steps, ptr %start)
   call void @block(ptr %x_c, i64 %rows_here, i64 %steps, ptr %w_c, ptr %y_c, i64 %outputs, i64 %panels_here, ptr %start)
   ret void
