@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -39,8 +40,11 @@ from jaxinfer.programs.profile import named
 from jaxinfer.sampling_defaults import describe, read_sampling_defaults
 from jaxinfer.stats import EngineStats, ExpertLoad
 from jaxinfer.tokenizer import Tokenizer
+from jaxinfer.weights.formats.weight_format import MatrixAxes, MisfitError
 from jaxinfer.weights.load import check_tensors, load_weights, random_weights
 from pallas_kernels.span import FULL_ATTENTION
+
+logger = logging.getLogger(__name__)
 
 _FETCHED_SHARE = 4  # one part in so many of the host memory for pages is for pages being fetched
 _FETCHED_BYTES = 256 << 20  # for pages being fetched from other engines where there is no such memory
@@ -55,14 +59,22 @@ def build(config: EngineConfig, stats: EngineStats, processes: Processes | None 
     use_persistent_cache()
     split_cpu(config.devices.cpu_devices)
     processes = processes or lead(config)
+    incompressible: frozenset[MatrixAxes] = frozenset()
     try:
-        return _build(config, stats, processes)
+        while True:
+            try:
+                return _build(config, stats, processes, incompressible)
+            except MisfitError as error:  # it is rare, so that a start pays for it and not every start for a look beforehand
+                logger.warning("%s: starting anew with what has these shapes uncompressed", error)
+                incompressible |= error.matrices
     except BaseException:
         processes.close()
         raise
 
 
-def _build(config: EngineConfig, stats: EngineStats, processes: Processes) -> EngineComponents:
+def _build(
+    config: EngineConfig, stats: EngineStats, processes: Processes, incompressible: frozenset[MatrixAxes]
+) -> EngineComponents:
     clocks = [DeviceClock(), DeviceClock()]
     # First, so that the plan's KV budget excludes the encoder's memory.
     encode = load_encoder(config, stats, clocks[0]) if config.model.embedding_model else None
@@ -72,7 +84,7 @@ def _build(config: EngineConfig, stats: EngineStats, processes: Processes) -> En
     stats.sampling_defaults = describe(sampling_defaults)
     stats.start.note("placing the model")
     architecture = config_of(source)
-    plan = make_plan(config, architecture, source)
+    plan = make_plan(config, architecture, source, incompressible)
     for role in (plan.prefill, plan.decode):
         for stage in role.stages:
             processes.check(f"{role.role}_devices", stage.mesh)

@@ -20,6 +20,7 @@ from jaxinfer.planner.kv_memory import kv_budget, max_context_tokens
 from jaxinfer.planner.placement import DeviceKind, Layouts, Placement, Placer, RolePlacement
 from jaxinfer.planner.stage_partition import cut
 from jaxinfer.weights.expert_packing import choose_packing, dequantised
+from jaxinfer.weights.formats.weight_format import MatrixAxes
 from jaxinfer.weights.template import ModelTemplate
 from pallas_kernels.dispatch import KernelBackend
 from sharding.layout import Parallel
@@ -117,8 +118,13 @@ class Plan:
         return self.placement.layouts.is_shared
 
 
-def make_plan(config: EngineConfig, architecture: ArchitectureConfig, source: TensorSource) -> Plan:
-    """Place a checkpoint's model on the configured devices.
+def make_plan(
+    config: EngineConfig,
+    architecture: ArchitectureConfig,
+    source: TensorSource,
+    incompressible: frozenset[MatrixAxes] = frozenset(),
+) -> Plan:
+    """Place a checkpoint's model on the configured devices. `incompressible`: see `lay_out`.
 
     Raises `ConfigError` for devices that do not exist, axes that do not divide, and memory that holds no page.
     """
@@ -129,7 +135,7 @@ def make_plan(config: EngineConfig, architecture: ArchitectureConfig, source: Te
     def packing(template: ModelTemplate, num_devices: Sequence[int]) -> str | None:
         return choose_packing(template, source, num_devices)
 
-    placement = Placer(architecture, config.model, kind, packing, config.cache.page_size).place(_layouts(config))
+    placement = Placer(architecture, config.model, kind, packing, config.cache.page_size, incompressible).place(_layouts(config))
     for note in placement.notes:
         logger.info("%s", note)
     prefill, decode = (plan_role(each, meshes[each.role], config) for each in (placement.prefill, placement.decode))

@@ -19,7 +19,7 @@ from jaxinfer.layers import moe
 from jaxinfer.planner.model_work import ModelWork, WeightBytes, model_work, weight_bytes
 from jaxinfer.planner.stage_partition import stage_layers
 from jaxinfer.weights.format_choice import lay_out
-from jaxinfer.weights.formats.weight_format import ExpertFormat, ModelWeightFormat
+from jaxinfer.weights.formats.weight_format import ExpertFormat, MatrixAxes, ModelWeightFormat
 from jaxinfer.weights.template import ModelTemplate, make_template
 from sharding.hardware import hardware_for
 from sharding.layout import Parallel
@@ -152,9 +152,11 @@ class Placer:
         device: DeviceKind,
         choose_packing: ChoosePacking,
         page_size: int | None = None,
+        incompressible: frozenset[MatrixAxes] = frozenset(),
     ) -> None:
         self.architecture = architecture
         self._config, self._device, self._choose_packing, self._page_size = config, device, choose_packing, page_size
+        self._incompressible = incompressible
         self._templates: dict[tuple[ArchitectureConfig, ModelWeightFormat], ModelTemplate] = {}
         self._formats: dict[tuple[tuple[int, int], ...], tuple[ModelTemplate, tuple[str, ...]]] = {}
         self._sharded: dict[tuple[ModelWeightFormat, int, int], ShardedModel | ValueError] = {}
@@ -215,7 +217,7 @@ class Placer:
         """The model with the best weight formats for stages of these sizes (`tp`, `ep` of each role); and notes."""
         if sizes not in self._formats:
             meshes = [(_mesh(tp), rules_for("decode", ep)) for tp, ep in sizes]
-            template = lay_out(self._build, self._config, self._device.platform, meshes)
+            template = lay_out(self._build, self._config, self._device.platform, meshes, incompressible=self._incompressible)
             self._formats[sizes] = self._with_experts(template, [tp // ep for tp, ep in sizes])
         return self._formats[sizes]
 

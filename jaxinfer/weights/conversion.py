@@ -18,7 +18,7 @@ from jaxinfer.architecture.head_layout import HeadLayout
 from jaxinfer.architecture.model_config import ArchitectureConfig
 from jaxinfer.weights.formats.plain import Plain
 from jaxinfer.weights.formats.registry import EXPERT_FORMATS
-from jaxinfer.weights.formats.weight_format import ModelWeightFormat, WeightFormat
+from jaxinfer.weights.formats.weight_format import MisfitError, ModelWeightFormat, WeightFormat
 from jaxinfer.weights.template import Leaf, Template, Weights, template_of
 from sharding.rules import Rules
 
@@ -52,6 +52,7 @@ class Conversion:
         self._target_of = {name: (leaf, target) for leaf, target in self._targets for name in (*leaf.paths, leaf.name)}
         self._axes = {leaf.name: leaf.axes for leaf in self.plain.leaves}
         self._spread_axes = frozenset[str]() if self._heads is None else self._heads.spread_axes
+        self._misfits: dict[str, tuple[Leaf, Array]] = {}
         self.abstract = self.plain.abstract(mesh, {axis: of_mesh for axis, of_mesh in rules.items() if axis not in self._spread_axes})
 
     def convert(self, name: str, array: Array) -> Any:
@@ -74,19 +75,25 @@ class Conversion:
             names = [name + of_matrix.suffix for of_matrix in leaf.weight_format.leaves(leaf.matrix_axes)]
             targets = [self._target_of[name] for name in names]
             specs = tuple(PartitionSpec(*target.sharding.spec[leaf.is_stack :]) for leaf, target in targets)
-            arrays = _converter(axes, heads, order, len(outputs), leaf.weight_format, specs)(array)
+            arrays, num_misfits = _converter(axes, heads, order, len(outputs), leaf.weight_format, specs)(array)
+            if num_misfits is not None:
+                self._misfits[name] = leaf, num_misfits
             return dict(zip(names, arrays, strict=True))
 
     def weights(self, converted: Mapping[str, Any]) -> Weights:
-        """The weights in the order of the template's leaves."""
+        """The weights in the order of the template's leaves. Raises `MisfitError`."""
+        for weight_format in {leaf.weight_format for leaf, _ in self._misfits.values()}:
+            found = {name: leaf for name, (leaf, number) in self._misfits.items() if leaf.weight_format == weight_format and int(number)}
+            if found:
+                raise MisfitError(list(found), frozenset(leaf.matrix_axes for leaf in found.values()), weight_format)
         arrays: dict[str, Array] = {}
         for name, value in converted.items():
             arrays |= value if isinstance(value, dict) else {name: value}
-        found = []
+        in_order = []
         for leaf, target in self._targets:
             array = arrays.pop(leaf.name) if leaf.name in arrays and not leaf.is_read_in_place else self._stack(leaf, target, arrays)
-            found.append(jax.device_put(array, target.sharding))
-        return tuple(found)
+            in_order.append(jax.device_put(array, target.sharding))
+        return tuple(in_order)
 
     def _stack(self, leaf: Leaf, target: jax.ShapeDtypeStruct, arrays: dict[str, Array]) -> Array:
         """Fill a stack one array at a time, so that only one is in memory twice."""
@@ -153,14 +160,17 @@ def _converter(
     output_axes: int,
     weight_format: WeightFormat,
     specs: tuple[PartitionSpec, ...],
-) -> Callable[[Array], tuple[Array, ...]]:
-    """A program that converts matrices, one for all of a kind."""
+) -> Callable[[Array], tuple[tuple[Array, ...], Array | None]]:
+    """A program that converts matrices, one for all of a kind. It says how much of a matrix the format can't hold."""
 
-    def convert(matrix: Array) -> tuple[Array, ...]:
+    def convert(matrix: Array) -> tuple[tuple[Array, ...], Array | None]:
         spread = matrix if heads is None else _spread(matrix, axes, heads)
-        return weight_format.from_plain(spread.transpose(order), output_axes)
+        arrays = weight_format.from_plain(spread.transpose(order), output_axes)
+        return arrays, weight_format.num_misfits(arrays)
 
-    converter: Callable[[Array], tuple[Array, ...]] = jax.jit(jax.sharding.auto_axes(convert, out_sharding=specs))
+    converter: Callable[[Array], tuple[tuple[Array, ...], Array | None]] = jax.jit(
+        jax.sharding.auto_axes(convert, out_sharding=(specs, PartitionSpec()))
+    )
     return converter
 
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import lcm
 from typing import Any, TypeVar
 
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxinfer.config import ConfigError, ModelConfig
+from jaxinfer.weights.formats.lossless import Lossless
 from jaxinfer.weights.formats.packed import Packed
 from jaxinfer.weights.formats.registry import WEIGHT_FORMATS
-from jaxinfer.weights.formats.weight_format import ModelWeightFormat, WeightFormat
+from jaxinfer.weights.formats.weight_format import MatrixAxes, ModelWeightFormat, WeightFormat
 from jaxinfer.weights.template import Template
 from pallas_kernels.llvm.host import host_target
 from sharding.rules import Rules
@@ -30,10 +32,15 @@ def lay_out(
     meshes: Sequence[tuple[AbstractMesh | Mesh, Rules]],
     *,
     keeps_types: bool = False,
+    incompressible: frozenset[MatrixAxes] = frozenset(),
 ) -> TemplateT:
     """The template from `build`, for one device, in the best weight format for these meshes. `build`'s last argument is
-    the number of devices that heads are split over. `Template.abstract` later refuses one that can't be split."""
+    the number of devices that heads are split over. `Template.abstract` later refuses one that can't be split.
+    `incompressible`: matrices that are found not to fit a compressed format."""
     weight_format, activation_dtype = choose_formats(config, platform, keeps_types=keeps_types)
+    if isinstance(weight_format.matrices, Lossless):
+        shards = lcm(*(mesh.size for mesh, _ in meshes))
+        weight_format = replace(weight_format, matrices=Lossless(shards, incompressible))
     if isinstance(weight_format.matrices, Packed) and config.matmul_backend == "auto":
         try:
             for mesh, rules in meshes:
@@ -62,7 +69,9 @@ def choose_formats(config: ModelConfig, platform: str, *, keeps_types: bool = Fa
     """A model's weight format, and the type of activations and KV. `keeps_types`: no matrix becomes integers. On CPU
     activations are float32 for any weights: see `formats.plain.multiply`.
 
-    Raises `ConfigError` for a matmul backend that can't run here."""
+    Raises `ConfigError` for a matmul backend or a format that can't run here."""
+    if config.weights == "lossless" and not keeps_types:
+        return ModelWeightFormat(_lossless(config, platform)), jnp.dtype("float32")
     name, _ = compute_type(config.dtype, platform)
     named = "plain" if keeps_types or config.weights == "auto" else config.weights
     matrices: WeightFormat = WEIGHT_FORMATS[named](jnp.dtype(name))
@@ -74,3 +83,16 @@ def choose_formats(config: ModelConfig, platform: str, *, keeps_types: bool = Fa
     reason = "asked for" if config.matmul_backend != "auto" else against or "a kernel made for this processor"
     logger.info("matmul backend for %s: %s (%s)", matrices.dtype, "packed" if is_packed else "xla", reason)
     return ModelWeightFormat(packed if is_packed else matrices), jnp.dtype("float32" if platform == "cpu" else name)
+
+
+def _lossless(config: ModelConfig, platform: str) -> Lossless:
+    """Raises `ConfigError`."""
+    lossless = Lossless()
+    if config.dtype not in ("auto", "bfloat16"):
+        raise ConfigError(f"weights is lossless, which is of bfloat16, but dtype is {config.dtype}: use auto or bfloat16")
+    if config.matmul_backend == "xla":
+        raise ConfigError("weights is lossless, but matmul_backend is xla, which reads no such matrices: use auto or packed")
+    if against := lossless.unsupported_reason(platform):
+        raise ConfigError(f"weights is lossless, but {against}: use auto")
+    logger.info("matmul backend for %s: lossless (asked for)", lossless)
+    return lossless

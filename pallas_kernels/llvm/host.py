@@ -29,7 +29,8 @@ class HostTarget:
     """Instruction sets that generated code may use."""
 
     is_x86: bool
-    avx512: bool
+    avx2: bool
+    avx512: bool  # with its instructions for bytes
     avx512_bf16: bool
     avx512_vnni: bool
     amx_bf16: bool
@@ -47,7 +48,8 @@ def host_target() -> HostTarget:
     features = llvm.get_host_cpu_features()
     return HostTarget(
         is_x86=platform.machine() in ("x86_64", "AMD64"),
-        avx512=bool(features.get("avx512f")),
+        avx2=bool(features.get("avx2")),
+        avx512=bool(features.get("avx512f") and features.get("avx512bw")),
         avx512_bf16=bool(features.get("avx512bf16")),
         avx512_vnni=bool(features.get("avx512vnni")),
         amx_bf16=bool(features.get("amx-bf16")),

@@ -36,6 +36,9 @@ class WithAdapters(Transposed):
         factors = jnp.zeros((ranks, *inputs), self.dtype), jnp.zeros((*outputs, ranks), self.dtype)
         return *super().from_plain(matrix, output_axes), *factors
 
+    def num_misfits(self, arrays: Sequence[Array]) -> None:
+        return None
+
     def product(
         self,
         x: Float[Array, "T I"],

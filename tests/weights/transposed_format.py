@@ -45,6 +45,9 @@ class Transposed:
     def from_plain(self, matrix: Float[Array, "..."], output_axes: int) -> tuple[Array, ...]:
         return (matrix / STEP).astype(self.dtype), jnp.full(matrix.shape[:output_axes], STEP, self.dtype)
 
+    def num_misfits(self, arrays: Sequence[Array]) -> None:
+        return None
+
     def product(
         self,
         x: Float[Array, "T I"],

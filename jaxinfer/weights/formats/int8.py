@@ -62,6 +62,9 @@ class Int8:
         values, scale = quantize(matrix.reshape(*matrix.shape[:output_axes], -1))
         return values.reshape(matrix.shape), scale
 
+    def num_misfits(self, arrays: Sequence[Array]) -> None:
+        return None
+
     def product(
         self,
         x: Float[Array, "T I"],

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jaxinfer.layers.deferred_collectives import as_partial_sum
 from jaxinfer.layers.step_context import NO_CONTEXT, StepContext
-from jaxinfer.weights.formats import int8
+from jaxinfer.weights.formats import in_place, int8
 from jaxinfer.weights.formats.plain import Plain
 from jaxinfer.weights.formats.weight_format import MatrixAxes, StackedMatrix, WeightFormat, WeightLeaf
 from pallas_kernels.packed_matmul.layout import GROUP, LANES, ZERO, pack, packed_dtype, packs
@@ -63,6 +60,9 @@ class Packed:
         values, *scales = int8.Int8().from_plain(matrix, output_axes) if self._is_int8 else (matrix,)
         return pack(values, self.dtype, output_axes), *scales
 
+    def num_misfits(self, arrays: Sequence[Array]) -> None:
+        return None
+
     def product(
         self,
         x: Float[Array, "T I"],
@@ -73,7 +73,7 @@ class Packed:
         is_summed: bool = True,
     ) -> Float[Array, "..."]:
         matrix, *scales = arrays
-        return product(x, matrix, scales[0] if scales else None, len(axes.outputs), is_summed=is_summed)
+        return in_place.product(x, matrix, _products, len(axes.outputs), 2, *scales, is_summed=is_summed)
 
     def outputs_of(self, arrays: Sequence[Any]) -> tuple[Array, int, int]:
         return arrays[0].stack, 1, arrays[0].stack.shape[1] * LANES
@@ -92,46 +92,10 @@ class Packed:
         return f"{self.dtype} packed"
 
 
-def product(
-    x: Float[Array, "T I"], matrix: StackedMatrix, scale: Float[Array, "*O"] | None, output_axes: int, *, is_summed: bool = True
-) -> Float[Array, "..."]:
-    """x times the matrix, [T, *O] in x's type; integers come with a scale an output. Inputs that are split over
-    devices are summed over them, or else come as `deferred_collectives.PartialSums`; outputs stay split."""
-    sharding = jax.typeof(matrix.stack).sharding
-    _, *axes, _, _ = sharding.spec
-    outputs, inputs = axes[:output_axes], axes[output_axes]
-    is_split = is_summed and inputs is not None and sharding.mesh.shape[inputs] > 1
-    local = partial(_local, output_axes=output_axes, split_over=inputs if is_split else None)
-    of_scale = None if scale is None else PartitionSpec(*outputs)
-    over_shards = jax.shard_map(
-        local if is_summed else as_partial_sum(local),
-        mesh=sharding.mesh,
-        in_specs=(PartitionSpec(None, inputs), sharding.spec, PartitionSpec(), of_scale),
-        out_specs=PartitionSpec(*(() if is_summed else (inputs,)), None, *outputs),
-        check_vma=False,
-    )
-    return over_shards(x, matrix.stack, matrix.index, scale)
-
-
-def _local(
-    x: Float[Array, "T I"],
-    stack: Array,
-    place: Int[Array, ""],
-    scale: Float[Array, "*O"] | None,
-    output_axes: int,
-    split_over: str | None,
-) -> Float[Array, "T *O"]:
-    """On one device."""
-    num, *outputs = stack.shape[: output_axes + 1]
-    flat = stack.reshape(num, -1, x.shape[1] // stack.shape[-1], *stack.shape[-2:])
-    outputs[-1] *= LANES
-    if scale is None:
-        y = packed_matmul(x.astype(stack.dtype), flat, place)
-    else:
-        y = int8.of_integers(x, lambda rows: packed_matmul(rows, flat, place))
-    y = y if split_over is None else jax.lax.psum(y, split_over)
-    y = y if scale is None else y * scale.reshape(-1)
-    return y.reshape(-1, *outputs).astype(x.dtype)
+def _products(x: Float[Array, "T I"], stack: Array, place: Int[Array, ""], *scale: Float[Array, " O"]) -> Float[Array, "T O"]:
+    if not scale:
+        return packed_matmul(x.astype(stack.dtype), stack, place)
+    return int8.of_integers(x, lambda rows: packed_matmul(rows, stack, place))
 
 
 def rows(matrix: StackedMatrix, places: Int[Array, " T"], out_sharding: PartitionSpec | None) -> Array:

@@ -62,6 +62,14 @@ class StackedMatrix:
     index: Int[Array, ""]
 
 
+class MisfitError(Exception):
+    """Matrices have values that their format can't hold. `matrices`: their axes."""
+
+    def __init__(self, paths: Sequence[str], matrices: frozenset[MatrixAxes], weight_format: WeightFormat) -> None:
+        super().__init__(f"{', '.join(paths)} can't be {weight_format}")
+        self.matrices = matrices
+
+
 class WeightFormat(Protocol):
     """Memory layout and product of matrices of linear layers and embeddings. `arrays`: those of `leaves`, in order; the
     first may be a `StackedMatrix`. Frozen, because compiled programs depend on it."""
@@ -96,6 +104,10 @@ class WeightFormat(Protocol):
 
     def from_plain(self, matrix: Float[Array, "..."], output_axes: int) -> tuple[Array, ...]:
         """The leaves' arrays of a loaded matrix `[outputs..., inputs...]`, whose first axes are outputs."""
+        ...
+
+    def num_misfits(self, arrays: Sequence[Array]) -> Int[Array, ""] | None:
+        """How many parts of a converted matrix this format could not hold as they were; None where it holds any."""
         ...
 
     def product(
