@@ -10,6 +10,7 @@ import pytest
 
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.weights.formats.int8 import Int8
+from jaxinfer.weights.formats.lossless import Lossless
 from jaxinfer.weights.formats.packed import Packed
 from jaxinfer.weights.formats.plain import Plain
 from jaxinfer.weights.formats.registry import WEIGHT_FORMATS
@@ -56,6 +57,8 @@ def test_an_engine_serves_a_format_that_is_added(llm: LLM, tiny_model_path: Path
         (Int8(), 96 * 64 + 4 * 96),
         (Packed(FLOAT32), 4 * 96 * 64),
         (Packed(jnp.dtype("int8")), 96 * 64 + 4 * 96),
+        (Lossless(), 6 * (64 + 16 * 96)),
+        (Lossless(num_shards=4), 6 * 4 * (64 + 4 * 96)),
         (Transposed(FLOAT32), 4 * 96 * 64 + 4 * 96),
     ],
     ids=str,
@@ -74,6 +77,9 @@ def test_matrices_that_panels_do_not_divide_are_not_packed() -> None:
     assert Packed(FLOAT32).for_matrix(odd) == Plain(FLOAT32)
     assert Packed(jnp.dtype("int8")).for_matrix(odd) == Int8()
     assert Packed(FLOAT32).for_matrix(AXES) == Packed(FLOAT32)
+    assert Lossless().for_matrix(odd) == Plain(jnp.dtype(jnp.bfloat16))
+    assert Lossless().for_matrix(AXES) == Lossless()
+    assert Lossless(incompressible=frozenset([AXES])).for_matrix(AXES) == Packed(jnp.dtype(jnp.bfloat16))
 
 
 def test_a_format_says_where_no_backend_multiplies_it() -> None:
@@ -82,4 +88,5 @@ def test_a_format_says_where_no_backend_multiplies_it() -> None:
         "plain": True,
         "int8": True,
         "packed": False,
+        "lossless": False,
     }
