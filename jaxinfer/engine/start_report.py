@@ -32,7 +32,7 @@ def report_start(
     stats.prefill_layout, stats.decode_layout = str(plan.prefill.layout), str(plan.decode.layout)
     stats.prefill_pages, stats.decode_pages = plan.prefill.num_pages - 1, plan.decode.num_pages - 1
     unpacked = ", ".join(f"{count} {name}" for name, count in plan.dequantised.items())
-    stats.compute_type = "{} ({})".format(*compute_type(config.model.dtype, plan.decode.devices[0].platform))
+    stats.compute_type = "{} ({})".format(*compute_type(config.model, plan.decode.devices[0].platform))
     stats.weights = f"{plan.template.weight_format}{unpacked and f' (dequantised: {unpacked})'}"
     most, chunk_size = plan.decode.num_pages * plan.page_spec.page_size, config.schedule.prefill_buckets[-1]
     stats.kv_tokens = max_context_tokens(plan.page_spec, stats.decode_pages, chunk_size, most)

@@ -51,10 +51,12 @@ def lay_out(
     return build(weight_format, activation_dtype, 1)
 
 
-def compute_type(dtype: str, platform: str) -> tuple[str, str]:
+def compute_type(config: ModelConfig, platform: str) -> tuple[str, str]:
     """The type that `dtype` means on devices of this platform, and why."""
-    if dtype != "auto":
-        return dtype, "asked for"
+    if config.dtype != "auto":
+        return config.dtype, "asked for"
+    if config.weights == "lossless":
+        return "bfloat16", "auto: what is compressed without loss"
     if platform != "cpu":
         return "bfloat16", "auto on a GPU"
     instructions = host_target().native_bfloat16
@@ -70,9 +72,9 @@ def choose_formats(config: ModelConfig, platform: str, *, keeps_types: bool = Fa
     activations are float32 for any weights: see `formats.plain.multiply`.
 
     Raises `ConfigError` for a matmul backend or a format that can't run here."""
+    name, _ = compute_type(config, platform)
     if config.weights == "lossless" and not keeps_types:
-        return ModelWeightFormat(_lossless(config, platform)), jnp.dtype("float32")
-    name, _ = compute_type(config.dtype, platform)
+        return ModelWeightFormat(_lossless(name, config.matmul_backend, platform)), jnp.dtype("float32")
     named = "plain" if keeps_types or config.weights == "auto" else config.weights
     matrices: WeightFormat = WEIGHT_FORMATS[named](jnp.dtype(name))
     packed = Packed(matrices.dtype)
@@ -85,12 +87,12 @@ def choose_formats(config: ModelConfig, platform: str, *, keeps_types: bool = Fa
     return ModelWeightFormat(packed if is_packed else matrices), jnp.dtype("float32" if platform == "cpu" else name)
 
 
-def _lossless(config: ModelConfig, platform: str) -> Lossless:
+def _lossless(dtype: str, matmul_backend: str, platform: str) -> Lossless:
     """Raises `ConfigError`."""
     lossless = Lossless()
-    if config.dtype not in ("auto", "bfloat16"):
-        raise ConfigError(f"weights is lossless, which is of bfloat16, but dtype is {config.dtype}: use auto or bfloat16")
-    if config.matmul_backend == "xla":
+    if dtype != "bfloat16":
+        raise ConfigError(f"weights is lossless, which is of bfloat16, but dtype is {dtype}: use auto or bfloat16")
+    if matmul_backend == "xla":
         raise ConfigError("weights is lossless, but matmul_backend is xla, which reads no such matrices: use auto or packed")
     if against := lossless.unsupported_reason(platform):
         raise ConfigError(f"weights is lossless, but {against}: use auto")

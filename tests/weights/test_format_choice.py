@@ -26,7 +26,7 @@ def test_auto_is_bfloat16_where_the_processor_multiplies_it(
 ) -> None:
     machine = replace(host_target(), **{"avx512_bf16": False, "amx_bf16": False} | extensions)
     monkeypatch.setattr(format_choice, "host_target", lambda: machine)
-    name, why = compute_type("auto", "cpu")
+    name, why = compute_type(ModelConfig(dtype="auto"), "cpu")
     assert name == dtype
     assert reason in why
     matrices, activations = choose_formats(ModelConfig(), "cpu")
@@ -34,6 +34,6 @@ def test_auto_is_bfloat16_where_the_processor_multiplies_it(
 
 
 def test_a_type_that_is_asked_for_is_taken_anywhere() -> None:
-    assert compute_type("float32", "gpu") == ("float32", "asked for")
-    assert compute_type("bfloat16", "cpu") == ("bfloat16", "asked for")
-    assert compute_type("auto", "gpu")[0] == "bfloat16"
+    assert compute_type(ModelConfig(dtype="float32"), "gpu") == ("float32", "asked for")
+    assert compute_type(ModelConfig(dtype="bfloat16"), "cpu") == ("bfloat16", "asked for")
+    assert compute_type(ModelConfig(dtype="auto"), "gpu")[0] == "bfloat16"
