@@ -1,5 +1,5 @@
-"""`python -m benchmarks.compression`: lossless weights beside plain bfloat16: speed of products and of the engine, bytes
-of real models, rate of packing.
+"""`python -m benchmarks.compression`: lossless weights beside plain bfloat16: speed of products and of the engine,
+bytes of real models, rate of packing.
 
 Both ways run in turns in one process. A figure is a median, a ratio that of two measurements of one round.
 """
@@ -97,8 +97,10 @@ def whole_engine(model: str, rounds: int) -> Iterator[tuple[str, Ratios]]:
     """Decode at each batch size, and prefill of 512 tokens."""
     llms = engines(model)
     for batch in BATCHES:
-        yield f"decode, batch {batch}", in_turns(*(partial(generation, llm, batch, PROMPT, NEW_TOKENS) for llm in llms), rounds)
-    yield "prefill of 512 tokens", in_turns(*(partial(generation, llm, 1, 512, 1) for llm in llms), rounds)
+        ways = [partial(generation, llm, batch, PROMPT, NEW_TOKENS) for llm in llms]
+        yield f"decode, batch {batch}", in_turns(ways[0], ways[1], rounds)
+    ways = [partial(generation, llm, 1, 512, 1) for llm in llms]
+    yield "prefill of 512 tokens", in_turns(ways[0], ways[1], rounds)
     for llm in llms:
         llm.close()
 
@@ -107,6 +109,8 @@ def real_weights(source: TensorSource) -> tuple[int, int]:
     """A checkpoint's bytes in bfloat16, and packed; what doesn't pack stays as it is."""
     plain = packed = 0
     for name in source.names():
+        if source.stored(name).format == "I64":  # places of tokens, not weights
+            continue
         tensor = jnp.asarray(source.read(name), BFLOAT16)
         plain += tensor.nbytes
         packed += pack(tensor).nbytes if tensor.ndim == 2 and packs(*tensor.shape) else tensor.nbytes

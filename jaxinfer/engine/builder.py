@@ -64,7 +64,7 @@ def build(config: EngineConfig, stats: EngineStats, processes: Processes | None 
         while True:
             try:
                 return _build(config, stats, processes, incompressible)
-            except MisfitError as error:  # it is rare, so that a start pays for it and not every start for a look beforehand
+            except MisfitError as error:  # so rare that no start reads all weights beforehand to know
                 logger.warning("%s: starting anew with what has these shapes uncompressed", error)
                 incompressible |= error.matrices
     except BaseException:
@@ -72,9 +72,7 @@ def build(config: EngineConfig, stats: EngineStats, processes: Processes | None 
         raise
 
 
-def _build(
-    config: EngineConfig, stats: EngineStats, processes: Processes, incompressible: frozenset[MatrixAxes]
-) -> EngineComponents:
+def _build(config: EngineConfig, stats: EngineStats, processes: Processes, incompressible: frozenset[MatrixAxes]) -> EngineComponents:
     clocks = [DeviceClock(), DeviceClock()]
     # First, so that the plan's KV budget excludes the encoder's memory.
     encode = load_encoder(config, stats, clocks[0]) if config.model.embedding_model else None

@@ -18,7 +18,7 @@ from jaxinfer.architecture.head_layout import HeadLayout
 from jaxinfer.architecture.model_config import ArchitectureConfig
 from jaxinfer.weights.formats.plain import Plain
 from jaxinfer.weights.formats.registry import EXPERT_FORMATS
-from jaxinfer.weights.formats.weight_format import MisfitError, ModelWeightFormat, WeightFormat
+from jaxinfer.weights.formats.weight_format import MatrixAxes, MisfitError, ModelWeightFormat, WeightFormat
 from jaxinfer.weights.template import Leaf, Template, Weights, template_of
 from sharding.rules import Rules
 
@@ -52,7 +52,7 @@ class Conversion:
         self._target_of = {name: (leaf, target) for leaf, target in self._targets for name in (*leaf.paths, leaf.name)}
         self._axes = {leaf.name: leaf.axes for leaf in self.plain.leaves}
         self._spread_axes = frozenset[str]() if self._heads is None else self._heads.spread_axes
-        self._misfits: dict[str, tuple[Leaf, Array]] = {}
+        self._misfits: dict[str, tuple[WeightFormat, MatrixAxes, Array]] = {}
         self.abstract = self.plain.abstract(mesh, {axis: of_mesh for axis, of_mesh in rules.items() if axis not in self._spread_axes})
 
     def convert(self, name: str, array: Array) -> Any:
@@ -77,15 +77,15 @@ class Conversion:
             specs = tuple(PartitionSpec(*target.sharding.spec[leaf.is_stack :]) for leaf, target in targets)
             arrays, num_misfits = _converter(axes, heads, order, len(outputs), leaf.weight_format, specs)(array)
             if num_misfits is not None:
-                self._misfits[name] = leaf, num_misfits
+                self._misfits[name] = leaf.weight_format, leaf.matrix_axes, num_misfits
             return dict(zip(names, arrays, strict=True))
 
     def weights(self, converted: Mapping[str, Any]) -> Weights:
         """The weights in the order of the template's leaves. Raises `MisfitError`."""
-        for weight_format in {leaf.weight_format for leaf, _ in self._misfits.values()}:
-            found = {name: leaf for name, (leaf, number) in self._misfits.items() if leaf.weight_format == weight_format and int(number)}
-            if found:
-                raise MisfitError(list(found), frozenset(leaf.matrix_axes for leaf in found.values()), weight_format)
+        misfits = {name: (weight_format, axes) for name, (weight_format, axes, number) in self._misfits.items() if int(number)}
+        if misfits:
+            formats, matrices = zip(*misfits.values(), strict=True)
+            raise MisfitError(list(misfits), frozenset(matrices), formats[0])
         arrays: dict[str, Array] = {}
         for name, value in converted.items():
             arrays |= value if isinstance(value, dict) else {name: value}

@@ -31,6 +31,7 @@ class HostTarget:
     is_x86: bool
     avx2: bool
     avx512: bool  # with its instructions for bytes
+    avx512_vbmi: bool
     avx512_bf16: bool
     avx512_vnni: bool
     amx_bf16: bool
@@ -50,6 +51,7 @@ def host_target() -> HostTarget:
         is_x86=platform.machine() in ("x86_64", "AMD64"),
         avx2=bool(features.get("avx2")),
         avx512=bool(features.get("avx512f") and features.get("avx512bw")),
+        avx512_vbmi=bool(features.get("avx512vbmi")),
         avx512_bf16=bool(features.get("avx512bf16")),
         avx512_vnni=bool(features.get("avx512vnni")),
         amx_bf16=bool(features.get("amx-bf16")),

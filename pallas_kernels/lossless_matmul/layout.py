@@ -33,7 +33,6 @@ WINDOW = 15  # exponents that codes other than 0 stand for
 # The value, in packed_matmul's order, of each of a step's bytes; and the byte of each value.
 ORDER = np.array([32 * half + 8 * quarter + i for quarter in range(4) for half in range(2) for i in range(8)])
 _BYTE_OF = np.argsort(ORDER)
-_ALL = np.arange(STEP_VALUES)
 _OF_LANE = np.array([[32 * half + 2 * lane + i for half in range(2) for i in range(2)] for lane in range(LANES)])
 _MOST_OUTLIERS = 12  # exponents above the window that a tile may leave to escapes
 
@@ -63,9 +62,7 @@ def pack(
     Raises `ValueError` for sizes that can't be cut, and types other than bfloat16."""
     outputs, num_inputs = matrix.shape[:output_axes], math.prod(matrix.shape[output_axes:])
     if matrix.dtype != jnp.bfloat16 or not packs(outputs[-1], num_inputs):
-        raise ValueError(
-            f"pack: {matrix.dtype}{matrix.shape} must be bfloat16, with outputs in multiples of {LANES} and inputs of {GROUP}"
-        )
+        raise ValueError(f"pack: {matrix.dtype}{matrix.shape} must be bfloat16, with outputs in multiples of {LANES} and inputs of {GROUP}")
     steps = tile_steps(num_inputs, num_shards)
     panels = (*outputs[:-1], outputs[-1] // LANES)
     cut = jnp.moveaxis(matrix.reshape(*panels, LANES, num_inputs // GROUP // steps, 2 * steps, 2), output_axes, -2)
@@ -76,7 +73,7 @@ def pack(
 def unpack(tiles: UInt8[Array, "*P K B"]) -> BFloat16[Array, "*O I"]:
     """The inverse of `pack`, with flat inputs."""
     *panels, num_tiles, _ = tiles.shape
-    values = jax.lax.bitcast_convert_type(_tile_values(tiles, _ALL), jnp.bfloat16)
+    values = jax.lax.bitcast_convert_type(_tile_values(tiles, jnp.arange(STEP_VALUES)), jnp.bfloat16)
     cut = jnp.moveaxis(values.reshape(*panels, num_tiles, -1, LANES, 2), -2, -4)
     return cut.reshape(*panels[:-1], panels[-1] * LANES, -1)
 

@@ -13,15 +13,17 @@ from pallas_kernels.llvm.vectors import indices
 from pallas_kernels.lossless_matmul.layout import HEADER_BYTES, STEP_BYTES, STEP_VALUES
 from pallas_kernels.packed_matmul.llvm_ir import CHUNK_BYTES, ROWS_AT_ONCE, declarations, pick_tile, tile, tile_sizes, tile_table
 
-_STEPS_AT_ONCE = 16  # that are expanded: 2 KB of each panel
-_STEPS_AHEAD = 16  # from what is read to what is prefetched
+_STEPS_AT_ONCE = 12  # that are expanded: 1.5 KB of each panel
+_STEPS_AHEAD = _STEPS_AT_ONCE  # from what is read to what is prefetched: a panel's next steps during the others'
 
 
 def module(target: HostTarget) -> str:
     """The IR of the custom call of (x, matrices, place) -> (y), for x in bfloat16."""
     tiles = tile_sizes(target)
     functions = [tile("bfloat16", target, rows, panels, goes_on=True) for rows, most in tiles.items() for panels in range(1, most + 1)]
-    kernel = "\n".join([declarations("bfloat16", target), *functions, _look_up(target), _EXPAND, _block(tiles), _plan(tiles), _chunk(max(tiles.values()))])
+    kernel = "\n".join(
+        [declarations("bfloat16", target), *functions, _look_up(target), _EXPAND, _block(tiles), _plan(tiles), _chunk(max(tiles.values()))]
+    )
     return handler(target, 3, 1, kernel)
 
 
@@ -31,21 +33,31 @@ def _interleaved(first: int) -> list[int]:
 
 
 def _look_up(target: HostTarget) -> str:
-    """Of 16 bytes that are repeated four times, the ones at these places."""
-    if target.avx512:
-        return """
-declare <64 x i8> @llvm.x86.avx512.pshuf.b.512(<64 x i8>, <64 x i8>)
-define internal <64 x i8> @look_up(<64 x i8> %of, <64 x i8> %places) alwaysinline {
-  %found = call <64 x i8> @llvm.x86.avx512.pshuf.b.512(<64 x i8> %of, <64 x i8> %places)
+    """Of 16 bytes that are repeated four times, those that the lower four bits of %places say."""
+    begin = "define internal <64 x i8> @look_up(<64 x i8> %of, <64 x i8> %places) alwaysinline {"
+    if target.avx512_vbmi:  # it reads six bits, which find the repetitions
+        return f"""
+declare <64 x i8> @llvm.x86.avx512.permvar.qi.512(<64 x i8>, <64 x i8>)
+{begin}
+  %found = call <64 x i8> @llvm.x86.avx512.permvar.qi.512(<64 x i8> %of, <64 x i8> %places)
   ret <64 x i8> %found
-}"""
-    low, high = indices([*range(32)]), indices([*range(32, 64)])
+}}"""
+    if target.avx512:  # it gives 0 where the uppermost bit is set
+        return f"""
+declare <64 x i8> @llvm.x86.avx512.pshuf.b.512(<64 x i8>, <64 x i8>)
+{begin}
+  %codes = and <64 x i8> %places, splat (i8 15)
+  %found = call <64 x i8> @llvm.x86.avx512.pshuf.b.512(<64 x i8> %of, <64 x i8> %codes)
+  ret <64 x i8> %found
+}}"""
+    low, high = indices(range(32)), indices(range(32, 64))
     return f"""
 declare <32 x i8> @llvm.x86.avx2.pshuf.b(<32 x i8>, <32 x i8>)
-define internal <64 x i8> @look_up(<64 x i8> %of, <64 x i8> %places) alwaysinline {{
+{begin}
+  %codes = and <64 x i8> %places, splat (i8 15)
   %half = shufflevector <64 x i8> %of, <64 x i8> poison, <32 x i32> <{low}>
-  %low = shufflevector <64 x i8> %places, <64 x i8> poison, <32 x i32> <{low}>
-  %high = shufflevector <64 x i8> %places, <64 x i8> poison, <32 x i32> <{high}>
+  %low = shufflevector <64 x i8> %codes, <64 x i8> poison, <32 x i32> <{low}>
+  %high = shufflevector <64 x i8> %codes, <64 x i8> poison, <32 x i32> <{high}>
   %found_low = call <32 x i8> @llvm.x86.avx2.pshuf.b(<32 x i8> %half, <32 x i8> %low)
   %found_high = call <32 x i8> @llvm.x86.avx2.pshuf.b(<32 x i8> %half, <32 x i8> %high)
   %found = shufflevector <32 x i8> %found_low, <32 x i8> %found_high, <64 x i32> <{low}, {high}>
@@ -56,7 +68,6 @@ define internal <64 x i8> @look_up(<64 x i8> %of, <64 x i8> %places) alwaysinlin
 # A bfloat16's upper byte is its sign and seven bits of its exponent, the lower byte the last bit and its mantissa. Each
 # code's part of both is looked up, for 64 values at once.
 _EXPAND = f"""
-declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
 define internal void @expand(ptr %tile, i64 %from, i64 %count, ptr %out) {{
 entry:
   %header = load i32, ptr %tile
@@ -91,9 +102,8 @@ step:
   %twice64 = bitcast <64 x i8> %twice to <8 x i64>
   %down = lshr <8 x i64> %twice64, <{", ".join(f"i64 {4 * (i // 4)}" for i in range(8))}>
   %down8 = bitcast <8 x i64> %down to <64 x i8>
-  %codes = and <64 x i8> %down8, splat (i8 15)
-  %upper = call <64 x i8> @look_up(<64 x i8> %upper_of, <64 x i8> %codes)
-  %lower = call <64 x i8> @look_up(<64 x i8> %lower_of, <64 x i8> %codes)
+  %upper = call <64 x i8> @look_up(<64 x i8> %upper_of, <64 x i8> %down8)
+  %lower = call <64 x i8> @look_up(<64 x i8> %lower_of, <64 x i8> %down8)
   %sign = and <64 x i8> %signs, splat (i8 -128)
   %mantissa = and <64 x i8> %signs, splat (i8 127)
   %high = or <64 x i8> %sign, %upper

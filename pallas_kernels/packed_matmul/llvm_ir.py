@@ -17,6 +17,7 @@ Kind = Literal["float32", "bfloat16", "int8"]
 
 ROWS_AT_ONCE = 128  # of a chunk: their inputs stay in the second-level cache during the loop over panels
 CHUNK_BYTES = 1 << 18  # of matrix
+_BYTES_AHEAD = 2048  # of each panel, from what is read to what is prefetched: a processor stops at the end of each 4 KB
 
 
 def module(kind: Kind, target: HostTarget) -> str:
@@ -34,6 +35,10 @@ def tile_sizes(target: HostTarget) -> dict[int, int]:
 
 
 def declarations(kind: Kind, target: HostTarget) -> str:
+    return f"declare void @llvm.prefetch.p0(ptr, i32, i32, i32)\n{_of_products(kind, target)}"
+
+
+def _of_products(kind: Kind, target: HostTarget) -> str:
     lanes = _vnni_lanes(target)
     if kind == "int8":
         return (
@@ -89,6 +94,11 @@ def tile(kind: Kind, target: HostTarget, rows: int, panels: int, *, goes_on: boo
             f" %at_w{j} = getelementptr i8, ptr %w{j}, i64 %k_w",
             f" %b{j} = load <16 x i32>, ptr %at_w{j}, align 4",
         ]
+        if not goes_on:
+            lines += [
+                f" %ahead{j} = getelementptr i8, ptr %at_w{j}, i64 {_BYTES_AHEAD}",
+                f" call void @llvm.prefetch.p0(ptr %ahead{j}, i32 0, i32 3, i32 1)",
+            ]
     for i in range(rows):
         lines += [
             f" %at_x{i} = getelementptr i8, ptr %x{i}, i64 %k_x",

@@ -132,13 +132,14 @@ def test_shapes_that_do_not_fit_are_refused(change):
         lossless_matmul(**(fitting | change))
 
 
-def test_code_for_processors_without_avx512(monkeypatch):
+@pytest.mark.parametrize("lacks", [("avx512_vbmi",), ("avx512_vbmi", "avx512", "avx512_bf16", "avx512_vnni")], ids=["VBMI", "AVX-512"])
+def test_code_for_processors_without(lacks, monkeypatch):
     """What this machine's processor can run too: look-ups of half as many bytes, plain multiplications."""
-    plain = replace(host.host_target(), avx512=False, avx512_bf16=False, avx512_vnni=False)
+    plain = replace(host.host_target(), **dict.fromkeys(lacks, False))
     for module in (llvm_cpu, op, packed_llvm_cpu, packed_op):
         monkeypatch.setattr(module, "host_target", lambda: plain)
     for module in (llvm_cpu, packed_llvm_cpu):
-        monkeypatch.setattr(module, "NAME", f"{module.NAME}_plain")
+        monkeypatch.setattr(module, "NAME", f"{module.NAME}_without_{lacks[-1]}")
     for case in CASES[:2]:
         x, matrices = arguments(case)
         np.testing.assert_array_equal(lossless_matmul(x, pack(matrices[0])[None], jnp.int32(0)), by_packed(x, matrices[0]))
