@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.cpu_kernels import MATRICES, seconds
+from checkpoints.exponent_coding import ExponentCoder
 from checkpoints.hub import open_source, resolve
 from checkpoints.source import TensorSource
 from jaxinfer import LLM, SamplingParams
@@ -117,21 +118,36 @@ def real_weights(source: TensorSource) -> tuple[int, int]:
     return plain, packed
 
 
-def rates() -> Iterator[tuple[str, float]]:
-    """Bytes of bfloat16 a second of packing and unpacking, and of Zstandard on the same bytes, on one core."""
+def rates() -> Iterator[tuple[str, float, float]]:
+    """What the bytes become, and bytes of bfloat16 a second: of packing for memory (all cores) and unpacking, of coding
+    for files and of Zstandard (one core)."""
     matrix = jnp.asarray(np.random.default_rng(0).standard_normal((3072, 2304), np.float32) / 24, BFLOAT16)
     tiles = jax.block_until_ready(jax.jit(pack)(matrix))
-    plain = np.asarray(matrix).tobytes()
-    frame = zstandard.ZstdCompressor(3).compress(plain)
-    ways = {
-        "lossless, pack": partial(jax.jit(pack), matrix),
-        "lossless, unpack": partial(jax.jit(unpack), tiles),
-        f"Zstandard level 3, encode (to {len(frame) / len(plain):.3f})": partial(zstandard.ZstdCompressor(3).compress, plain),
-        "Zstandard level 3, decode": partial(zstandard.ZstdDecompressor().decompress, frame),
-    }
-    for name, way in ways.items():
+    plain = np.asarray(matrix).reshape(-1).view(np.uint8)
+    coder, decoded = ExponentCoder(2), np.empty_like(plain)
+    coded = b"".join(coder.encode(plain))
+    frame = zstandard.ZstdCompressor(3).compress(plain.data)
+    packed = tiles.nbytes / matrix.nbytes
+
+    def decode() -> None:
+        coder.decode(coded, decoded)
+
+    def transcode() -> jax.Array:
+        decode()
+        return jax.jit(pack)(decoded.view(BFLOAT16).reshape(matrix.shape))
+
+    ways: list[tuple[str, float, Callable[[], Any]]] = [
+        ("in memory: pack", packed, partial(jax.jit(pack), matrix)),
+        ("in memory: unpack (tests only)", packed, partial(jax.jit(unpack), tiles)),
+        ("in files: encode", len(coded) / len(plain), partial(coder.encode, plain)),
+        ("in files: decode", len(coded) / len(plain), decode),
+        ("from files to memory", packed, transcode),
+        ("Zstandard level 3: encode", len(frame) / len(plain), partial(zstandard.ZstdCompressor(3).compress, plain.data)),
+        ("Zstandard level 3: decode", len(frame) / len(plain), partial(zstandard.ZstdDecompressor().decompress, frame)),
+    ]
+    for name, ratio, way in ways:
         jax.block_until_ready(way())
-        yield name, matrix.nbytes / statistics.median(seconds(way) for _ in range(3))
+        yield name, ratio, matrix.nbytes / statistics.median(seconds(way) for _ in range(3))
 
 
 def row(found: Ratios) -> tuple[str, str, str]:
@@ -163,9 +179,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         plain, packed = real_weights(open_source(resolve(model)))
         table.add_row(model, f"{plain / 1e6:.1f}", f"{packed / 1e6:.1f}", f"{1 - packed / plain:.1%}", f"{16 * packed / plain:.2f}")
     console.print(table)
-    table = Table("of 14 MB", "GB/s of bfloat16", title="rates")
-    for name, rate in rates():
-        table.add_row(name, f"{rate / 1e9:.2f}")
+    table = Table("14 MB of normal values", "of the bytes", "GB/s", title="rates")
+    for name, ratio, rate in rates():
+        table.add_row(name, f"{ratio:.1%}", f"{rate / 1e9:.2f}")
     console.print(table)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints.converted_tensors import ConvertedTensor
+from checkpoints.destination import check_destination, check_space, put_in_place
 from checkpoints.gguf_source import GGUFSource
 from checkpoints.json_file import read_json
 from checkpoints.orbax_source import WEIGHTS
@@ -50,7 +51,7 @@ def convert(
     if destination == folder or destination in folder.parents:
         raise CheckpointError(f"{destination}: is where the checkpoint to convert lies: give another folder")
     destination.parent.mkdir(parents=True, exist_ok=True)
-    _check_space(destination, sum(tensor.num_bytes for tensor in tensors))
+    check_space(destination, sum(tensor.num_bytes for tensor in tensors))
     part = destination.with_name(f".{destination.name}.part-{os.getpid()}")
     try:
         part.mkdir()
@@ -64,34 +65,9 @@ def convert(
             write_orbax(part / WEIGHTS, tensors, advance)
         else:
             write_safetensors(part, tensors, shard_size, advance)
-        _put_in_place(part, destination)
+        put_in_place(part, destination)
     finally:
         shutil.rmtree(part, ignore_errors=True)
-
-
-def check_destination(destination: Path, is_forced: bool) -> None:
-    """Raises `CheckpointError` for a folder that `convert` would not write to, whatever the source."""
-    if destination.exists() and not destination.is_dir():
-        raise CheckpointError(f"{destination}: is a file: give a folder to write to")
-    if destination.exists() and any(destination.iterdir()) and not is_forced:
-        raise CheckpointError(f"{destination}: exists and is not empty: give another folder, or --force to replace it")
-
-
-def _check_space(destination: Path, num_bytes: int) -> None:
-    if (free := shutil.disk_usage(destination.parent).free) < num_bytes:
-        raise CheckpointError(
-            f"{destination}: {num_bytes / 1e9:.1f} GB are to be written and its disk has {free / 1e9:.1f} GB left: free some"
-        )
-
-
-def _put_in_place(part: Path, destination: Path) -> None:
-    if not destination.exists():
-        part.rename(destination)
-        return
-    old = part.with_name(part.name + "-old")
-    destination.rename(old)
-    part.rename(destination)
-    shutil.rmtree(old)
 
 
 def _config(source: TensorSource, tensors: Sequence[ConvertedTensor]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import os
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -45,9 +46,20 @@ class FileTensor:
             raise CheckpointError(f"{self.file.path}: holds tensors of type {self.type}, which can't be read: {', '.join(_DTYPES)} can")
         return _DTYPES[self.type]
 
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
     def read(self, ranges: Ranges) -> np.ndarray:
         """A copy of what these (start, stop) of each dimension select."""
-        stored = self.file.data[self.offset : self.offset + prod(self.shape) * self.dtype.itemsize]
+        row_bytes = prod(self.shape[1:]) * self.dtype.itemsize
+        if ranges and all(cut == (0, size) for cut, size in zip(ranges[1:], self.shape[1:], strict=True)):
+            (first, last) = ranges[0]
+            rows = self.file.read(self.offset + first * row_bytes, max(last - first, 0) * row_bytes)
+            return (
+                rows.view(self.dtype).reshape(-1, *self.shape[1:]) if row_bytes else np.empty((last - first, *self.shape[1:]), self.dtype)
+            )
+        stored = self.file.data[self.offset : self.offset + self.num_bytes]
         return np.array(stored.view(self.dtype).reshape(self.shape)[tuple(slice(*r) for r in ranges)])
 
 
@@ -58,8 +70,8 @@ class SafetensorsFile:
         self.path = path
         try:
             safe_open(path, framework="numpy")
-            with path.open("rb") as file:
-                self.data = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+            self._file = path.open("rb")
+            self.data = np.frombuffer(mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
         except FileNotFoundError:
             raise CheckpointError(f"{path}: missing, though the index names it; fetch the checkpoint again") from None
         except (SafetensorError, OSError, ValueError) as error:  # ValueError: an empty file can't be mapped
@@ -67,11 +79,23 @@ class SafetensorsFile:
             raise CheckpointError(f"{path}: truncated or corrupt safetensors file ({why}); fetch it again") from error
         start = 8 + int.from_bytes(self.data[:8].tobytes(), "little")
         header = json.loads(self.data[8:start].tobytes())
+        self.metadata: dict[str, str] = header.get("__metadata__", {})
         self.tensors = {
             name: FileTensor(self, about["dtype"], tuple(about["shape"]), start + about["data_offsets"][0])
             for name, about in header.items()
             if name != "__metadata__"
         }
+
+    def read(self, offset: int, size: int) -> np.ndarray:
+        """A copy of these bytes, uint8. What is read so is not mapped: it takes no memory of this process beside the
+        copy. Raises `CheckpointError` if the file has become shorter."""
+        found, done = np.empty(size, np.uint8), 0
+        while done < size:
+            count = os.preadv(self._file.fileno(), [found.data[done:]], offset + done)
+            if count == 0:
+                raise CheckpointError(f"{self.path}: became shorter while it was read")
+            done += count
+        return found
 
 
 def _where_it_ends(path: Path) -> str | None:

@@ -1,5 +1,5 @@
-"""A folder with config.json and safetensors (one file, or shards with an index) as a TensorSource; reads only the
-requested slices."""
+"""A folder with config.json and safetensors (one file, or shards with an index; plain or compressed) as a
+TensorSource; reads only the requested slices."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from pathlib import Path, PurePath
 
 import numpy as np
 
+from checkpoints.compressed_file import open_file
 from checkpoints.json_file import read_json
 from checkpoints.quantisation import declared_quantisation
-from checkpoints.safetensors_file import FileTensor, SafetensorsFile
+from checkpoints.safetensors_file import FileTensor
 from checkpoints.source import ByteCounter, CheckpointError, Index, Ranges, Stored, bounds
 from checkpoints.stored_tensors import StoredTensor, model_tensors, stored
 
@@ -30,7 +31,7 @@ class SafetensorsSource:
         tensors: dict[str, FileTensor] = {}
         placed = self._placed()
         for file_name in sorted(set(placed.values())) or [self._only_file()]:
-            for name, tensor in SafetensorsFile(path / file_name).tensors.items():
+            for name, tensor in open_file(path / file_name).tensors.items():
                 if name in tensors:
                     raise CheckpointError(f"{tensor.file.path}: tensor {name!r} is in {tensors[name].file.path.name} too; {_AGAIN}")
                 tensors[name] = tensor

@@ -1,8 +1,4 @@
-"""PageCoder: pages in fewer bytes, without loss: exponents are entropy-coded, the rest goes as it is. Imports no JAX.
-
-Keys and values of a model have few distinct exponents, so their Huffman code has about 3 bits instead of 8; signs and
-mantissas are noise. A coded page is its planes of signs and mantissas, then a Zstandard frame with the exponents.
-"""
+"""PageCoder: pages in fewer bytes, without loss; and where that pays. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -10,8 +6,8 @@ import time
 from typing import Literal
 
 import numpy as np
-import zstandard
 
+from checkpoints.exponent_coding import ExponentCoder
 from jaxinfer.kv_tiers.rate import Rate
 from jaxinfer.kv_transfer.handoff import HandOffError
 
@@ -19,42 +15,25 @@ Compression = Literal["auto", "on", "off"]
 
 CODED_SIZES = (2, 4)  # bytes of values with exponents
 
-_LEVEL = 1  # lower ones leave Huffman codes out, higher ones only look longer for repetitions, of which there are none
 _SAMPLE_VALUES = 1 << 17
 _LINK_GUESS = 1e9  # bytes a second
 
 
-class PageCoder:
-    """For values of 2 bytes (bfloat16, and float16, of which three bits of the mantissa are coded too) or 4 (float32).
-    Belongs to one thread. Raises `ValueError` for values of another size: a byte has no exponent of its own."""
+class PageCoder(ExponentCoder):
+    """For values of 2 or 4 bytes. Belongs to one thread. Raises `ValueError` for values of another size: a byte has no
+    exponent of its own."""
 
     def __init__(self, bytes_per_value: int) -> None:
         if bytes_per_value not in CODED_SIZES:
             raise ValueError(f"values of {bytes_per_value} bytes have no exponent that could be coded apart: only those of 2 or 4 have")
-        self._type, self._bits = np.dtype(f"<u{bytes_per_value}"), 8 * bytes_per_value
-        self._compressor, self._decompressor = zstandard.ZstdCompressor(_LEVEL), zstandard.ZstdDecompressor()
+        super().__init__(bytes_per_value)
 
-    def encode(self, page: np.ndarray) -> tuple[bytes, bytes]:
-        """The planes and the frame of uint8[bytes of a page]."""
-        values = page.view(self._type)
-        # Turned by one bit, a sign stands below the mantissa, and the exponent has a byte to itself.
-        turned = ((values << 1) | (values >> (self._bits - 1))).view(np.uint8).reshape(len(values), -1)
-        return np.ascontiguousarray(turned[:, :-1].T).tobytes(), self._compressor.compress(turned[:, -1].tobytes())
-
-    def decode(self, coded: memoryview, page: np.ndarray) -> None:
+    def decode(self, coded: memoryview | bytes, data: np.ndarray) -> None:
         """Write the page to uint8[bytes of a page]. Raises `HandOffError` for what `encode` did not give."""
-        values = page.view(self._type)
-        num_values, num_planes = len(values), self._type.itemsize - 1
-        turned = np.empty((num_values, num_planes + 1), np.uint8)
         try:
-            planes = np.frombuffer(coded, np.uint8, num_planes * num_values)
-            exponents = self._decompressor.decompress(coded[planes.size :], max_output_size=num_values)
-            turned[:, :-1] = planes.reshape(num_planes, num_values).T
-            turned[:, -1] = np.frombuffer(exponents, np.uint8)
-        except (ValueError, zstandard.ZstdError) as error:
+            super().decode(coded, data)
+        except ValueError as error:
             raise HandOffError(f"a coded page can't be read: {error}") from error
-        words = turned.view(self._type)[:, 0]
-        np.bitwise_or(words >> 1, words << (self._bits - 1), out=values)
 
 
 class LinkCoding:

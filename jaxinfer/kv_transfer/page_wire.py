@@ -33,7 +33,7 @@ import xxhash
 from jaxinfer.kv_transfer.handoff import HandOffError
 from jaxinfer.kv_transfer.page_coding import PageCoder
 
-MAGIC, VERSION = b"JXKV", 5
+MAGIC, VERSION = b"JXKV", 6
 PULL, OVER, FETCH, TAKEN, MAY_ARRAY, MAY_CODE = 1, 2, 3, 4, 64, 128
 PAGE, FAILED, CODED, ARRAY = 1, 2, 3, 4
 HELLO = struct.Struct("<4sHH")

@@ -3,6 +3,7 @@ of a mesh; each as soon as it is loaded."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache, partial
@@ -16,31 +17,36 @@ from jaxtyping import Array
 
 from jaxinfer.architecture.head_layout import HeadLayout
 from jaxinfer.architecture.model_config import ArchitectureConfig
-from jaxinfer.weights.formats.plain import Plain
+from jaxinfer.weights.formats.plain import AsStored, Plain
 from jaxinfer.weights.formats.registry import EXPERT_FORMATS
 from jaxinfer.weights.formats.weight_format import MatrixAxes, MisfitError, ModelWeightFormat, WeightFormat
 from jaxinfer.weights.template import Leaf, Template, Weights, template_of
+from sharding.mesh import is_cpu
 from sharding.rules import Rules
 
 _PARTS = {part.name: part for one in EXPERT_FORMATS.values() for part in one.parts}
 
 
 class Conversion:
-    """`plain`: the template to load with: float32, matrices as in checkpoints, the model's own heads, packed experts as
-    stored. It is the given template if nothing is converted. `abstract`: its arrays on the mesh, with heads whole on
-    each device where the mesh's differ. `convert` takes the arrays one at a time, in any thread; `weights` assembles
-    the results."""
+    """`plain`: the template to load with: matrices of floats, the model's own heads, packed experts as stored; with
+    `as_stored`, matrices to be converted have their outputs first, as most checkpoints have them. It is the given
+    template if nothing is converted. `abstract`: its arrays on the mesh, with heads whole on each device where the
+    mesh's differ. `convert` takes the arrays one at a time, in any thread; `weights` assembles the results."""
 
-    def __init__(self, template: Template[Any], mesh: Mesh, rules: Rules) -> None:
-        self._mesh, self._weight_format = mesh, template.weight_format
+    def __init__(self, template: Template[Any], mesh: Mesh, rules: Rules, *, as_stored: bool = False) -> None:
+        self._mesh, self._weight_format, self._as_stored = mesh, template.weight_format, as_stored
         config, weight_format = template.config, self._weight_format
         self._heads = config.heads if isinstance(config, ArchitectureConfig) else None
         self.plain: Template[Any] = template
         if isinstance(config, ArchitectureConfig):
             config = config.with_own_heads()
-        if not self._weight_format.matrices.is_plain:
+        matrices = self._weight_format.matrices
+        if not matrices.is_plain:
+            # bfloat16 is rounded as it is read: half the bytes to move. Integers are made of what was stored.
+            loaded_type = matrices.dtype if matrices.dtype == jnp.bfloat16 else jnp.dtype("float32")
             weight_format = ModelWeightFormat(
-                Plain(jnp.dtype("float32")), experts=replace(self._weight_format.experts, dtype=self._weight_format.expert_dtype)
+                AsStored(loaded_type, matrices) if as_stored else Plain(loaded_type),
+                experts=replace(self._weight_format.experts, dtype=self._weight_format.expert_dtype),
             )
         if (config, weight_format) != (template.config, template.weight_format):
             self.plain = template_of(
@@ -52,22 +58,33 @@ class Conversion:
         self._target_of = {name: (leaf, target) for leaf, target in self._targets for name in (*leaf.paths, leaf.name)}
         self._axes = {leaf.name: leaf.axes for leaf in self.plain.leaves}
         self._spread_axes = frozenset[str]() if self._heads is None else self._heads.spread_axes
+        self._lock = threading.Lock()
+        self._stacks: dict[str, Array] = {}  # by leaf
         self._misfits: dict[str, tuple[WeightFormat, MatrixAxes, Array]] = {}
         self.abstract = self.plain.abstract(mesh, {axis: of_mesh for axis, of_mesh in rules.items() if axis not in self._spread_axes})
 
-    def convert(self, name: str, array: Array) -> Any:
-        """A matrix in the template's format: one array, or several by name. For other arrays only heads and type
-        change."""
+    def outputs_first(self, leaf: Leaf) -> MatrixAxes | None:
+        """Of a leaf of `plain`: the matrix's axes, if it is loaded with its outputs first."""
+        target, _ = self._target_of[leaf.name]
+        return target.matrix_axes if self._as_stored else None
+
+    def convert(self, name: str, array: Array) -> dict[str, Array]:
+        """A loaded array in the template's format, by the names of its leaves. What belongs to a stack is put there and
+        left out: it is in memory twice for a moment only."""
+        return {found: one for found, one in self._converted(name, array).items() if not self._put_in_stack(found, one)}
+
+    def _converted(self, name: str, array: Array) -> dict[str, Array]:
+        """A matrix in the template's format: one array, or several. For other arrays only heads and type change."""
         leaf, target = self._target_of[name]
         if leaf.part:
-            return _packer(leaf.part, self._mesh, jax.typeof(array).sharding.spec, target.sharding.spec)(array)
+            return {name: _packer(leaf.part, self._mesh, jax.typeof(array).sharding.spec, target.sharding.spec)(array)}
         axes = self._axes[name]
         heads = None if self._spread_axes.isdisjoint(axes) else self._heads
         if leaf.weight_format is None and heads is None:
-            return array.astype(leaf.dtype)
+            return {name: array.astype(leaf.dtype)}
         with jax.set_mesh(self._mesh):
             if leaf.weight_format is None:
-                return _spreader(axes, heads, leaf.dtype, target.sharding.spec)(array)
+                return {name: _spreader(axes, heads, leaf.dtype, target.sharding.spec)(array)}
             assert leaf.matrix_axes is not None
             outputs, inputs = leaf.matrix_axes.outputs, leaf.matrix_axes.inputs
             # Permutation of the loaded matrix's dimensions: outputs first.
@@ -80,28 +97,32 @@ class Conversion:
                 self._misfits[name] = leaf.weight_format, leaf.matrix_axes, num_misfits
             return dict(zip(names, arrays, strict=True))
 
-    def weights(self, converted: Mapping[str, Any]) -> Weights:
+    def _put_in_stack(self, name: str, array: Array) -> bool:
+        """Whether this array belongs to a stack; it is there when this returns."""
+        leaf, target = self._target_of[name]
+        if not leaf.is_stack or (name == leaf.name and not leaf.is_read_in_place):  # loaded as a whole
+            return False
+        with self._lock, jax.set_mesh(self._mesh):
+            if leaf.name not in self._stacks:
+                self._stacks[leaf.name] = jnp.zeros(target.shape, _bits(target.dtype), device=target.sharding)
+            stack = _put(self._stacks[leaf.name], array, leaf.paths.index(name))
+            self._stacks[leaf.name] = stack
+        # A thread that went on would load more before this is done, and memory would fill with loaded arrays.
+        jax.block_until_ready(array)
+        return True
+
+    def weights(self, converted: Mapping[str, Mapping[str, Array]]) -> Weights:
         """The weights in the order of the template's leaves. Raises `MisfitError`."""
         misfits = {name: (weight_format, axes) for name, (weight_format, axes, number) in self._misfits.items() if int(number)}
         if misfits:
             formats, matrices = zip(*misfits.values(), strict=True)
             raise MisfitError(list(misfits), frozenset(matrices), formats[0])
-        arrays: dict[str, Array] = {}
-        for name, value in converted.items():
-            arrays |= value if isinstance(value, dict) else {name: value}
+        arrays = {name: array for of_one in converted.values() for name, array in of_one.items()}
         in_order = []
         for leaf, target in self._targets:
-            array = arrays.pop(leaf.name) if leaf.name in arrays and not leaf.is_read_in_place else self._stack(leaf, target, arrays)
+            array = arrays.pop(leaf.name) if leaf.name in arrays else _typed(self._stacks.pop(leaf.name), target.dtype)
             in_order.append(jax.device_put(array, target.sharding))
         return tuple(in_order)
-
-    def _stack(self, leaf: Leaf, target: jax.ShapeDtypeStruct, arrays: dict[str, Array]) -> Array:
-        """Fill a stack one array at a time, so that only one is in memory twice."""
-        with jax.set_mesh(self._mesh):
-            stack = jnp.zeros(target.shape, _bits(target.dtype), device=target.sharding)
-            for place, path in enumerate(leaf.paths):
-                stack = _put(stack, arrays.pop(path), place)
-            return jax.lax.bitcast_convert_type(stack, target.dtype)
 
 
 def stored_leaf(leaf: Leaf) -> Leaf:
@@ -131,6 +152,21 @@ def _packer(name: str, mesh: Mesh, stored: PartitionSpec, packed: PartitionSpec)
 def _bits(dtype: jnp.dtype) -> jnp.dtype:
     """A type of the same size that XLA on CPU updates in place: it would convert a whole bfloat16 stack each time."""
     return jnp.dtype(jnp.uint16) if dtype == jnp.bfloat16 else dtype
+
+
+def _typed(stack: Array, dtype: jnp.dtype) -> Array:
+    """These bits as this type, where they lie. XLA on a CPU would copy them."""
+    if stack.dtype == dtype:
+        return stack
+    if not is_cpu(stack.sharding.mesh):  # type: ignore[attr-defined]
+        return _bitcast(stack, dtype)
+    shards = [jax.device_put(np.asarray(shard.data).view(dtype), shard.device) for shard in stack.addressable_shards]
+    return jax.make_array_from_single_device_arrays(stack.shape, stack.sharding, shards)
+
+
+@partial(jax.jit, static_argnums=1, donate_argnums=0)
+def _bitcast(stack: Array, dtype: jnp.dtype) -> Array:
+    return jax.lax.bitcast_convert_type(stack, dtype)
 
 
 @partial(jax.jit, donate_argnums=0)

@@ -18,7 +18,7 @@ from checkpoints.weight_map import WeightMap
 from jaxinfer.architecture.model_config import ArchitectureConfig
 from jaxinfer.weights.conversion import Conversion
 from jaxinfer.weights.formats.plain import Plain
-from jaxinfer.weights.formats.weight_format import ModelWeightFormat
+from jaxinfer.weights.formats.weight_format import MatrixAxes, ModelWeightFormat
 from jaxinfer.weights.template import Leaf, Template, Weights, template_of
 from sharding.partition import place
 from sharding.rules import Rules
@@ -29,7 +29,7 @@ _PLAIN = ModelWeightFormat(Plain(jnp.dtype("float32")))  # the check is the same
 def load_weights(template: Template[Any], source: TensorSource, mesh: Mesh, rules: Rules) -> Weights:
     """The checkpoint's weights on the mesh; each device reads only its part. Raises `CheckpointError`, also for tensors
     without a parameter if the template is of the whole model."""
-    conversion = Conversion(template, mesh, rules)
+    conversion = Conversion(template, mesh, rules, as_stored=True)
     weight_map = template.model.weight_map
     leaves_out = bool(weight_map.unread) and not template.has_unread
     if leaves_out and template.part is None:
@@ -39,6 +39,8 @@ def load_weights(template: Template[Any], source: TensorSource, mesh: Mesh, rule
             weight_map = weight_map.with_stack(leaf.name, leaf.paths)
         elif leaf.part:
             weight_map = _with_part(weight_map, leaf.name, leaf.part)
+        elif axes := conversion.outputs_first(leaf):
+            weight_map = _outputs_first(weight_map, leaf.name, axes)
     names = [leaf.name for leaf in conversion.plain.leaves]
     loaded = load(
         source,
@@ -68,6 +70,15 @@ def _with_part(weight_map: WeightMap, path: str, part: str) -> WeightMap:
     found = weight_map.find(path.rpartition("_")[0])
     axis = 1 if len(found.tensors) > 1 else 0
     return replace(weight_map, weights={**weight_map.weights, path: replace(found, transpose=False, axis=axis, part=part)})
+
+
+def _outputs_first(weight_map: WeightMap, path: str, axes: MatrixAxes) -> WeightMap:
+    """With an entry for a matrix that is loaded with its outputs first, as it is stored: it is not transposed."""
+    found = weight_map.find(path)
+    if not found.transpose:
+        return weight_map
+    axis = found.axis if found.axis >= 0 else found.axis + len(axes.outputs)
+    return replace(weight_map, weights={**weight_map.weights, path: replace(found, transpose=False, axis=axis)})
 
 
 def random_weights(template: Template[Any], mesh: Mesh, rules: Rules) -> Weights:

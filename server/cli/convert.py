@@ -34,14 +34,15 @@ def run(arguments: argparse.Namespace) -> int:
     # before the long imports, which a wrong name would waste; a Hugging Face id is checked after the destination
     check_model(arguments.source)
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     # Orbax starts JAX, which would allocate a GPU that others may be using
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    from checkpoints.convert import check_destination, convert
+    from checkpoints.convert import convert
     from checkpoints.converted_tensors import DTYPES, converted_tensors
+    from checkpoints.destination import check_destination
     from checkpoints.hub import open_source, resolve
     from jaxinfer.tokenizer import Tokenizer
+    from server.cli.bytes_progress import bytes_progress
 
     logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns of what is intended
     check_destination(arguments.destination, arguments.force)  # before a long download, which a wrong name would waste
@@ -49,9 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     source = open_source(resolve(arguments.source))
     tensors = converted_tensors(source, None if arguments.dtype is None else DTYPES[arguments.dtype])
     num_bytes = sum(tensor.num_bytes for tensor in tensors)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        bar = progress.add_task("weights", total=num_bytes)
+    with bytes_progress(console, num_bytes) as advance:
         convert(
             source,
             tensors,
@@ -60,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
             shard_size=shard_size,
             save_tokenizer=lambda file: Tokenizer.from_source(source).save(file),
             is_forced=arguments.force,
-            advance=lambda written: progress.advance(bar, written),
+            advance=advance,
         )
     console.print(f"{len(tensors):,} tensors, {num_bytes / 1e6:,.1f} MB, are in {arguments.destination}", highlight=False, soft_wrap=True)
     return 0

@@ -31,6 +31,8 @@ COMMANDS = {
     "top": Command("a live view of a router's workers, or of a server", "See what runs where."),
     "follow": Command("lend this process's devices to an engine that process 0 drives", "See docs/multi_process.md."),
     "convert": Command("write a checkpoint in another format", "To a folder of safetensors or Orbax."),
+    "compress": Command("a folder of safetensors in fewer bytes, without loss", "It can be served as it is; see docs/checkpoints.md."),
+    "decompress": Command("what was compressed, byte for byte", "See docs/checkpoints.md."),
     "inspect": Command("what a checkpoint holds, and whether it can be served", "Reads no weights."),
     "plan": Command("what a model needs on target GPUs, which need not be here", "Needs no weights and no GPU."),
 }

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxinfer.layers.deferred_collectives import as_partial_sum
 from jaxinfer.layers.step_context import NO_CONTEXT, StepContext
-from jaxinfer.weights.formats.weight_format import MatrixAxes, WeightLeaf
+from jaxinfer.weights.formats.weight_format import MatrixAxes, WeightFormat, WeightLeaf
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,21 @@ class Plain:
 
     def __str__(self) -> str:
         return str(self.dtype)
+
+
+@dataclass(frozen=True)
+class AsStored(Plain):
+    """Matrices as most checkpoints store them, outputs first, where another format is made of them: they are never
+    multiplied."""
+
+    target: WeightFormat
+
+    def for_matrix(self, axes: MatrixAxes) -> Plain:
+        return Plain(self.dtype) if self.target.for_matrix(axes).is_plain else self
+
+    def leaves(self, axes: MatrixAxes) -> tuple[WeightLeaf, ...]:
+        named = (*axes.outputs, *axes.inputs)
+        return (WeightLeaf(tuple(size for _, size in named), tuple(name for name, _ in named), self.dtype),)
 
 
 def multiply(
