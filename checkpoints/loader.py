@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from checkpoints.aligned import aligned_empty
 from checkpoints.parameter_filling import ParameterFilling, Shape, fillings, places, runs
 from checkpoints.source import Index, TensorSource, bounds
 from checkpoints.weight_map import Weight, WeightMap
@@ -90,7 +91,7 @@ def _read_joined(source: TensorSource, weight: Weight, shape: Shape, within: Wit
     if len(weight.tensors) == 1:
         return _read_tensor(source, weight.tensors[0], weight, shape, within).astype(dtype, copy=False)
     axis = weight.axis % len(shape)
-    values = np.empty([stop - start for start, stop in within], dtype)
+    values = aligned_empty([stop - start for start, stop in within], np.dtype(dtype))
     first, last = within[axis]
     for name, place in places(source, weight, shape).items():
         start, stop = max(place.start, first), min(place.start + place.size, last)

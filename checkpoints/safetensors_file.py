@@ -17,6 +17,7 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from checkpoints.aligned import aligned_empty
 from checkpoints.source import CheckpointError, Ranges
 
 _DTYPES = {
@@ -89,7 +90,7 @@ class SafetensorsFile:
     def read(self, offset: int, size: int) -> np.ndarray:
         """A copy of these bytes, uint8. What is read so is not mapped: it takes no memory of this process beside the
         copy. Raises `CheckpointError` if the file has become shorter."""
-        found, done = np.empty(size, np.uint8), 0
+        found, done = aligned_empty((size,), np.dtype(np.uint8)), 0
         while done < size:
             count = os.preadv(self._file.fileno(), [found.data[done:]], offset + done)
             if count == 0:
