@@ -22,6 +22,7 @@ from typing import Any, BinaryIO, TypeVar
 import numpy as np
 import xxhash
 
+from checkpoints.aligned import aligned_empty
 from checkpoints.exponent_coding import ExponentCoder
 from checkpoints.safetensors_file import FileTensor, SafetensorsFile
 from checkpoints.source import CheckpointError, Ranges
@@ -162,7 +163,7 @@ class CompressedTensor(FileTensor):
 
     def chunk(self, number: int, starts: np.ndarray) -> np.ndarray:
         """A chunk's plain bytes. `starts`: where each coded one begins. Raises `CheckpointError` if it is damaged."""
-        coded = self.file.data[starts[number] : starts[number + 1]]
+        coded = self.file.read(int(starts[number]), int(starts[number + 1] - starts[number]))
         plain = np.empty(min(CHUNK_BYTES, self.num_bytes - number * CHUNK_BYTES), np.uint8)
         try:
             if len(coded) == len(plain):
@@ -188,7 +189,7 @@ class CompressedTensor(FileTensor):
         return np.array(rows[(slice(None), *(slice(*r) for r in others))])
 
     def _bytes(self, start: int, stop: int) -> np.ndarray:
-        found, starts = np.empty(stop - start, np.uint8), self.starts()
+        found, starts = aligned_empty((stop - start,), np.dtype(np.uint8)), self.starts()
         for number in range(start // CHUNK_BYTES, -(-stop // CHUNK_BYTES)):
             at = number * CHUNK_BYTES
             plain = self.chunk(number, starts)
