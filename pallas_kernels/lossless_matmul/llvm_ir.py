@@ -7,13 +7,16 @@ in the same order, and only the bytes that are read from memory differ.
 
 from __future__ import annotations
 
-from pallas_kernels.llvm.custom_call import handler, load_data, load_dim, load_number, store_number
+from pallas_kernels.llvm.custom_call import handler, load_data, load_dim, load_number
 from pallas_kernels.llvm.host import HostTarget
-from pallas_kernels.llvm.vectors import indices
+from pallas_kernels.llvm.vectors import indices, look_up
 from pallas_kernels.lossless_matmul.layout import HEADER_BYTES, STEP_BYTES, STEP_VALUES
-from pallas_kernels.packed_matmul.llvm_ir import CHUNK_BYTES, ROWS_AT_ONCE, declarations, pick_tile, tile, tile_sizes, tile_table
+from pallas_kernels.packed_matmul.llvm_ir import ROWS_AT_ONCE, declarations, pick_tile, plan, tile, tile_sizes, tile_table
 
 _STEPS_AT_ONCE = 12  # that are expanded: 1.5 KB of each panel
+PANEL = f"""{load_dim("segments", 1, 2)}
+{load_dim("bytes", 1, 3)}
+  %panel = mul i64 %segments, %bytes"""  # bytes of one, of matrices [S, P, K, B]
 _STEPS_AHEAD = _STEPS_AT_ONCE  # from what is read to what is prefetched: a panel's next steps during the others'
 
 
@@ -22,7 +25,7 @@ def module(target: HostTarget) -> str:
     tiles = tile_sizes(target)
     functions = [tile("bfloat16", target, rows, panels, goes_on=True) for rows, most in tiles.items() for panels in range(1, most + 1)]
     kernel = "\n".join(
-        [declarations("bfloat16", target), *functions, _look_up(target), _EXPAND, _block(tiles), _plan(tiles), _chunk(max(tiles.values()))]
+        [declarations("bfloat16", target), *functions, look_up(target), _EXPAND, _block(tiles), plan(tiles, PANEL), _chunk(max(tiles.values()))]
     )
     return handler(target, 3, 1, kernel)
 
@@ -30,39 +33,6 @@ def module(target: HostTarget) -> str:
 def _interleaved(first: int) -> list[int]:
     """Of each 16 bytes of two vectors of 64, 8 from this one on, in turns."""
     return [16 * lane + first + i + 64 * of_second for lane in range(4) for i in range(8) for of_second in range(2)]
-
-
-def _look_up(target: HostTarget) -> str:
-    """Of 16 bytes that are repeated four times, those that the lower four bits of %places say."""
-    begin = "define internal <64 x i8> @look_up(<64 x i8> %of, <64 x i8> %places) alwaysinline {"
-    if target.avx512_vbmi:  # it reads six bits, which find the repetitions
-        return f"""
-declare <64 x i8> @llvm.x86.avx512.permvar.qi.512(<64 x i8>, <64 x i8>)
-{begin}
-  %found = call <64 x i8> @llvm.x86.avx512.permvar.qi.512(<64 x i8> %of, <64 x i8> %places)
-  ret <64 x i8> %found
-}}"""
-    if target.avx512:  # it gives 0 where the uppermost bit is set
-        return f"""
-declare <64 x i8> @llvm.x86.avx512.pshuf.b.512(<64 x i8>, <64 x i8>)
-{begin}
-  %codes = and <64 x i8> %places, splat (i8 15)
-  %found = call <64 x i8> @llvm.x86.avx512.pshuf.b.512(<64 x i8> %of, <64 x i8> %codes)
-  ret <64 x i8> %found
-}}"""
-    low, high = indices(range(32)), indices(range(32, 64))
-    return f"""
-declare <32 x i8> @llvm.x86.avx2.pshuf.b(<32 x i8>, <32 x i8>)
-{begin}
-  %codes = and <64 x i8> %places, splat (i8 15)
-  %half = shufflevector <64 x i8> %of, <64 x i8> poison, <32 x i32> <{low}>
-  %low = shufflevector <64 x i8> %codes, <64 x i8> poison, <32 x i32> <{low}>
-  %high = shufflevector <64 x i8> %codes, <64 x i8> poison, <32 x i32> <{high}>
-  %found_low = call <32 x i8> @llvm.x86.avx2.pshuf.b(<32 x i8> %half, <32 x i8> %low)
-  %found_high = call <32 x i8> @llvm.x86.avx2.pshuf.b(<32 x i8> %half, <32 x i8> %high)
-  %found = shufflevector <32 x i8> %found_low, <32 x i8> %found_high, <64 x i32> <{low}, {high}>
-  ret <64 x i8> %found
-}}"""
 
 
 # A bfloat16's upper byte is its sign and seven bits of its exponent, the lower byte the last bit and its mantissa. Each
@@ -225,39 +195,6 @@ columns_end:
   br i1 %more, label %columns, label %end
 end:
   ret void
-}}"""
-
-
-def _plan(tiles: dict[int, int]) -> str:
-    """As `packed_matmul`'s: whole tiles of panels, of `CHUNK_BYTES` at most, and at least two chunks a thread."""
-    tallest = max(tiles)
-    return f"""
-define internal i64 @plan(ptr %job, i64 %threads) {{
-{load_dim("rows", 0, 0)}
-{load_dim("panels", 1, 1)}
-{load_dim("segments", 1, 2)}
-{load_dim("bytes", 1, 3)}
-  %panel = mul i64 %segments, %bytes
-  %by_bytes = udiv i64 {CHUNK_BYTES}, %panel
-  %shares = shl i64 %threads, 1
-  %rounded = add i64 %panels, %shares
-  %rounded_less = sub i64 %rounded, 1
-  %by_threads = udiv i64 %rounded_less, %shares
-  %wanted = call i64 @llvm.umin.i64(i64 %by_bytes, i64 %by_threads)
-  %is_tall = icmp uge i64 %rows, {tallest}
-  %width = select i1 %is_tall, i64 {tiles[tallest]}, i64 {max(tiles.values())}
-  %least = call i64 @llvm.umax.i64(i64 %wanted, i64 %width)
-  %surplus = urem i64 %least, %width
-  %size = sub i64 %least, %surplus
-  %across_more = add i64 %panels, %size
-  %across_less = sub i64 %across_more, 1
-  %across = udiv i64 %across_less, %size
-  %down_more = add i64 %rows, {ROWS_AT_ONCE - 1}
-  %down = udiv i64 %down_more, {ROWS_AT_ONCE}
-  %chunks = mul i64 %across, %down
-{store_number("size", 0)}
-{store_number("across", 1)}
-  ret i64 %chunks
 }}"""
 
 

@@ -25,7 +25,7 @@ def module(kind: Kind, target: HostTarget) -> str:
     tiles = tile_sizes(target)
     functions = [tile(kind, target, rows, panels) for rows, most in tiles.items() for panels in range(1, most + 1)]
     start = _start(target) if kind == "int8" else _NO_START
-    kernel = "\n".join([declarations(kind, target), *functions, start, _block(tiles), _plan(tiles), _CHUNK])
+    kernel = "\n".join([declarations(kind, target), *functions, start, _block(tiles), plan(tiles, _PANEL), _CHUNK])
     return handler(target, 3, 1, kernel)
 
 
@@ -107,13 +107,13 @@ def tile(kind: Kind, target: HostTarget, rows: int, panels: int, *, goes_on: boo
             f" %a{i} = shufflevector <16 x i32> %first{i}, <16 x i32> poison, <16 x i32> zeroinitializer",
         ]
     for i, j in cells:
-        lines += _multiply_add(kind, target, i, j)
+        lines += multiply_add(kind, target, i, j)
     lines += [" %next = add i64 %k, 1", " %more = icmp ult i64 %next, %steps", " br i1 %more, label %loop, label %end", "end:"]
     lines += [f" store {sums} %new{i}_{j}, ptr %at_y{i}_{j}, align 4" for i, j in cells]
     return "\n".join([*lines, " ret void", "}"])
 
 
-def _multiply_add(kind: Kind, target: HostTarget, i: int, j: int) -> list[str]:
+def multiply_add(kind: Kind, target: HostTarget, i: int, j: int) -> list[str]:
     """%new = %sum + a row's group of inputs times those of a panel's 16 outputs."""
     cell, a, b = f"{i}_{j}", f"%a{i}", f"%b{j}"
     if kind == "float32":
@@ -285,16 +285,15 @@ def pick_tile(tiles: dict[int, int]) -> str:
     return "\n".join(pick)
 
 
-def _plan(tiles: dict[int, int]) -> str:
+def plan(tiles: dict[int, int], panel: str) -> str:
     """A chunk has whole tiles of panels: at most `CHUNK_BYTES`, and few enough that each thread has at least two
-    chunks."""
+    chunks. `panel`: IR that sets %panel to the bytes of one. x and the matrices are the first arguments."""
     tallest = max(tiles)
     return f"""
 define internal i64 @plan(ptr %job, i64 %threads) {{
 {load_dim("rows", 0, 0)}
 {load_dim("panels", 1, 1)}
-{load_dim("steps", 1, 2)}
-  %panel = shl i64 %steps, 6
+{panel}
   %by_bytes = udiv i64 {CHUNK_BYTES}, %panel
   %shares = shl i64 %threads, 1
   %rounded = add i64 %panels, %shares
@@ -317,6 +316,9 @@ define internal i64 @plan(ptr %job, i64 %threads) {{
   ret i64 %chunks
 }}"""
 
+
+_PANEL = f"""{load_dim("steps", 1, 2)}
+  %panel = shl i64 %steps, 6"""
 
 _CHUNK = f"""
 define internal void @chunk(ptr %job, i64 %c) {{
