@@ -83,6 +83,7 @@ def module(kind: BlockType, number: Kind, target: HostTarget) -> str:
     kernel = "\n".join(
         [
             declarations(number, target) + fused,
+            "@zeros = internal constant <16 x float> zeroinitializer",
             *of_type,
             *functions,
             _expand(code),
@@ -135,8 +136,8 @@ def _tile(code: _Code, rows: int, panels: int) -> str:
     for i, j in cells:
         cell, product = f"{i}_{j}", f"%scaled{i}_{j}"
         lines += [
-            f" %stored{cell} = load <16 x float>, ptr %at_y{cell}, align 4",
-            f" %before{cell} = select i1 %adds, <16 x float> %stored{cell}, <16 x float> zeroinitializer",
+            f" %at_before{cell} = select i1 %adds, ptr %at_y{cell}, ptr @zeros",  # y may be memory that was never touched
+            f" %before{cell} = load <16 x float>, ptr %at_before{cell}, align 4",
             f" {product} = {_multiplied(f'%new{cell}', f'%s{j}', f'%before{cell}')}",
         ]
         if code.has_offset:

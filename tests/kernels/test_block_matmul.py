@@ -1,0 +1,129 @@
+"""Products with matrices in GGUF's blocks beside the gguf package's values of them."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+
+from pallas_kernels.block_matmul import llvm_cpu, op
+from pallas_kernels.block_matmul.block_types import BLOCK_TYPES, BlockType, read_blocks, values_of
+from pallas_kernels.block_matmul.cases import CASES, BlockMatmulCase
+from pallas_kernels.block_matmul.layout import output_values, pack, tile_bytes, unpack
+from pallas_kernels.block_matmul.op import block_matmul
+from pallas_kernels.llvm import host
+
+pytestmark = pytest.mark.skipif(op.unsupported_reason() is not None, reason=str(op.unsupported_reason()))
+EACH = pytest.mark.parametrize("kind", BLOCK_TYPES.values(), ids=BLOCK_TYPES)
+
+
+def random_blocks(kind: BlockType, num_outputs: int, num_inputs: int, seed: int = 0) -> np.ndarray:
+    """Any codes and factors; scales and minima of both signs, some of them subnormal, some zero."""
+    random = np.random.default_rng(seed)
+    blocks = random.integers(0, 256, (num_outputs, num_inputs // kind.size, kind.num_bytes), np.uint8)
+    for at in (208,) if kind.name == "Q6_K" else (0, 2)[: 1 + kind.has_minimum]:
+        halves = (random.standard_normal(blocks.shape[:2]) * 10.0 ** random.integers(-7, -1, blocks.shape[:2])).astype(np.float16)
+        halves[random.random(halves.shape) < 0.1] = 0
+        blocks[..., at : at + 2] = halves[..., None].view(np.uint8)
+    return blocks
+
+
+def by_gguf(kind: BlockType, blocks: np.ndarray) -> np.ndarray:
+    return dequantize(blocks.reshape(len(blocks), -1), GGMLQuantizationType[kind.name])
+
+
+@EACH
+def test_values_are_those_of_the_gguf_package(kind):
+    assert GGML_QUANT_SIZES[GGMLQuantizationType[kind.name]] == (kind.size, kind.num_bytes)
+    blocks = random_blocks(kind, 48, 512)
+    values = by_gguf(kind, blocks)
+    np.testing.assert_array_equal(values_of(kind, read_blocks(kind, jnp.asarray(blocks))).reshape(48, -1), values)
+    tiles = pack(kind, jnp.asarray(blocks))
+    assert tiles.shape == (3, 512 // kind.size, tile_bytes(kind))
+    assert tile_bytes(kind) <= 16 * kind.num_bytes * 1.03
+    np.testing.assert_array_equal(unpack(kind, tiles), values)
+    np.testing.assert_array_equal(output_values(kind, tiles[jnp.array([0, 2, 2])], jnp.array([3, 0, 15])), values[[3, 32, 47]])
+    several = pack(kind, jnp.asarray(blocks).reshape(3, 16, 2, -1, kind.num_bytes), 2)
+    np.testing.assert_array_equal(several.reshape(tiles.shape), tiles)
+
+
+def check_products(kind: BlockType, case: BlockMatmulCase, dtype: str) -> None:
+    blocks = [random_blocks(kind, case.num_outputs, case.num_inputs, seed) for seed in range(case.num_matrices)]
+    matrices = jnp.stack([pack(kind, jnp.asarray(each)) for each in blocks])
+    x = jnp.asarray(np.random.default_rng(9).standard_normal((case.num_rows, case.num_inputs), np.float32), dtype)
+    for place, of_one in enumerate(blocks):
+        wanted = np.asarray(x, np.float64) @ by_gguf(kind, of_one).T.astype(np.float64)
+        for backend in ("llvm_cpu", "reference"):
+            found = block_matmul(x, matrices, jnp.int32(place), kind, backend=backend)
+            np.testing.assert_allclose(found, wanted, rtol=0, atol=3e-6 * np.abs(wanted).max())
+
+
+@EACH
+@pytest.mark.parametrize("dtype", op.TYPES)
+def test_products(kind, dtype):
+    for case in CASES[: 1 if dtype == "float32" else None]:
+        check_products(kind, case, dtype)
+
+
+@pytest.mark.parametrize("name", ["Q4_1", "Q8_0"])
+def test_a_row_s_sums_do_not_depend_on_the_others(name):
+    """Every way in which rows are cut into tiles, and rows into chunks; a last group of fewer panels."""
+    kind = BLOCK_TYPES[name]
+    matrices = pack(kind, jnp.asarray(random_blocks(kind, 80, 288)))[None]
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((300, 288), np.float32), jnp.bfloat16)
+    whole = np.asarray(block_matmul(x, matrices, jnp.int32(0), kind))
+    for num_rows in (*range(1, 20), 127, 128, 129, 256):
+        np.testing.assert_array_equal(block_matmul(x[:num_rows], matrices, jnp.int32(0), kind), whole[:num_rows])
+
+
+@pytest.mark.parametrize("name", ["Q5_1", "Q8_0", "IQ4_NL", "Q6_K"])
+@pytest.mark.parametrize("lacks", [("avx512_vbmi",), ("avx512_vbmi", "avx512", "avx512_bf16", "avx512_vnni")], ids=["VBMI", "AVX-512"])
+def test_code_for_processors_without(name, lacks, monkeypatch):
+    plain = replace(host.host_target(), **dict.fromkeys(lacks, False))
+    monkeypatch.setattr(llvm_cpu, "host_target", lambda: plain)
+    monkeypatch.setattr(llvm_cpu, "NAME", f"{llvm_cpu.NAME}_without_{lacks[-1]}")
+    for dtype in op.TYPES:
+        check_products(BLOCK_TYPES[name], CASES[1], dtype)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"x": jnp.zeros((2, 64), jnp.float16)},
+        {"x": jnp.zeros((2, 96), jnp.float32)},
+        {"matrices": jnp.zeros((2, 2, 288), jnp.uint8)},
+        {"matrices": jnp.zeros((1, 2, 2, 320), jnp.uint8)},
+        {"matrices": jnp.zeros((1, 2, 2, 288), jnp.int8)},
+        {"place": jnp.zeros(1, jnp.int32)},
+    ],
+    ids=lambda change: " ".join(f"{name} {a.dtype}{a.shape}" for name, a in change.items()),
+)
+def test_shapes_that_do_not_fit_are_refused(change):
+    fitting = {"x": jnp.zeros((2, 64)), "matrices": jnp.zeros((1, 2, 2, 288), jnp.uint8), "place": jnp.int32(0)}
+    block_matmul(**fitting, kind=BLOCK_TYPES["Q4_0"])
+    with pytest.raises(ValueError, match="block_matmul"):
+        block_matmul(**(fitting | change), kind=BLOCK_TYPES["Q4_0"])
+
+
+def test_what_can_not_be_packed_is_refused():
+    for shape in ((24, 2, 18), (16, 2, 20)):
+        with pytest.raises(ValueError, match="pack"):
+            pack(BLOCK_TYPES["Q4_0"], jnp.zeros(shape, jnp.uint8))
+
+
+def test_a_processor_without_avx2_is_refused_in_words(monkeypatch):
+    monkeypatch.setattr(op, "host_target", lambda: replace(host.host_target(), avx2=False))
+    with pytest.raises(ValueError, match="no AVX2"):
+        block_matmul(jnp.zeros((1, 32)), jnp.zeros((1, 1, 1, 288), jnp.uint8), jnp.int32(0), BLOCK_TYPES["Q4_0"])
+
+
+def test_under_jit_one_of_several():
+    kind = BLOCK_TYPES["Q4_1"]
+    matrices = jnp.stack([pack(kind, jnp.asarray(random_blocks(kind, 32, 64, seed))) for seed in range(3)])
+    x = jnp.ones((2, 64), jnp.bfloat16)
+    multiply = jax.jit(lambda place: block_matmul(x, matrices, place, kind))
+    for place in range(3):
+        np.testing.assert_array_equal(multiply(jnp.int32(place)), block_matmul(x, matrices[place : place + 1], jnp.int32(0), kind))
