@@ -4,8 +4,9 @@ are read are dequantised."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import ml_dtypes
@@ -73,8 +74,7 @@ class _GGUFTensor:
 
 class GGUFSource:
     """Architectures llama, gemma3, qwen2, qwen3 and qwen3moe, any type that `gguf.quants` can dequantise. `path` may be
-    any of a GGUF's parts. `metadata` also holds the tokenizer. Data that is read with `part` has its rows in the file's
-    order."""
+    any of a GGUF's parts. `metadata` also holds the tokenizer."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -117,13 +117,17 @@ class GGUFSource:
         ranges = bounds(index, tensor.shape)
         if self._architecture == _SHIFTED and name.endswith("norm.weight"):
             return self._dequantize(tensor, ranges).astype(np.float32) - np.float32(1)
+        return self._in_order(name, tensor, ranges, partial(self._dequantize, tensor))
+
+    def _in_order(self, name: str, tensor: _GGUFTensor, ranges: Ranges, read: Callable[[Ranges], np.ndarray]) -> np.ndarray:
+        """What `read` finds in these ranges, with its rows in Hugging Face's order."""
         heads = self._interleaved_heads(name)
         if not heads:
-            return self._dequantize(tensor, ranges)
+            return read(ranges)
         # The rows of a head are interleaved in the file: read whole heads, reorder their rows, cut the requested ones.
         (start, stop), size = ranges[0], tensor.shape[0] // heads
         first, last = start // size, -(-stop // size)
-        rows = self._dequantize(tensor, [(first * size, last * size), *ranges[1:]])
+        rows = read([(first * size, last * size), *ranges[1:]])
         halves = rows.reshape(last - first, size // 2, 2, *rows.shape[1:]).swapaxes(1, 2)
         return halves.reshape(rows.shape)[start - first * size : stop - first * size]
 
@@ -147,7 +151,10 @@ class GGUFSource:
             raise CheckpointError(f"{self.path}: tensor {name!r} is stored as {', '.join(stored)}: it has no part {part!r}")
         ranges = bounds(index, stored[part].shape)
         if tensor.info.type in _PLAIN:
-            return self._dequantize(tensor, ranges)
+            return self._in_order(name, tensor, ranges, partial(self._dequantize, tensor))
+        return self._in_order(name, tensor, ranges, partial(self._read_blocks, tensor))
+
+    def _read_blocks(self, tensor: _GGUFTensor, ranges: Ranges) -> np.ndarray:
         array = np.array(tensor.blocks[tuple(slice(*r) for r in ranges)])
         self._bytes.add(array.nbytes)
         return array

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +45,21 @@ def add_matrix(
     """Add a matrix's parameters to a module: `name`, and others with suffixes. `inputs_first`: its layout in the plain
     format."""
     axes = MatrixAxes(tuple(outputs.items()), tuple(inputs.items()), inputs_first)
-    of_matrix = weight_format.matrices.for_matrix(axes)
+    return _add(module, name, axes, weight_format.matrices.for_matrix(axes))
+
+
+def keep_formats(model: nnx.Module, formats: Mapping[str, WeightFormat]) -> None:
+    """Give these matrices, by names such as "blocks.3.mlp.down.kernel", formats of their own."""
+    for path, module in nnx.iter_modules(model):
+        matrix = getattr(module, "matrix", None)
+        if not isinstance(matrix, Matrix) or (name := ".".join(map(str, (*path, matrix.names[0])))) not in formats:
+            continue
+        for parameter in matrix.names:
+            delattr(module, parameter)
+        setattr(module, "matrix", _add(module, matrix.names[0], matrix.axes, formats[name]))  # noqa: B010
+
+
+def _add(module: nnx.Module, name: str, axes: MatrixAxes, of_matrix: WeightFormat) -> Matrix:
     names = []
     for leaf in of_matrix.leaves(axes):
         param = weight(leaf.shape, leaf.axes, leaf.dtype)

@@ -21,6 +21,7 @@ from jaxinfer.planner.placement import DeviceKind, Layouts, Placement, Placer, R
 from jaxinfer.planner.stage_partition import cut
 from jaxinfer.weights.expert_packing import choose_packing, dequantised
 from jaxinfer.weights.formats.weight_format import MatrixAxes
+from jaxinfer.weights.kept_blocks import KeptMatrices, kept_blocks
 from jaxinfer.weights.template import ModelTemplate
 from pallas_kernels.dispatch import KernelBackend
 from sharding.layout import Parallel
@@ -135,7 +136,12 @@ def make_plan(
     def packing(template: ModelTemplate, num_devices: Sequence[int]) -> str | None:
         return choose_packing(template, source, num_devices)
 
-    placement = Placer(architecture, config.model, kind, packing, config.cache.page_size, incompressible).place(_layouts(config))
+    def kept(template: ModelTemplate) -> KeptMatrices:
+        keeps = config.model.weights == "auto" and not config.model.random_weights
+        return kept_blocks(template, source) if keeps else ()
+
+    placer = Placer(architecture, config.model, kind, packing, config.cache.page_size, incompressible, kept)
+    placement = placer.place(_layouts(config))
     for note in placement.notes:
         logger.info("%s", note)
     prefill, decode = (plan_role(each, meshes[each.role], config) for each in (placement.prefill, placement.decode))

@@ -136,7 +136,7 @@ def _values_by_part(template: ModelTemplate, rules: Rules) -> _ByPart:
     """Values of matrices in the unpacked model, except those that attention multiplies itself."""
     assert isinstance(template.config, ArchitectureConfig)
     weight_format, found = template.weight_format, _ByPart(int)
-    is_plain = weight_format.matrices.is_plain and weight_format.experts.packing is None
+    is_plain = weight_format.matrices.is_plain and weight_format.experts.packing is None and not weight_format.kept
     plain = template if is_plain else make_template(template.config, ModelWeightFormat(Plain(jnp.dtype("bfloat16"))))
     for leaf in plain.leaves:
         if len(leaf.axes_of_one) > 1 and not leaf.paths[0].endswith(".attention.up"):

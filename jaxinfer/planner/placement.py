@@ -20,6 +20,7 @@ from jaxinfer.planner.model_work import ModelWork, WeightBytes, model_work, weig
 from jaxinfer.planner.stage_partition import stage_layers
 from jaxinfer.weights.format_choice import lay_out
 from jaxinfer.weights.formats.weight_format import ExpertFormat, MatrixAxes, ModelWeightFormat
+from jaxinfer.weights.kept_blocks import KeptMatrices, undivided
 from jaxinfer.weights.template import ModelTemplate, make_template
 from sharding.hardware import hardware_for
 from sharding.layout import Parallel
@@ -27,6 +28,7 @@ from sharding.mesh import TENSOR
 from sharding.rules import Rules, rules_for
 
 ChoosePacking = Callable[[ModelTemplate, Sequence[int]], str | None]  # for experts; how many devices split each expert
+ChooseKept = Callable[[ModelTemplate], KeptMatrices]  # matrices that stay in their checkpoint's format
 
 
 @dataclass(frozen=True)
@@ -153,10 +155,11 @@ class Placer:
         choose_packing: ChoosePacking,
         page_size: int | None = None,
         incompressible: frozenset[MatrixAxes] = frozenset(),
+        choose_kept: ChooseKept = lambda _: (),
     ) -> None:
         self.architecture = architecture
         self._config, self._device, self._choose_packing, self._page_size = config, device, choose_packing, page_size
-        self._incompressible = incompressible
+        self._incompressible, self._choose_kept = incompressible, choose_kept
         self._templates: dict[tuple[ArchitectureConfig, ModelWeightFormat], ModelTemplate] = {}
         self._formats: dict[tuple[tuple[int, int], ...], tuple[ModelTemplate, tuple[str, ...]]] = {}
         self._sharded: dict[tuple[ModelWeightFormat, int, int], ShardedModel | ValueError] = {}
@@ -218,8 +221,23 @@ class Placer:
         if sizes not in self._formats:
             meshes = [(_mesh(tp), rules_for("decode", ep)) for tp, ep in sizes]
             template = lay_out(self._build, self._config, self._device.platform, meshes, incompressible=self._incompressible)
+            template = self._with_kept(template, sizes)
             self._formats[sizes] = self._with_experts(template, [tp // ep for tp, ep in sizes])
         return self._formats[sizes]
+
+    def _with_kept(self, template: ModelTemplate, sizes: tuple[tuple[int, int], ...]) -> ModelTemplate:
+        """The template with matrices in the checkpoint's format, where these stages can split them."""
+        weight_format = replace(template.weight_format, kept=self._choose_kept(template))
+        if not weight_format.kept:
+            return template
+        dropped = frozenset[str]().union(
+            *(
+                undivided(self._template(tp, weight_format, template.activation_dtype), _mesh(tp), rules_for("decode", ep))
+                for tp, ep in sizes
+            )
+        )
+        kept = tuple((name, of_one) for name, of_one in weight_format.kept if name not in dropped)
+        return self._template(1, replace(weight_format, kept=kept), template.activation_dtype)
 
     def _with_experts(self, template: ModelTemplate, num_devices: Sequence[int]) -> tuple[ModelTemplate, tuple[str, ...]]:
         """The template with experts in the checkpoint's format where possible, and their best kernels. `num_devices`:

@@ -17,6 +17,7 @@ from jaxtyping import Array
 
 from jaxinfer.architecture.head_layout import HeadLayout
 from jaxinfer.architecture.model_config import ArchitectureConfig
+from jaxinfer.weights.formats.gguf_blocks import GgufBlocks
 from jaxinfer.weights.formats.plain import AsStored, Plain
 from jaxinfer.weights.formats.registry import EXPERT_FORMATS
 from jaxinfer.weights.formats.weight_format import MatrixAxes, MisfitError, ModelWeightFormat, WeightFormat
@@ -47,6 +48,7 @@ class Conversion:
             weight_format = ModelWeightFormat(
                 AsStored(loaded_type, matrices) if as_stored else Plain(loaded_type),
                 experts=replace(self._weight_format.experts, dtype=self._weight_format.expert_dtype),
+                kept=tuple((name, blocks.as_stored) for name, blocks in self._weight_format.kept if isinstance(blocks, GgufBlocks)),
             )
         if (config, weight_format) != (template.config, template.weight_format):
             self.plain = template_of(
@@ -68,6 +70,10 @@ class Conversion:
         target, _ = self._target_of[leaf.name]
         return target.matrix_axes if self._as_stored else None
 
+    def is_of_blocks(self, leaf: Leaf) -> bool:
+        """Of a leaf of `plain`: whether it is loaded as the blocks that its tensors are stored in."""
+        return isinstance(self._target_of[leaf.name][0].weight_format, GgufBlocks)
+
     def convert(self, name: str, array: Array) -> dict[str, Array]:
         """A loaded array in the template's format, by the names of its leaves. What belongs to a stack is put there and
         left out: it is in memory twice for a moment only."""
@@ -87,8 +93,9 @@ class Conversion:
                 return {name: _spreader(axes, heads, leaf.dtype, target.sharding.spec)(array)}
             assert leaf.matrix_axes is not None
             outputs, inputs = leaf.matrix_axes.outputs, leaf.matrix_axes.inputs
-            # Permutation of the loaded matrix's dimensions: outputs first.
-            order = tuple(axes.index(axis) for axis, _ in (*outputs, *inputs))
+            # Permutation of the loaded matrix's dimensions: outputs first, as blocks have them.
+            is_of_blocks = isinstance(leaf.weight_format, GgufBlocks)
+            order = tuple(range(array.ndim) if is_of_blocks else (axes.index(axis) for axis, _ in (*outputs, *inputs)))
             names = [name + of_matrix.suffix for of_matrix in leaf.weight_format.leaves(leaf.matrix_axes)]
             targets = [self._target_of[name] for name in names]
             specs = tuple(PartitionSpec(*target.sharding.spec[leaf.is_stack :]) for leaf, target in targets)

@@ -46,7 +46,10 @@ def dequantised(template: Template[Any], source: TensorSource) -> dict[str, int]
     weight_map = template.model.weight_map
     names = weight_map.names_in(source.names())
     # Scales belong to their matrices.
-    of_leaves = [(path, leaf) for leaf in template.leaves if leaf.part is None and not leaf.is_companion for path in leaf.paths]
+    kept = dict(template.weight_format.kept)
+    of_leaves = [
+        (path, leaf) for leaf in template.leaves if leaf.part is None and not leaf.is_companion for path in leaf.paths if path not in kept
+    ]
     tensors = {name for path, leaf in of_leaves for name in _tensors(weight_map.find(path), leaf)}
     # Missing tensors are reported elsewhere, before anything is loaded.
     formats = Counter(source.stored(names[name]).format for name in tensors if name in names)

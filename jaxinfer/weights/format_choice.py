@@ -75,7 +75,7 @@ def choose_formats(config: ModelConfig, platform: str, *, keeps_types: bool = Fa
     name, _ = compute_type(config, platform)
     if config.weights == "lossless" and not keeps_types:
         return ModelWeightFormat(_lossless(name, config.matmul_backend, platform)), jnp.dtype("float32")
-    named = "plain" if keeps_types or config.weights == "auto" else config.weights
+    named = "plain" if keeps_types or config.weights in ("auto", "dequantised") else config.weights
     matrices: WeightFormat = WEIGHT_FORMATS[named](jnp.dtype(name))
     packed = Packed(matrices.dtype)
     against = packed.unsupported_reason(platform) or (None if packed.unpacked == matrices else f"it packs no {named} matrices")

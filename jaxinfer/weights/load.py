@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from checkpoints.loader import check, load
-from checkpoints.source import TensorSource
+from checkpoints.source import TensorSource, last_word
 from checkpoints.weight_map import WeightMap
 from jaxinfer.architecture.model_config import ArchitectureConfig
 from jaxinfer.weights.conversion import Conversion
@@ -41,6 +41,10 @@ def load_weights(template: Template[Any], source: TensorSource, mesh: Mesh, rule
             weight_map = _with_part(weight_map, leaf.name, leaf.part)
         elif axes := conversion.outputs_first(leaf):
             weight_map = _outputs_first(weight_map, leaf.name, axes)
+            if conversion.is_of_blocks(leaf):
+                found = weight_map.find(leaf.name)
+                blocks = replace(found, part=last_word(found.tensors[0]))
+                weight_map = replace(weight_map, weights={**weight_map.weights, leaf.name: blocks})
     names = [leaf.name for leaf in conversion.plain.leaves]
     loaded = load(
         source,

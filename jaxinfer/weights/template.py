@@ -17,6 +17,7 @@ from jaxinfer.architecture.encoder_config import EncoderConfig
 from jaxinfer.architecture.head_layout import HeadLayout
 from jaxinfer.architecture.model_config import ArchitectureConfig
 from jaxinfer.kv_cache.spec import LayerGroups
+from jaxinfer.layers.matrices import keep_formats
 from jaxinfer.models.base import CausalLM, ModelSlice
 from jaxinfer.models.registry import model_class
 from jaxinfer.weights.formats.weight_format import MatrixAxes, ModelWeightFormat, StackedMatrix, WeightFormat
@@ -186,7 +187,9 @@ def _template_of(
     part: ModelSlice | None,
     has_unread: bool,
 ) -> Template[Any]:
-    graph, state = nnx.split(model(config, weight_format, activation_dtype))
+    module = model(config, weight_format, activation_dtype)
+    keep_formats(module, dict(weight_format.kept))
+    graph, state = nnx.split(module)
     parameters, structure = jax.tree.flatten_with_path(state)
     metadata = dict(nnx.to_flat_state(state))
     names = [".".join(str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey)) for path, _ in parameters]

@@ -70,7 +70,7 @@ def read_blocks(kind: BlockType, stored: UInt8[Array, "... B"]) -> Blocks:
     """The contents of a file's blocks."""
     if kind.name == "Q6_K":
         low, high, factors, scale = jnp.split(stored, (128, 192, 208), axis=-1)
-        # of each half of the block 64 bytes of lower nibbles, then the upper ones; 32 bytes with two bits for each quarter
+        # of each half of the block: 64 bytes of lower nibbles, then upper ones; 32 bytes of two bits, for each quarter
         low = _nibbles(low.reshape(*low.shape[:-1], 2, 64))
         high = _fields(high.reshape(*high.shape[:-1], 2, 32), 2)
         codes = (low | high << 4).reshape(*stored.shape[:-1], 256)
@@ -78,10 +78,10 @@ def read_blocks(kind: BlockType, stored: UInt8[Array, "... B"]) -> Blocks:
     if kind.has_factors:
         scales, minima, packed, rest = jnp.split(stored, (2, 4, 16), axis=-1)
         rest = rest.reshape(*rest.shape[:-1], -1, 32)
-        high, low = (rest[..., :1, :], rest[..., 1:, :]) if kind.bits == 5 else (None, rest)
+        low = rest[..., 1:, :] if kind.bits == 5 else rest
         codes = _nibbles(low).reshape(*low.shape[:-2], 8, 32)
-        if high is not None:
-            codes |= _fields(high[..., 0, :], 1).reshape(codes.shape) << 4
+        if kind.bits == 5:
+            codes |= _fields(rest[..., 0, :], 1).reshape(codes.shape) << 4
         factors, minimum_factors = _factors(packed)
         return Blocks(codes.reshape(*stored.shape[:-1], 256), _half(scales), _half(minima), factors, minimum_factors)
     scale, rest = _half(stored[..., :2]), stored[..., 2:]
@@ -90,12 +90,11 @@ def read_blocks(kind: BlockType, stored: UInt8[Array, "... B"]) -> Blocks:
         minimum, rest = _half(rest[..., :2]), rest[..., 2:]
     if kind.bits == 8:
         return Blocks(rest, scale)
-    high = None
-    if kind.bits == 5:
-        high, rest = rest[..., :4], rest[..., 4:]
-    codes = _nibbles(rest)
-    if high is not None:
-        codes |= ((high[..., None] >> jnp.arange(8, dtype=jnp.uint8)) & 1).reshape(codes.shape) << 4
+    if kind.bits == 4:
+        return Blocks(_nibbles(rest), scale, minimum)
+    high, low = rest[..., :4], rest[..., 4:]
+    codes = _nibbles(low)
+    codes |= ((high[..., None] >> jnp.arange(8, dtype=jnp.uint8)) & 1).reshape(codes.shape) << 4
     return Blocks(codes, scale, minimum)
 
 

@@ -4,8 +4,8 @@ Its outputs are cut into panels of 16. A panel holds the blocks of its 16 output
 
     scales     float16[16]; and float16[16] minima, for types that have them
     factors    uint8[groups, 16]; and those of the minima
-    a group    uint32[16] each: four bits of 8 values of each output; then, for 5 and 6 bits, the upper ones of 32 or 16.
-               For 8 bits, uint32[16] of 4 values
+    a group    uint32[16] each: four bits of 8 values of each output; then, for 5 and 6 bits, the upper ones of 32 or
+               16. For 8 bits, uint32[16] of 4 values
 
 Of the values of such a word each pair 2p, 2p + 1 has its bits in the lower half and in the upper half, at the same
 place, the first pair's lowest. So one shift finds two values as a bfloat16 product takes them.
@@ -74,23 +74,19 @@ def pack(kind: BlockType, stored: UInt8[Array, "*O_and_K B"], output_axes: int =
 def unpack(kind: BlockType, tiles: UInt8[Array, "*P K C"]) -> Float32[Array, "*O I"]:
     """The values, with flat inputs, of tiles with one axis of these."""
     *panels, _, _ = tiles.shape
-    values = jnp.moveaxis(_values(kind, _contents(kind, tiles, None)), -2, -3)  # [..., lane, block, value]
+    values = jnp.moveaxis(values_of(kind, _contents(kind, tiles, None)), -2, -3)  # [..., lane, block, value]
     return values.reshape(*panels[:-1], panels[-1] * LANES, -1)
 
 
 def output_values(kind: BlockType, tiles: UInt8[Array, "T K C"], lanes: Int[Array, " T"]) -> Float32[Array, "T I"]:
     """Of each of T panels all inputs of one of its 16 outputs."""
-    return _values(kind, _contents(kind, tiles, lanes)).reshape(len(tiles), -1)
-
-
-def _values(kind: BlockType, contents: Blocks) -> Float32[Array, "... V"]:
-    return values_of(kind, contents)
+    return values_of(kind, _contents(kind, tiles, lanes)).reshape(len(tiles), -1)
 
 
 def _contents(kind: BlockType, tiles: UInt8[Array, "... K C"], lanes: Int[Array, " T"] | None) -> Blocks:
     """Blocks [..., K, 16], or [T, K] of one output of each panel."""
 
-    def of_lanes(values: Shaped[Array, "... 16"]) -> Array:
+    def in_lanes(values: Shaped[Array, "... 16"]) -> Array:
         """Lanes last: the wanted one, or all, moved in front of what belongs to a block."""
         if lanes is None:
             return values
@@ -105,10 +101,10 @@ def _contents(kind: BlockType, tiles: UInt8[Array, "... K C"], lanes: Int[Array,
         return rest[..., at - size : at]
 
     def halves() -> Array:
-        return of_lanes(jax.lax.bitcast_convert_type(take(2 * LANES).reshape(*rest.shape[:-1], LANES, 2), jnp.float16))
+        return in_lanes(jax.lax.bitcast_convert_type(take(2 * LANES).reshape(*rest.shape[:-1], LANES, 2), jnp.float16))
 
     def factors() -> Array:
-        found = of_lanes(take(LANES * kind.groups).reshape(*rest.shape[:-1], kind.groups, LANES))
+        found = in_lanes(take(LANES * kind.groups).reshape(*rest.shape[:-1], kind.groups, LANES))
         return found if lanes is not None else jnp.swapaxes(found, -1, -2)
 
     scale = halves()
@@ -116,7 +112,7 @@ def _contents(kind: BlockType, tiles: UInt8[Array, "... K C"], lanes: Int[Array,
     of_scale = factors() if kind.has_factors else None
     of_minimum = factors() if kind.has_factors and kind.has_minimum else None
     of_tile = take(kind.groups * group_bytes(kind)).reshape(*rest.shape[:-1], kind.groups, -1, LANES, 4)
-    words = of_lanes(jax.lax.bitcast_convert_type(of_tile, jnp.uint32))
+    words = in_lanes(jax.lax.bitcast_convert_type(of_tile, jnp.uint32))
     words = words if lanes is not None else jnp.moveaxis(words, -1, -3)
     first, _ = words_of_group(kind)
     codes = _fields(words[..., :first], 8 if kind.bits == 8 else 4)

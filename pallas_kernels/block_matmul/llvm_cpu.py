@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Float32, Int, UInt8
 
 from pallas_kernels.block_matmul import llvm_ir
 from pallas_kernels.block_matmul.block_types import BlockType
+from pallas_kernels.block_matmul.expansion_llvm_ir import has_offset
 from pallas_kernels.block_matmul.layout import LANES
 from pallas_kernels.llvm.host import host_target, register
 from pallas_kernels.packed_matmul.llvm_ir import Kind
@@ -25,7 +26,7 @@ def block_matmul(
     number = cast(Kind, x.dtype.name)
     name = register(f"{NAME}_{kind.name}_{number}", lambda: llvm_ir.module(kind, number, host_target()))
     arguments = [x, matrices, place]
-    if llvm_ir.has_offset(kind):
+    if has_offset(kind):
         arguments.append(jnp.sum(x.astype(jnp.float32).reshape(len(x), -1, kind.group), axis=-1))
     result = jax.ShapeDtypeStruct((x.shape[0], matrices.shape[1] * LANES), jnp.float32)
     sums: Float32[Array, "T O"] = jax.ffi.ffi_call(name, result)(*arguments)

@@ -9,10 +9,9 @@ sum of the row's inputs in the group times one number, so the caller passes thes
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from pallas_kernels.block_matmul.block_types import BlockType
-from pallas_kernels.block_matmul.layout import LANES, group_bytes, header_bytes, tile_bytes, words_of_group
+from pallas_kernels.block_matmul.expansion_llvm_ir import PART_BYTES, SCALE_BYTES, NumberCode, expand, multiplied
+from pallas_kernels.block_matmul.layout import tile_bytes
 from pallas_kernels.llvm.custom_call import handler, load_data, load_dim, load_number
 from pallas_kernels.llvm.host import HostTarget
 from pallas_kernels.llvm.vectors import look_up
@@ -27,56 +26,10 @@ from pallas_kernels.packed_matmul.llvm_ir import (
     tile_table,
 )
 
-_PART_BYTES = 4096  # expanded of each panel at once
-_BYTES_AHEAD = 2048  # of each panel, from what is read to what is prefetched
-_SCALE_BYTES = 2 * 4 * LANES  # of a group: its scales, and what is added for each sum of inputs
-
-
-@dataclass(frozen=True, slots=True)
-class _Code:
-    """What to write for a type of blocks and of numbers."""
-
-    kind: BlockType
-    number: Kind  # 'bfloat16' or 'float32'
-    target: HostTarget
-
-    @property
-    def has_offset(self) -> bool:
-        return has_offset(self.kind)
-
-    @property
-    def offset(self) -> int:
-        """What expanded codes have added."""
-        return 1 << self.kind.bits if self.has_offset else 0
-
-    @property
-    def pairs(self) -> int:
-        """Of a group's values."""
-        return self.kind.group // 2
-
-    @property
-    def steps(self) -> int:
-        """Of a group: 4 bytes of inputs each."""
-        return self.pairs if self.number == "bfloat16" else self.kind.group
-
-    @property
-    def expanded_bytes(self) -> int:
-        """Of a group of a panel."""
-        return 64 * self.steps
-
-    @property
-    def groups_at_once(self) -> int:
-        return _PART_BYTES // self.expanded_bytes
-
-
-def has_offset(kind: BlockType) -> bool:
-    """Whether its product needs the sums of inputs."""
-    return kind.bits < 8 and not kind.values
-
 
 def module(kind: BlockType, number: Kind, target: HostTarget) -> str:
     """The IR of the custom call of (x, matrices, place) -> (y), or (x, matrices, place, sums) -> (y)."""
-    code, tiles = _Code(kind, number, target), tile_sizes(target)
+    code, tiles = NumberCode(kind, number, target), tile_sizes(target)
     functions = [_tile(code, rows, panels) for rows, most in tiles.items() for panels in range(1, most + 1)]
     of_type = [look_up(target)] if kind.values else []
     fused = "" if number == "float32" or not target.avx512_bf16 else _FUSED
@@ -86,7 +39,7 @@ def module(kind: BlockType, number: Kind, target: HostTarget) -> str:
             "@zeros = internal constant <16 x float> zeroinitializer",
             *of_type,
             *functions,
-            _expand(code),
+            expand(code),
             _block(code, tiles),
             plan(tiles, _PANEL),
             _chunk(code, max(tiles.values())),
@@ -98,7 +51,7 @@ def module(kind: BlockType, number: Kind, target: HostTarget) -> str:
 _FUSED = "\ndeclare <16 x float> @llvm.fmuladd.v16f32(<16 x float>, <16 x float>, <16 x float>)"
 
 
-def _tile(code: _Code, rows: int, panels: int) -> str:
+def _tile(code: NumberCode, rows: int, panels: int) -> str:
     """y[rows, panels * 16] += x[rows, some groups] times what is expanded of the panels; = where it is first."""
     cells = [(i, j) for i in range(rows) for j in range(panels)]
     lines = [
@@ -125,7 +78,7 @@ def _tile(code: _Code, rows: int, panels: int) -> str:
         lines += multiply_add(code.number, code.target, i, j)
     lines += [" %next = add i64 %k, 1", f" %more = icmp ult i64 %next, {code.steps}", " br i1 %more, label %loop, label %group_end"]
     lines += ["group_end:", " %is_not_first = icmp ne i64 %g, 0", " %adds = select i1 %is_first, i1 %is_not_first, i1 true"]
-    lines += [f" %g_scale = mul i64 %g, {_SCALE_BYTES}", " %g_sum = shl i64 %g, 2"]
+    lines += [f" %g_scale = mul i64 %g, {SCALE_BYTES}", " %g_sum = shl i64 %g, 2"]
     for j in range(panels):
         lines += [f" %at_s{j} = getelementptr i8, ptr %scales{j}, i64 %g_scale", f" %s{j} = load <16 x float>, ptr %at_s{j}, align 64"]
         if code.has_offset:
@@ -136,12 +89,12 @@ def _tile(code: _Code, rows: int, panels: int) -> str:
     for i, j in cells:
         cell, product = f"{i}_{j}", f"%scaled{i}_{j}"
         lines += [
-            f" %at_before{cell} = select i1 %adds, ptr %at_y{cell}, ptr @zeros",  # y may be memory that was never touched
+            f" %at_before{cell} = select i1 %adds, ptr %at_y{cell}, ptr @zeros",  # y may never have been touched
             f" %before{cell} = load <16 x float>, ptr %at_before{cell}, align 4",
-            f" {product} = {_multiplied(f'%new{cell}', f'%s{j}', f'%before{cell}')}",
+            f" {product} = {multiplied(f'%new{cell}', f'%s{j}', f'%before{cell}')}",
         ]
         if code.has_offset:
-            lines += [f" %whole{cell} = {_multiplied(f'%t{i}', f'%c{j}', product)}"]
+            lines += [f" %whole{cell} = {multiplied(f'%t{i}', f'%c{j}', product)}"]
             product = f"%whole{cell}"
         lines += [f" store <16 x float> {product}, ptr %at_y{cell}, align 4"]
     lines += [" %g_next = add i64 %g, 1", " %more_groups = icmp ult i64 %g_next, %groups", " br i1 %more_groups, label %group, label %end"]
@@ -156,195 +109,7 @@ def _repeated(name: str, at: str, of_type: str) -> list[str]:
     ]
 
 
-def _multiplied(a: str, b: str, c: str) -> str:
-    return f"call <16 x float> @llvm.fmuladd.v16f32(<16 x float> {a}, <16 x float> {b}, <16 x float> {c})"
-
-
-def _expand(code: _Code) -> str:
-    """Some groups of a panel: the numbers that codes stand for, step by step, and scales."""
-    kind = code.kind
-    return f"""
-define internal void @expand(ptr %panel, i64 %from, i64 %count, ptr %out, ptr %out_scales) {{
-entry:
-  br label %group
-group:
-  %k = phi i64 [0, %entry], [%k_next, %group]
-  %g = add i64 %from, %k
-  %tile = udiv i64 %g, {kind.groups}
-  %sub = urem i64 %g, {kind.groups}
-  %tile_off = mul i64 %tile, {tile_bytes(kind)}
-  %at_tile = getelementptr i8, ptr %panel, i64 %tile_off
-  %codes_off0 = mul i64 %sub, {group_bytes(kind)}
-  %codes_off = add i64 %codes_off0, {header_bytes(kind)}
-  %at_codes = getelementptr i8, ptr %at_tile, i64 %codes_off
-{_prefetches(code)}
-  %scales_off = mul i64 %k, {_SCALE_BYTES}
-  %at_scales = getelementptr i8, ptr %out_scales, i64 %scales_off
-{_scales(code)}
-  %out_off = mul i64 %k, {code.expanded_bytes}
-  %at_out = getelementptr i8, ptr %out, i64 %out_off
-{_numbers(code)}
-  %k_next = add i64 %k, 1
-  %more = icmp ult i64 %k_next, %count
-  br i1 %more, label %group, label %end
-end:
-  ret void
-}}"""
-
-
-def _prefetches(code: _Code) -> str:
-    size = group_bytes(code.kind) + header_bytes(code.kind) // code.kind.groups
-    lines = []
-    for number, at in enumerate(range(0, size, 64)):
-        lines += [
-            f"  %ahead{number} = getelementptr i8, ptr %at_codes, i64 {_BYTES_AHEAD + at}",
-            f"  call void @llvm.prefetch.p0(ptr %ahead{number}, i32 0, i32 3, i32 1)",
-        ]
-    return "\n".join(lines)
-
-
-def _scales(code: _Code) -> str:
-    kind = code.kind
-    of_halves = 2 * LANES * (1 + kind.has_minimum)
-    lines = ["  %d16 = load <16 x half>, ptr %at_tile, align 1", "  %d = fpext <16 x half> %d16 to <16 x float>"]
-    if kind.has_minimum:
-        lines += [
-            f"  %at_m = getelementptr i8, ptr %at_tile, i64 {2 * LANES}",
-            "  %m16 = load <16 x half>, ptr %at_m, align 1",
-            "  %m = fpext <16 x half> %m16 to <16 x float>",
-        ]
-    scale, minimum = "%d", "%m"
-    if kind.has_factors:
-        lines += [f"  %f_off0 = mul i64 %sub, {LANES}", *_factor("f", of_halves, "sitofp" if kind.zero else "uitofp")]
-        lines += ["  %s = fmul <16 x float> %d, %f"]
-        scale = "%s"
-        if kind.has_minimum:
-            lines += [f"  %fm_off0 = mul i64 %sub, {LANES}", *_factor("fm", of_halves + LANES * kind.groups, "uitofp")]
-            lines += ["  %positive = fmul <16 x float> %m, %fm", "  %less = fneg <16 x float> %positive"]
-            minimum = "%less"
-    lines += [f"  store <16 x float> {scale}, ptr %at_scales, align 64"]
-    if code.has_offset:
-        added = f"splat (float {float(-(code.offset + kind.zero))})"
-        lines += [f"  %c = {_multiplied(scale, added, minimum if kind.has_minimum else 'zeroinitializer')}"]
-        lines += ["  %at_c = getelementptr i8, ptr %at_scales, i64 64", "  store <16 x float> %c, ptr %at_c, align 64"]
-    return "\n".join(lines)
-
-
-def _factor(name: str, offset: int, to_float: str) -> list[str]:
-    return [
-        f"  %{name}_off = add i64 %{name}_off0, {offset}",
-        f"  %at_{name} = getelementptr i8, ptr %at_tile, i64 %{name}_off",
-        f"  %{name}8 = load <16 x i8>, ptr %at_{name}, align 1",
-        f"  %{name} = {to_float} <16 x i8> %{name}8 to <16 x float>",
-    ]
-
-
-def _numbers(code: _Code) -> str:
-    kind = code.kind
-    first, second = words_of_group(kind)
-    lines = [f"  ; codes of {kind.name}"]
-    for word in range(first + second):
-        lines += [
-            f"  %at_w{word} = getelementptr i8, ptr %at_codes, i64 {4 * LANES * word}",
-            f"  %w{word} = load <16 x i32>, ptr %at_w{word}, align 1",
-        ]
-    for pair in range(code.pairs):
-        lines += _signed_pair(pair) if kind.bits == 8 else _looked_up_pair(kind, pair) if kind.values else _offset_pair(code, pair)
-        if code.number == "bfloat16":
-            lines += [
-                f"  %at_p{pair} = getelementptr i8, ptr %at_out, i64 {64 * pair}",
-                f"  store <16 x i32> %p{pair}, ptr %at_p{pair}, align 64",
-            ]
-        else:
-            for half, operation in enumerate(("shl <16 x i32> {}, splat (i32 16)", "and <16 x i32> {}, splat (i32 -65536)")):
-                lines += [
-                    f"  %p{pair}_{half} = {operation.format(f'%p{pair}')}",
-                    f"  %at_p{pair}_{half} = getelementptr i8, ptr %at_out, i64 {64 * (2 * pair + half)}",
-                    f"  store <16 x i32> %p{pair}_{half}, ptr %at_p{pair}_{half}, align 64",
-                ]
-    return "\n".join(lines)
-
-
-def _shifted(name: str, value: str, left: int) -> str:
-    return f"  %{name} = {'shl' if left >= 0 else 'lshr'} <16 x i32> {value}, splat (i32 {abs(left)})"
-
-
-def _twice(bits: int) -> int:
-    """The same 16 bits in both halves of a signed 32-bit integer."""
-    both = bits << 16 | bits
-    return both - (1 << 32) if both >> 31 else both
-
-
-def _offset_pair(code: _Code, pair: int) -> list[str]:
-    """%p: 2 ** bits plus each code."""
-    kind = code.kind
-    lowest = 7 - kind.bits  # of the mantissa, where a unit lies
-    word, place = divmod(pair, 4)
-    lines = [
-        _shifted(f"low{pair}", f"%w{word}", lowest - 4 * place),
-        f"  %lowest{pair} = and <16 x i32> %low{pair}, splat (i32 {_twice(15 << lowest)})",
-    ]
-    found = f"%lowest{pair}"
-    if more := kind.bits - 4:
-        first, _ = words_of_group(kind)
-        of_word = 16 // more
-        word, place = first + pair // of_word, pair % of_word
-        lines += [
-            _shifted(f"high{pair}", f"%w{word}", lowest + 4 - more * place),
-            f"  %highest{pair} = and <16 x i32> %high{pair}, splat (i32 {_twice((1 << more) - 1 << lowest + 4)})",
-            f"  %both{pair} = or <16 x i32> {found}, %highest{pair}",
-        ]
-        found = f"%both{pair}"
-    exponent = _twice(127 + kind.bits << 7)
-    return [*lines, f"  %p{pair} = or <16 x i32> {found}, splat (i32 {exponent})"]
-
-
-def _signed_pair(pair: int) -> list[str]:
-    """%p: codes of 8 bits, which bfloat16 holds."""
-    word, place = divmod(pair, 2)
-    lines = []
-    for half in range(2):
-        name = f"{pair}_{half}h"
-        lines += [
-            f"  %up{name} = shl <16 x i32> %w{word}, splat (i32 {24 - 8 * place - 16 * half})",
-            f"  %code{name} = ashr <16 x i32> %up{name}, splat (i32 24)",
-            f"  %float{name} = sitofp <16 x i32> %code{name} to <16 x float>",
-            f"  %bits{name} = bitcast <16 x float> %float{name} to <16 x i32>",
-        ]
-    return [
-        *lines,
-        f"  %lower{pair} = lshr <16 x i32> %bits{pair}_0h, splat (i32 16)",
-        f"  %p{pair} = or <16 x i32> %lower{pair}, %bits{pair}_1h",
-    ]
-
-
-def _looked_up_pair(kind: BlockType, pair: int) -> list[str]:
-    """%p: what the codes stand for; the lower and the upper bytes of their bfloat16 are looked up."""
-    word, place = divmod(pair, 4)
-    tops = [_bfloat16_bits(value) for value in kind.values]
-    lower, upper = (", ".join(f"i8 {top >> shift & 255}" for _ in range(4) for top in tops) for shift in (0, 8))
-    return [
-        f"  %down{pair} = lshr <16 x i32> %w{word}, splat (i32 {4 * place})",
-        f"  %codes{pair} = and <16 x i32> %down{pair}, splat (i32 {_twice(15)})",
-        f"  %places{pair} = bitcast <16 x i32> %codes{pair} to <64 x i8>",
-        f"  %lower8{pair} = call <64 x i8> @look_up(<64 x i8> <{lower}>, <64 x i8> %places{pair})",
-        f"  %upper8{pair} = call <64 x i8> @look_up(<64 x i8> <{upper}>, <64 x i8> %places{pair})",
-        f"  %lower{pair} = bitcast <64 x i8> %lower8{pair} to <16 x i32>",
-        f"  %upper{pair} = bitcast <64 x i8> %upper8{pair} to <16 x i32>",
-        f"  %lower_only{pair} = and <16 x i32> %lower{pair}, splat (i32 {_twice(255)})",
-        f"  %upper_only{pair} = and <16 x i32> %upper{pair}, splat (i32 {_twice(255)})",
-        f"  %raised{pair} = shl <16 x i32> %upper_only{pair}, splat (i32 8)",
-        f"  %p{pair} = or <16 x i32> %lower_only{pair}, %raised{pair}",
-    ]
-
-
-def _bfloat16_bits(value: int) -> int:
-    """Of an integer of at most 8 bits."""
-    power = abs(value).bit_length() - 1
-    return (value < 0) << 15 | 127 + power << 7 | (abs(value) << 7 - power) - 128
-
-
-def _block(code: _Code, tiles: dict[int, int]) -> str:
+def _block(code: NumberCode, tiles: dict[int, int]) -> str:
     """y[rows, panels * 16] = x times the panels: some panels by some groups at a time, expanded once for all rows."""
     kind, widest = code.kind, max(tiles.values())
     return f"""
@@ -378,9 +143,9 @@ unpack:
   %u = phi i64 [0, %part], [%u_next, %unpack]
   %u_off = mul i64 %u, %w_panel
   %w_u = getelementptr i8, ptr %w_p, i64 %u_off
-  %out_off = mul i64 %u, {_PART_BYTES}
+  %out_off = mul i64 %u, {PART_BYTES}
   %out = getelementptr i8, ptr %expanded, i64 %out_off
-  %scale_off = mul i64 %u, {code.groups_at_once * _SCALE_BYTES}
+  %scale_off = mul i64 %u, {code.groups_at_once * SCALE_BYTES}
   %out_scale = getelementptr i8, ptr %scales, i64 %scale_off
   call void @expand(ptr %w_u, i64 %from, i64 %count, ptr %out, ptr %out_scale)
   %u_next = add i64 %u, 1
@@ -402,9 +167,9 @@ tile:
   %sums_r = getelementptr i8, ptr %sums_s, i64 %sums_off
   %y_r_off = mul i64 %r, %y_row
   %y_r = getelementptr i8, ptr %y_p, i64 %y_r_off
-  call void %function(ptr %x_r, i64 %count, ptr %expanded, ptr %y_r, i64 %outputs, ptr %scales, ptr %sums_r, i64 %x_row, i64 {_PART_BYTES}, i64 {
-        code.groups_at_once * _SCALE_BYTES
-    }, i64 %sums_row, i1 %is_first)
+  call void %function(ptr %x_r, i64 %count, ptr %expanded, ptr %y_r, i64 %outputs, ptr %scales, ptr %sums_r, i64 %x_row, i64 {
+        PART_BYTES
+    }, i64 {code.groups_at_once * SCALE_BYTES}, i64 %sums_row, i1 %is_first)
   %r_next = add i64 %r, %tile_rows
   %more_rows = icmp ult i64 %r_next, %rows
   br i1 %more_rows, label %tile, label %part_end
@@ -426,7 +191,7 @@ _PANEL = f"""{load_dim("segments", 1, 2)}
   %panel = mul i64 %segments, %bytes"""
 
 
-def _chunk(code: _Code, most_panels: int) -> str:
+def _chunk(code: NumberCode, most_panels: int) -> str:
     sums = (
         f"""
 {load_data("all_sums", 3)}
@@ -471,8 +236,8 @@ define internal void @chunk(ptr %job, i64 %c) {{
   %y_column = shl i64 %first, 4
   %y_place = add i64 %y_row, %y_column
   %y_c = getelementptr i32, ptr %y, i64 %y_place
-  %expanded = alloca [{most_panels * _PART_BYTES} x i8], align 64
-  %scales = alloca [{most_panels * code.groups_at_once * _SCALE_BYTES} x i8], align 64
+  %expanded = alloca [{most_panels * PART_BYTES} x i8], align 64
+  %scales = alloca [{most_panels * code.groups_at_once * SCALE_BYTES} x i8], align 64
   call void @block(ptr %x_c, i64 %rows_here, i64 %segments, ptr %w_c, ptr %y_c, i64 %outputs, i64 %panels_here, ptr %sums, ptr %expanded, ptr %scales)
   ret void
 }}"""

@@ -25,7 +25,15 @@ def module(target: HostTarget) -> str:
     tiles = tile_sizes(target)
     functions = [tile("bfloat16", target, rows, panels, goes_on=True) for rows, most in tiles.items() for panels in range(1, most + 1)]
     kernel = "\n".join(
-        [declarations("bfloat16", target), *functions, look_up(target), _EXPAND, _block(tiles), plan(tiles, PANEL), _chunk(max(tiles.values()))]
+        [
+            declarations("bfloat16", target),
+            *functions,
+            look_up(target),
+            _EXPAND,
+            _block(tiles),
+            plan(tiles, PANEL),
+            _chunk(max(tiles.values())),
+        ]
     )
     return handler(target, 3, 1, kernel)
 

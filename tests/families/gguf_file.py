@@ -10,14 +10,21 @@ from typing import Any
 
 import gguf
 import numpy as np
+from gguf.quants import quantize
 
 from tests import tiny_model
 
 _EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(\w+)$")
 
 
-def write(path: Path, architecture: gguf.MODEL_ARCH, config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> Path:
-    """`config` and `tensors` as Hugging Face has them."""
+def write(
+    path: Path,
+    architecture: gguf.MODEL_ARCH,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, np.ndarray],
+    types: Mapping[str, gguf.GGMLQuantizationType] | None = None,
+) -> Path:
+    """`config` and `tensors` as Hugging Face has them. `types`: of tensors, by a part of their names; others are as given."""
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
@@ -49,7 +56,11 @@ def write(path: Path, architecture: gguf.MODEL_ARCH, config: Mapping[str, Any], 
     for name, values in _stacked(tensors).items():
         stem, _, kind = name.rpartition(".")
         is_shifted = architecture is gguf.MODEL_ARCH.GEMMA3 and stem.endswith("norm")
-        writer.add_tensor(f"{names.get_name(stem)}.{kind}", values + 1 if is_shifted else values)
+        type_ = next((of_name for part, of_name in (types or {}).items() if part in name), None)
+        if type_ is None or values.ndim != 2:
+            writer.add_tensor(f"{names.get_name(stem)}.{kind}", values + 1 if is_shifted else values)
+        else:
+            writer.add_tensor(f"{names.get_name(stem)}.{kind}", quantize(values, type_), raw_dtype=type_)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -5,6 +5,7 @@ A format is a file beside this one with a frozen class, and an entry in `registr
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -159,6 +160,7 @@ class ModelWeightFormat:
 
     matrices: WeightFormat
     experts: ExpertFormat = ExpertFormat()
+    kept: tuple[tuple[str, WeightFormat], ...] = ()  # by name, matrices in another format: that of their checkpoint
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -175,4 +177,5 @@ class ModelWeightFormat:
 
     def __str__(self) -> str:
         experts = "" if self.experts == ExpertFormat() else f", experts {self.experts}"
-        return f"{self.matrices}{experts}"
+        kept = Counter(str(of_one) for _, of_one in self.kept)
+        return f"{self.matrices}{''.join(f', {count} as {name}' for name, count in sorted(kept.items()))}{experts}"
