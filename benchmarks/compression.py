@@ -79,10 +79,11 @@ def products(of_stacks: tuple[list[jax.Array], list[jax.Array]], num_rows: int, 
     return in_turns(partial(seconds, ways[0]), partial(seconds, ways[1]), rounds)
 
 
-def engines(model: str) -> list[LLM]:
+def engines(model: str, ways: Sequence[str]) -> list[LLM]:
+    """One for each of these `weights`."""
     settings: dict[str, Any] = {"dtype": "bfloat16", "kv_memory": "256MiB", "max_batch_size": max(BATCHES), "decode_buckets": BATCHES}
     settings |= {"max_model_len": 1024, "prefill_buckets": (16, 512), "prefill_chunk_size": 512}
-    return [LLM(model, weights=weights, **settings) for weights in ("auto", "lossless")]
+    return [LLM(model, weights=weights, **settings) for weights in ways]
 
 
 def generation(llm: LLM, batch: int, prompt: int, new_tokens: int) -> float:
@@ -94,16 +95,13 @@ def generation(llm: LLM, batch: int, prompt: int, new_tokens: int) -> float:
     return time.perf_counter() - began
 
 
-def whole_engine(model: str, rounds: int) -> Iterator[tuple[str, Ratios]]:
-    """Decode at each batch size, and prefill of 512 tokens."""
-    llms = engines(model)
+def whole_engine(llms: Sequence[LLM], rounds: int) -> Iterator[tuple[str, Ratios]]:
+    """Two engines: decode at each batch size, and prefill of 512 tokens."""
     for batch in BATCHES:
         ways = [partial(generation, llm, batch, PROMPT, NEW_TOKENS) for llm in llms]
         yield f"decode, batch {batch}", in_turns(ways[0], ways[1], rounds)
     ways = [partial(generation, llm, 1, 512, 1) for llm in llms]
     yield "prefill of 512 tokens", in_turns(ways[0], ways[1], rounds)
-    for llm in llms:
-        llm.close()
 
 
 def real_weights(source: TensorSource) -> tuple[int, int]:
@@ -171,8 +169,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console.print(table)
     del of_stacks
     table = Table(options.model, *columns, title="the engine, host work and all")
-    for name, found in whole_engine(options.model, options.rounds):
+    llms = engines(options.model, ("dequantised", "lossless"))
+    for name, found in whole_engine(llms, options.rounds):
         table.add_row(name, *row(found))
+    for llm in llms:
+        llm.close()
     console.print(table)
     table = Table("weights", "bfloat16, MB", "lossless, MB", "saved", "bits a weight", title="in memory")
     for model in (options.model, *options.also):
