@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from typing import Any, overload
 
@@ -47,6 +47,22 @@ class AsyncLLM:
         """See `LLM.close`."""
         if self._is_owner:
             await asyncio.to_thread(self.llm.close)
+
+    async def update_params(self, params: Mapping[str, Any]) -> int:
+        """See `Engine.update_params`."""
+        return await asyncio.to_thread(self.llm.update_params, params)
+
+    async def update_weights(self, model: str) -> int:
+        """See `Engine.update_weights`."""
+        return await asyncio.to_thread(self.llm.update_weights, model)
+
+    async def sleep(self, level: int = 1) -> None:
+        """See `Engine.sleep`."""
+        await asyncio.to_thread(self.llm.sleep, level)
+
+    async def wake(self) -> None:
+        """End `sleep`."""
+        await asyncio.to_thread(self.llm.wake)
 
     async def generate(
         self, prompts: PromptInput | Iterable[PromptInput], params: SamplingParams | Iterable[SamplingParams] | None = None

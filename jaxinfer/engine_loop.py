@@ -127,12 +127,12 @@ class EngineLoop:
                 with suppress(EngineClosedError, EngineFailedError):
                     self.call(lambda: None)
 
-    def call(self, function: Callable[[], T]) -> T:
+    def call(self, function: Callable[[], T], *, is_long: bool = False) -> T:
         """Run a function in the engine's thread between two steps; returns its result. Raises what it raises, or as
-        `check` does."""
+        `check` does. `is_long`: it may take minutes, and `heartbeat` is not to tell of an engine that hangs."""
         self.check()
         result: Future[T] = Future()
-        self._send(RunFunction(function, result))
+        self._send(RunFunction(function, result, is_long))
         try:
             return result.result()
         except BaseException:

@@ -70,6 +70,7 @@ class AbortRequests:
 class RunFunction:
     function: Callable[[], Any]
     result: Future[Any]
+    is_long: bool = False  # it may take minutes, and then the engine doesn't hang
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,11 +213,15 @@ class EngineThread:
                 self._embeddings[request_id] = listener
             case AbortRequests(request_ids):
                 self._abort(request_ids)
-            case RunFunction(function, result) if result.set_running_or_notify_cancel():
+            case RunFunction(function, result, is_long) if result.set_running_or_notify_cancel():
+                if is_long:
+                    self.heartbeat = Heartbeat(False, time.monotonic())
                 try:
                     result.set_result(function())
                 except BaseException as error:
                     result.set_exception(error)
+                if is_long:
+                    self.heartbeat = Heartbeat(True, time.monotonic())
             case StopThread(closes_engine, tells_waiting):
                 for request_id in self._requests:
                     self._engine.abort(request_id)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, overload
 
@@ -57,6 +57,22 @@ class LLM:
         """Fail unfinished calls of other threads with `EngineClosedError`; save the prefix cache to `kv_disk`, if there
         is one, which takes seconds at most. A second call does nothing."""
         self.engine_loop.close()
+
+    def update_params(self, params: Mapping[str, Any]) -> int:
+        """Serve other weights of the same model, given as arrays. See `Engine.update_params`."""
+        return self.engine_loop.call(lambda: self.engine.update_params(params), is_long=True)
+
+    def update_weights(self, model: str) -> int:
+        """Serve other weights of the same model, from a checkpoint. See `Engine.update_weights`."""
+        return self.engine_loop.call(lambda: self.engine.update_weights(model), is_long=True)
+
+    def sleep(self, level: int = 1) -> None:
+        """Give the devices' memory back for a while. See `Engine.sleep`."""
+        self.engine_loop.call(lambda: self.engine.sleep(level), is_long=True)
+
+    def wake(self) -> None:
+        """End `sleep`."""
+        self.engine_loop.call(self.engine.wake, is_long=True)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The default of `params`: `SamplingParams()` with the model's `generation_config.json` applied."""

@@ -35,8 +35,9 @@ _SHORTEST = 32  # tokens; lengths are rounded up to powers of two, so that few p
 class ReferenceForward:
     """Compiles on first use of a length; these compilations are not counted as unexpected. Any thread may call it."""
 
-    def __init__(self, stages: Sequence[tuple[ModelTemplate, Mesh]], weights: Sequence[Weights]) -> None:
-        self._stages, self._weights = tuple(stages), tuple(weights)
+    def __init__(self, stages: Sequence[tuple[ModelTemplate, Mesh]], weights: Callable[[], Sequence[Weights]]) -> None:
+        """`weights`: gives those of each stage, which may be others later."""
+        self._stages, self._weights = tuple(stages), weights
         self._programs: dict[int, list[Compiled]] = {}  # padded length -> a program a stage
         self._compiling = threading.Lock()
 
@@ -55,14 +56,14 @@ class ReferenceForward:
         return partial(self._run, self._programs[padded_length], padded)
 
     def _run(self, programs: list[Compiled], handed: Any) -> Any:
-        for (_, mesh), weights, program in zip(self._stages, self._weights, programs, strict=True):
+        for (_, mesh), weights, program in zip(self._stages, self._weights(), programs, strict=True):
             handed = program(weights, jax.device_put(handed, replicated(mesh)))
         return handed
 
     def _compile(self, padded_length: int) -> list[Compiled]:
         programs: list[Compiled] = []
         handed: Any = jax.ShapeDtypeStruct((padded_length,), np.int32)
-        for number, ((template, mesh), weights) in enumerate(zip(self._stages, self._weights, strict=True), 1):
+        for number, ((template, mesh), weights) in enumerate(zip(self._stages, self._weights(), strict=True), 1):
             of_weights = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), weights)
             like = (of_weights, jax.ShapeDtypeStruct(handed.shape, handed.dtype, sharding=replicated(mesh)))
             name = f"plain forward/{padded_length} stage {number}"

@@ -28,6 +28,9 @@ class _Sliceable(Protocol):
 TokenIds = TypeVar("TokenIds", bound=_Sliceable)  # a list, or an array, which the command line has no time to import
 
 
+MODEL_ASLEEP = "model_asleep"  # the code of such a RequestError
+
+
 class RequestError(ValueError):
     """A request that can't be served as asked. `param` names the field at fault, for OpenAI's error form."""
 

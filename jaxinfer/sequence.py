@@ -33,6 +33,7 @@ class SequenceState(enum.Enum):
     PREFILLING = enum.auto()  # holds pages of the prefill mesh
     PREFILLED = enum.auto()  # its hand-off waits for pages of the decode mesh
     RUNNING = enum.auto()  # holds a slot and pages of the decode mesh
+    PAUSED = enum.auto()  # holds nothing, while the engine's weights are changed
     FINISHED = enum.auto()
 
 

@@ -90,6 +90,8 @@ class EngineStats:
     num_compilations_after_ready: int = 0  # in the engine's steps; stays 0, since all programs are compiled before
     compute_type: str = ""  # of products, and the reason for it
     weights: str = ""  # weight format, and which tensors of the checkpoint were dequantised
+    weights_version: int = 1  # 1 until they are replaced
+    is_asleep: bool = False
     kv_tokens: int = 0  # the longest context that the decode mesh's pages hold
     # Memory in bytes by use and mesh, such as "prefill weights"
     memory: dict[str, int] = field(default_factory=dict)

@@ -4,7 +4,7 @@ many."""
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from jaxinfer.encode.text_batching import Embedded, TextReader, TokenIds
 from jaxinfer.request import DEFAULT_CONTEXT, OutputDelta, RequestContext, SamplingParams
@@ -23,6 +23,27 @@ class Overloaded(Exception):
 
 class Unavailable(Exception):
     """The backend is stopping, or has failed: it accepts no more requests; the message says why."""
+
+
+InFlight = Literal["pause", "finish"]
+
+
+class WeightControl(Protocol):
+    """The weights of an engine replaced, put to sleep and woken. `in_flight`: "finish" waits for the requests under way
+    and holds new ones back; "pause" interrupts them, and they go on afterwards. Calls wait for each other; what the
+    engine raises is raised."""
+
+    async def sleep(self, level: int, in_flight: InFlight) -> None:
+        """See `Engine.sleep`."""
+        ...
+
+    async def wake(self) -> None:
+        """See `Engine.wake`."""
+        ...
+
+    async def update_weights(self, model: str, in_flight: InFlight) -> int:
+        """See `Engine.update_weights`; returns the version."""
+        ...
 
 
 class Backend(Protocol):
@@ -69,6 +90,10 @@ class Backend(Protocol):
 
     def cluster(self) -> ClusterStats | None:
         """A router's workers; None for an engine in this process."""
+        ...
+
+    def weight_control(self) -> WeightControl | None:
+        """What replaces the weights and puts them to sleep; None for a router."""
         ...
 
     def is_ready(self) -> bool: ...

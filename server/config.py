@@ -60,6 +60,7 @@ class ServerConfig:
     max_body_size: str = _flag("4MiB", "largest request body; larger ones get 413 (a body is parsed while nothing else runs)")
     batch_dir: str | None = _flag(None, "folder for /v1/files and /v1/batches, used by one server only; default: both are off")
     max_file_size: str = _flag("200MiB", "largest upload to /v1/files")
+    weight_control: bool = _flag(False, "serve /v1/models/ID/sleep, /wake and /update_weights, for priority keys where there are some")
     strict_parameters: bool = _flag(
         False, "refuse unknown parameters and those without effect; off: those that can't change the answer are ignored and reported"
     )

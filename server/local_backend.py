@@ -13,18 +13,21 @@ from jaxinfer.engine import Engine
 from jaxinfer.engine_access import EngineClosedError
 from jaxinfer.engine_loop import EngineLoop
 from jaxinfer.engine_thread import Heartbeat, NewRequest
-from jaxinfer.request import DEFAULT_CONTEXT, OutputDelta, RequestContext, RequestError, SamplingParams
+from jaxinfer.request import DEFAULT_CONTEXT, MODEL_ASLEEP, OutputDelta, RequestContext, RequestError, SamplingParams
 from jaxinfer.segments import Prompt
 from jaxinfer.stats import EngineStats
 from server.admission import AdmissionRate
 from server.backend import Overloaded, Unavailable
 from server.logs import current_request
 from server.queue_room import WaitingRequest, has_room, has_room_for_texts
+from server.request_gate import RequestGate
 from server.tracing import begin, note_usage
+from server.weight_control import EngineWeightControl
 
 MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 120.0  # seconds
 # to embed at once: the engine's thread scans all waiting ones for each of their batches, 2 ms for that many
 MAX_TEXTS = 16_384
+ASLEEP = "the model is asleep: wake it with POST /v1/models/ID/wake"
 JOIN_TIMEOUT = 30.0  # seconds for the engine's thread to end its last step and to save its caches
 
 
@@ -44,6 +47,8 @@ class LocalBackend:
         self._unembedded: dict[str, tuple[WaitingRequest, int]] = {}  # by request id, with its number of texts
         self._embedding_pace = AdmissionRate()
         self._num_under_way = 0  # requests of both kinds
+        self._gate = RequestGate()
+        self._weight_control: EngineWeightControl | None = None
         self._is_stopping = False
         self._quiet = asyncio.Event()
         self._quiet.set()
@@ -65,7 +70,16 @@ class LocalBackend:
         heartbeat = self.heartbeat() if self._engine_loop is not None else None
         return time.monotonic() - heartbeat.finished_at if heartbeat is not None and heartbeat.is_busy else 0.0
 
+    def weight_control(self) -> EngineWeightControl:
+        """See `Backend`. After `start`."""
+        assert self._weight_control is not None
+        return self._weight_control
+
     def is_ready(self) -> bool:
+        return self._is_serving and not self._engine.stats.is_asleep
+
+    @property
+    def _is_serving(self) -> bool:
         return self._engine_loop is not None and not self._is_stopping and self.failure() is None
 
     def failure(self) -> str | None:
@@ -77,6 +91,7 @@ class LocalBackend:
         assert self._engine_loop is None, "a LocalBackend starts once"
         self._engine_loop = EngineLoop(self._engine)
         self._requests = AsyncRequests(self._engine_loop)
+        self._weight_control = EngineWeightControl(self._engine, self._engine_loop, self._gate)
 
     def abort_all(self) -> None:
         """See `Backend`. Returns at once."""
@@ -100,6 +115,8 @@ class LocalBackend:
     ) -> AsyncGenerator[OutputDelta]:
         """See `Backend`."""
         requests = self._open()
+        if self._engine.stats.is_asleep:
+            raise Unavailable(ASLEEP)
         waiting = WaitingRequest(context.tenant, context.priority)
         self._check_room(waiting)
         request = NewRequest(request_id, prompt, params, context)
@@ -110,7 +127,7 @@ class LocalBackend:
         current = current_request.get()
         span = begin("engine", "" if current is None else current.traceparent, request_id=request_id, prompt_tokens=len(prompt))
         try:
-            async with aclosing(requests.stream(request)) as deltas:
+            async with self._gate.inside(), aclosing(requests.stream(request)) as deltas:
                 async for delta in deltas:
                     if not is_admitted:
                         is_admitted = True
@@ -150,7 +167,7 @@ class LocalBackend:
             self._rest()
 
     def _open(self) -> AsyncRequests:
-        if not self.is_ready() or self._requests is None:
+        if not self._is_serving or self._requests is None:
             raise Unavailable(self.failure() or "the server is shutting down")
         return self._requests
 
@@ -186,7 +203,7 @@ class LocalBackend:
 def _error_for_caller(error: Exception) -> Exception:
     """What the HTTP front gets as a request's error."""
     if isinstance(error, RequestError) and not isinstance(error, EngineClosedError):
-        return error
+        return Unavailable(ASLEEP) if error.code == MODEL_ASLEEP else error
     return Unavailable("the server is shutting down" if isinstance(error, EngineClosedError) else _failure(error))
 
 

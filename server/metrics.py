@@ -52,6 +52,8 @@ _GAUGES = {
     "num_running": ("requests_running", "Sequences in the decode batch"),
     "load_seconds": ("load_seconds", "Seconds that loading the weights took"),
     "compile_seconds": ("compile_seconds", "Seconds that compiling the programs took"),
+    "weights_version": ("weights_version", "How often the weights were replaced, and 1"),
+    "is_asleep": ("asleep", "1 while the model sleeps, without weights on its devices"),
     "kv_tokens": ("kv_tokens", "Tokens of one context that the decode mesh's KV pages hold"),
     "peak_pages_used": ("kv_pages_peak", "Most KV pages of the decode mesh ever in use at once"),
     "num_programs": ("programs", "Compiled programs in memory"),

@@ -126,6 +126,7 @@ JAX_FREE_EXCEPT = (
     "server/local_backend.py",
     "server/inspection.py",
     "server/planning.py",
+    "server/weight_control.py",
     "server/workers/service.py",
     "server/workers/worker.py",
 )  # they hold the engine or ask a model, and name no array themselves

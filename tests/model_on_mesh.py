@@ -34,7 +34,7 @@ class OnMesh:
     pool: PagePool
 
     def plain_logits(self, token_ids: list[int]) -> np.ndarray:
-        return ReferenceForward([(self.template, self.mesh)], [self.weights]).logits(token_ids)
+        return ReferenceForward([(self.template, self.mesh)], lambda: [self.weights]).logits(token_ids)
 
     def jit(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function(model, pages, *arguments)` as a compiled function of the pages, which it may change where they lie, and the arguments, on the mesh."""

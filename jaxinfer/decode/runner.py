@@ -108,11 +108,16 @@ class DecodeRunner:
 
     def start(self, programs: dict[str, Executable], weights: StagedWeights) -> None:
         """Set the compiled programs and the weights; allocate the decode states."""
-        self._programs, self._weights = programs, weights
-        self._head_weights = self._last.template.head_weights(weights[-1])
+        self._programs = programs
+        self.set_weights(weights)
         self.loads.reset()
         self._states = [list(map(empty_state, self._abstract)) for _ in range(self.num_micro_batches)]
         self._newest = [self._to_first(states[-1].tokens) for states in self._states]
+
+    def set_weights(self, weights: StagedWeights) -> None:
+        """The weights of later steps; empty while there are none."""
+        self._weights = weights
+        self._head_weights = self._last.template.head_weights(weights[-1]) if weights else ()
 
     def assign_slot(self, slot: int, page_ids: Sequence[int]) -> None:
         """Set the page table of a slot."""

@@ -16,6 +16,7 @@ from jaxinfer.config import ConfigError, EngineConfig, ScheduleConfig, parse_byt
 from jaxinfer.decode.runner import DecodeRunner
 from jaxinfer.encode.loading import load_encoder
 from jaxinfer.engine.components import EngineComponents, Runners, TierSettings, build_roles
+from jaxinfer.engine.served_weights import ServedWeights
 from jaxinfer.engine.start_report import mesh_names, report_start
 from jaxinfer.engine.warmup import measure, warm_up
 from jaxinfer.kv_cache.pages import PagePool
@@ -30,7 +31,6 @@ from jaxinfer.models.registry import config_of
 from jaxinfer.multi_process.processes import Processes, lead
 from jaxinfer.pipeline.device_clock import DeviceClock
 from jaxinfer.pipeline.expert_loads import ExpertLoads
-from jaxinfer.pipeline.stage import StagedWeights
 from jaxinfer.pipeline.stage_clock import StageClock
 from jaxinfer.planner.engine_plan import Plan, RolePlan, make_plan
 from jaxinfer.prefill.chunk_size import ChunkSizeController
@@ -41,7 +41,7 @@ from jaxinfer.sampling_defaults import describe, read_sampling_defaults
 from jaxinfer.stats import EngineStats, ExpertLoad
 from jaxinfer.tokenizer import Tokenizer
 from jaxinfer.weights.formats.weight_format import MatrixAxes, MisfitError
-from jaxinfer.weights.load import check_tensors, load_weights, random_weights
+from jaxinfer.weights.load import check_tensors
 from pallas_kernels.span import FULL_ATTENTION
 
 logger = logging.getLogger(__name__)
@@ -108,13 +108,14 @@ def _build(config: EngineConfig, stats: EngineStats, processes: Processes, incom
     if moves_pages:
         for name, pool in _named_pools(roles, pools):
             sources += gather_programs(name, pool) + scatter_programs(name, pool)
+    weights = ServedWeights(config, plan, source, pools, stats, incompressible)
     with ThreadPoolExecutor(1, "weights") as background:
         started = time.monotonic()
-        loading = background.submit(_load, config, plan, source, pools, stats)
+        loading = background.submit(weights.load)
         with stats.start.counted("compiling", len(sources)) as compiled:
             programs = compile_programs(sources, compiled)
         stats.compile_seconds += time.monotonic() - started
-        prefill_weights, decode_weights = loading.result()
+        loading.result()
     report_start(stats, config, plan, programs, pools)
     if config.devices.profile is not None:
         programs = named(programs)
@@ -127,8 +128,8 @@ def _build(config: EngineConfig, stats: EngineStats, processes: Processes, incom
     transports: Sequence[PageTransport] = ()  # forward, reverse
     processes.compiled(_summary(plan))
     with COUNTER.compiling():  # allocating and moving pages compiles too
-        prefill_runner.start(programs, prefill_weights)
-        decode_runner.start(programs, decode_weights)
+        prefill_runner.start(programs, weights.prefill)
+        decode_runner.start(programs, weights.decode)
         warm_up(prefill_runner, decode_runner, stats.start)
         stats.start.note("measuring")
         for name, clock in zip(mesh_names(plan), stage_clocks, strict=True):
@@ -159,8 +160,9 @@ def _build(config: EngineConfig, stats: EngineStats, processes: Processes, incom
         stats.read_tiers = prefill.tiers.tiers.stats
         with COUNTER.compiling():
             prefill.tiers.warm_up()
+    weights.start(prefill_runner, decode_runner)
     processes.wait_until_built()
-    return EngineComponents(config, plan, tokenizer, prefill, decode, decode_weights, encode, processes, sampling_defaults)
+    return EngineComponents(config, plan, tokenizer, prefill, decode, weights, encode, processes, sampling_defaults)
 
 
 def split_cpu(num_devices: int | None) -> None:
@@ -245,29 +247,6 @@ def _fingerprint(config: EngineConfig, plan: Plan, source: TensorSource) -> byte
     template = plan.template
     about = (template.config, str(template.weight_format), str(template.activation_dtype), plan.page_spec)
     return repr(about).encode() + (b"random weights" if config.model.random_weights else weights_digest(source.path))
-
-
-def _load(
-    config: EngineConfig, plan: Plan, source: TensorSource, pools: list[list[PagePool]], stats: EngineStats
-) -> tuple[StagedWeights, StagedWeights]:
-    started = time.monotonic()
-
-    def weights_for(role: RolePlan) -> StagedWeights:
-        if config.model.random_weights:
-            return tuple(random_weights(stage.template, stage.mesh, role.rules) for stage in role.stages)
-        return tuple(load_weights(stage.template, source, stage.mesh, role.rules) for stage in role.stages)
-
-    num_bytes = 0 if config.model.random_weights else sum(source.stored(name).num_bytes for name in source.names())
-    num_bytes *= 1 if plan.shares_mesh else 2
-    with COUNTER.compiling(), stats.start.measured("loading weights", num_bytes, lambda: source.bytes_read):
-        decode = weights_for(plan.decode)
-        prefill = decode if plan.shares_mesh else weights_for(plan.prefill)
-        for stage_pools in pools:
-            for pool in stage_pools:
-                pool.allocate()
-        jax.block_until_ready((decode, prefill, [pool.array for stage_pools in pools for pool in stage_pools]))
-    stats.load_seconds += time.monotonic() - started
-    return prefill, decode
 
 
 def _named_pools(roles: Sequence[RolePlan], pools: Sequence[Sequence[PagePool]]) -> list[tuple[str, PagePool]]:

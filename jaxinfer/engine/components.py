@@ -13,6 +13,7 @@ from jaxinfer.decode.runner import DecodeRunner
 from jaxinfer.decode.scheduler import DecodeScheduler
 from jaxinfer.decode.worker import DecodeWorker
 from jaxinfer.encode.worker import EncodeWorker
+from jaxinfer.engine.served_weights import ServedWeights
 from jaxinfer.kv_cache.events import CacheEvents
 from jaxinfer.kv_cache.manager import KVManager
 from jaxinfer.kv_cache.spec import PageSpec
@@ -25,7 +26,6 @@ from jaxinfer.kv_transfer.same_mesh import SameMeshTransfer
 from jaxinfer.kv_transfer.tiers import TierTransfer
 from jaxinfer.multi_process.processes import Processes, SingleProcess
 from jaxinfer.pipeline.device_clock import DeviceClock
-from jaxinfer.pipeline.stage import StagedWeights
 from jaxinfer.planner.engine_plan import Plan
 from jaxinfer.prefill.chunk_size import ChunkSizeController
 from jaxinfer.prefill.queue import WaitingQueue
@@ -43,7 +43,7 @@ class EngineComponents:
     tokenizer: Tokenizer
     prefill: PrefillRole
     decode: DecodeRole
-    weights: StagedWeights  # decode's
+    weights: ServedWeights
     encode: EncodeWorker | None = None  # on the prefill mesh
     processes: Processes = field(default_factory=SingleProcess)
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)  # of `SamplingParams`, by name

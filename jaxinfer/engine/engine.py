@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Tokens
+from typing import Any
 
 from jaxinfer.config import ConfigError, EngineConfig
 from jaxinfer.engine.builder import build
@@ -13,17 +14,18 @@ from jaxinfer.engine.intake import RequestIntake
 from jaxinfer.engine.metrics import EngineMetrics
 from jaxinfer.engine.output import OutputBuilder
 from jaxinfer.engine.preemption import Preemption
-from jaxinfer.engine.remote_handoffs import Arrived, RemoteHandOffs
-from jaxinfer.engine.steps import Collected, Launched, StepRunner
+from jaxinfer.engine.publishing import Publishing
+from jaxinfer.engine.remote_handoffs import RemoteHandOffs
+from jaxinfer.engine.steps import StepRunner
 from jaxinfer.engine.unfinished_requests import UnfinishedRequests
+from jaxinfer.engine.weight_changes import WeightChanges
 from jaxinfer.engine_access import EngineAccess
 from jaxinfer.kv_transfer.remote import Remote
 from jaxinfer.multi_process.peer_failure import ProcessLostError
 from jaxinfer.programs.profile import Profile
 from jaxinfer.reference_forward import ReferenceForward
-from jaxinfer.request import DEFAULT_CONTEXT, FinishReason, OutputDelta, RequestContext, RequestError, SamplingParams, TokenLogprob
+from jaxinfer.request import DEFAULT_CONTEXT, MODEL_ASLEEP, FinishReason, OutputDelta, RequestContext, RequestError, SamplingParams
 from jaxinfer.segments import Prompt
-from jaxinfer.sequence import Sequence
 from jaxinfer.start_progress import StartProgress
 from jaxinfer.stats import EngineStats
 
@@ -60,11 +62,12 @@ class Engine:
         self.access = EngineAccess(lambda: self.has_requests)
         roles = self._prefill, self._decode
         self._preemption = Preemption(*roles, self.shares_mesh, schedule.max_batch_size, self.stats)
-        self._output = OutputBuilder(self.tokenizer, self.stats, schedule)
-        self._metrics = EngineMetrics(self.stats, *roles)
+        self._output, self._metrics = OutputBuilder(self.tokenizer, self.stats, schedule), EngineMetrics(self.stats, *roles)
         self._steps = StepRunner(*roles, self._preemption, self._metrics, schedule.max_batch_size, self.shares_mesh, self._clock)
         self._remote = RemoteHandOffs(*roles, self._preemption, lambda: self._steps.has_slot, self.stats)
         self._requests = UnfinishedRequests(self._prefill, self._preemption, self._remote, self.stats)
+        self._publishing = Publishing(self._prefill, self._requests, self._remote, self._output, self._metrics, self._clock)
+        self._changes = WeightChanges(self.config, components.weights, *roles, self._preemption, self._requests, self._remote, self.stats)
 
     @property
     def has_requests(self) -> bool:
@@ -74,6 +77,8 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do. Steps may still be in flight when the last request has ended."""
+        if self._changes.is_asleep:
+            return False
         return bool(self._requests) or self._decode.num_in_flight > 0 or self._prefill.num_in_flight > 0
 
     def on_process_loss(self, listener: Callable[[ProcessLostError], None]) -> None:
@@ -100,7 +105,9 @@ class Engine:
         components = self._components
         if self.config.devices.num_processes > 1:
             raise ConfigError("the reference forward pass (logits, logprobs) can't span processes: ask for logprobs while generating")
-        return ReferenceForward([(stage.template, stage.mesh) for stage in components.plan.decode.stages], components.weights)
+        return ReferenceForward(
+            [(stage.template, stage.mesh) for stage in components.plan.decode.stages], lambda: components.weights.decode
+        )
 
     def validate(self, prompt: Tokens[int] | Prompt, params: SamplingParams) -> Prompt:
         """The prompt as `add_request` takes it without another check, truncated as `params` ask. Raises `RequestError`
@@ -120,6 +127,8 @@ class Engine:
         """Queue a request of token ids, or of what `validate` gave. Of one with n=1 another engine may do a half, or
         have given `output_ids` already. Raises `RequestError` if it can't be served or its id is in use."""
         with self.access.call():
+            if self._changes.is_asleep:
+                raise RequestError("the model is asleep: wake it first", code=MODEL_ASLEEP)
             if request_id in self._requests:
                 raise RequestError(f"request id {request_id!r} is in use", "request_id")
             sequences = self._intake.sequences(request_id, prompt, params, context, output_ids)
@@ -127,6 +136,32 @@ class Engine:
             for sequence in sequences:
                 self._remote.add(sequence, remote)
             self._metrics.observe_request(sequences[0])
+
+    def update_params(self, params: Mapping[str, Any]) -> int:
+        """Serve other weights of the same model from now on; returns their version (the first ones are 1). `params`:
+        arrays of floats by Hugging Face's names, all of them, flat or nested, with matrices as [out, in]; they are not
+        kept. Nothing compiles. The prefix cache is emptied; requests under way are paused and go on by the new weights.
+        Raises `CheckpointError` with nothing changed for weights that don't fit, `ConfigError` for an engine that
+        can't."""
+        with self.access.call():
+            return self._changes.update_params(params)
+
+    def update_weights(self, model: str) -> int:
+        """As `update_params`, from a folder, a .gguf file or a Hugging Face id."""
+        with self.access.call():
+            return self._changes.update_weights(model)
+
+    def sleep(self, level: int = 1) -> None:
+        """Give the memory of weights and pages back until `wake` or `update_params`. The weights go to host memory
+        (level 1) or are dropped (2). Requests under way are paused; new ones raise `RequestError`. Raises
+        `ConfigError`."""
+        with self.access.call():
+            self._changes.sleep(level)
+
+    def wake(self) -> None:
+        """Undo `sleep`; does nothing in an engine that is awake. Raises `CheckpointError` for weights that are gone."""
+        with self.access.call():
+            self._changes.wake()
 
     def abort(self, request_id: str) -> bool:
         """End a request in whatever state it is, and free its pages on both meshes. False if there is none."""
@@ -146,10 +181,14 @@ class Engine:
             if self._profile is not None and self.has_work:
                 self._profile.tick()
             self._metrics.begin()
-            timed_out = self._schedule()
+            deltas = self._schedule()
             launched = self._steps.launch()
             self._remote.advance()
-            return self._publish(timed_out, launched, self._steps.collect(launched))
+            collected = self._steps.collect(launched)
+            has_changed = launched.has_prompts or bool(deltas or collected.prefilled)
+            deltas += self._publishing.collected(collected)
+            self._metrics.end(deltas, launched_decode=launched.decode, has_changed=has_changed)
+            return deltas
 
     def _schedule(self) -> list[OutputDelta]:
         """End requests whose deadline has passed; queue those whose pages have come from the tiers."""
@@ -157,44 +196,6 @@ class Engine:
         for sequences in self._requests.overdue(now):
             if sequences[0].prefill.first_scheduled_time is None:  # it waited to the end
                 self._metrics.observe_queue(sequences[0], now)
-            deltas += [self._requests.end(sequence, self._output.cut(sequence, FinishReason.TIMEOUT)) for sequence in sequences]
+            deltas += [self._publishing.cut(sequence, FinishReason.TIMEOUT) for sequence in sequences]
         self._steps.poll_tiers()
-        return deltas + [self._publish_arrived(arrived, now) for arrived in self._remote.poll(is_idle=self._steps.is_idle)]
-
-    def _publish(self, timed_out: list[OutputDelta], launched: Launched, collected: Collected) -> list[OutputDelta]:
-        """Append collected tokens to their sequences, end what is finished; returns the deltas to send."""
-        deltas = timed_out
-        if collected.prefilled:
-            deltas += [self._publish_first(*first, collected.prefilled_at) for first in collected.prefilled]
-            self._metrics.lap_prefill()
-        has_changed = launched.has_prompts or bool(deltas)
-        if collected.decoded:
-            now = self._clock()
-            self._output.observe_gaps([sequence for sequence, _, _ in collected.decoded], now)
-            taken = [self._output.token(*token, now) for token in collected.decoded]
-            for delta, (sequence, _, _) in zip(taken, collected.decoded, strict=True):
-                if delta.finish_reason is not None:
-                    self._requests.end(sequence, delta)
-            deltas += taken
-        self._metrics.end(deltas, launched_decode=launched.decode, has_changed=has_changed)
-        return deltas
-
-    def _publish_first(self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None, now: float) -> OutputDelta:
-        """A sequence's prompt is in the cache; the token sampled at its end is its first, or its next if it was
-        preempted."""
-        delta = self._output.nothing(sequence) if sequence.max_tokens == 0 else self._output.token(sequence, token_id, logprob, now)
-        if self._remote.finish(sequence):
-            delta.finish_reason = FinishReason.HANDED_OVER
-        if delta.finish_reason is not None:
-            return self._requests.end(sequence, delta)
-        self._prefill.keep(sequence)
-        return delta
-
-    def _publish_arrived(self, arrived: Arrived, now: float) -> OutputDelta:
-        """What another engine has prefilled is here, with its first token."""
-        sequence, first = arrived.sequence, arrived.first
-        delta = self._output.token(sequence, first.token_id, first.logprob, now)
-        if delta.finish_reason is None:
-            self._remote.join(arrived)
-            return delta
-        return self._requests.end(sequence, delta)
+        return deltas + [self._publishing.arrived(arrived, now) for arrived in self._remote.poll(is_idle=self._steps.is_idle)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from jaxinfer.decode.role import DecodeRole
 from jaxinfer.prefill.role import PrefillRole
@@ -57,6 +58,20 @@ class Preemption:
         elif (handoff := self._prefill.handoff(sequence)) is not None:
             self._decode.cancel(handoff)
         self._prefill.remove(sequence)
+
+    def pause(self, sequences: Iterable[Sequence]) -> list[Sequence]:
+        """Take all sequences from both roles, and wait for the steps under way, whose results are dropped; returns the
+        sequences in the order of their arrival. One that is to go on is made waiting, and added to prefill."""
+        paused = sorted(sequences, key=lambda s: s.order)
+        for sequence in paused:
+            self.release(sequence)
+            sequence.restart()
+            sequence.state = SequenceState.PAUSED
+        while self._prefill.num_in_flight:
+            self._prefill.collect(wait=1)
+        while self._decode.num_in_flight:
+            self._decode.collect()
+        return paused
 
     def _preempt_above(self, level: int, holders: list[Sequence]) -> bool:
         """Preempt the last of those less urgent than a level; False if there is none."""

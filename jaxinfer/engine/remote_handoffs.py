@@ -97,6 +97,11 @@ class RemoteHandOffs:
             self._senders[sequence], self._num_sent[sequence] = remote, remote.num_known
         self._prefill.add(sequence)
 
+    @property
+    def is_used(self) -> bool:
+        """Whether any sequence is shared with another engine."""
+        return bool(self._senders or self._receivers)
+
     def remove(self, sequence: EngineSequence) -> bool:
         """Forget a sequence in either direction, and the pages that came for it. Whether that was all it had here."""
         if (sender := self._senders.pop(sequence, None)) is not None:

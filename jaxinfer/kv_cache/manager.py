@@ -289,6 +289,15 @@ class KVManager:
         """Empty the prefix cache, except pages of sequences."""
         self._evict(self._allocator.num_evictable)
 
+    def invalidate(self) -> None:
+        """Empty the prefix cache, and save nothing of it: what the pages hold is no longer right. No sequence may have
+        any."""
+        self._shared.drop_all()
+        saves, self.save_evicted = self.save_evicted, None
+        self.forget()
+        self.save_evicted = saves
+        assert not self.num_used and not self.num_cached, "a sequence still has pages"
+
     def cached_pages(self) -> list[CachedBlock]:
         """All nodes of the prefix cache, in reverse order of eviction; parents before children."""
         return self._cache.pages() if self._cache is not None else []

@@ -70,6 +70,10 @@ class PagePool:
         """Allocate the array."""
         self._array = jnp.zeros(self.abstract.shape, self.abstract.dtype, device=self.abstract.sharding)
 
+    def release(self) -> None:
+        """Let go of the array; `allocate` makes a new one."""
+        self._array = None
+
     @property
     def device_bytes(self) -> int:
         """Bytes on each device of the mesh."""

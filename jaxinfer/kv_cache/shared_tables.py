@@ -45,3 +45,8 @@ class SharedTables:
     def drop_oldest(self, spare: Hashable | None = None) -> None:
         """Drop the table that was added first, except `spare`."""
         self.drop(next(name for name in self._tables if name != spare))
+
+    def drop_all(self) -> None:
+        """Release all tables' pages."""
+        for name in list(self._tables):
+            self.drop(name)

@@ -107,6 +107,13 @@ class Tiers:
             with self._changed:
                 self._peers.expect([key for key in keys if key not in self._host.slots], address)
 
+    def forget_all(self) -> None:
+        """Forget every page in host memory: what they hold is no longer right. For tiers without a disk, and while
+        nothing is being fetched."""
+        assert self._disk is None, "its file's fingerprint would be wrong"
+        with self._changed:
+            self._host.slots.discard(list(self._host.slots.keys()))
+
     def touch(self, key: bytes) -> bool:
         """Mark a page as just used, as `put` does. False if it isn't here: then it should be copied from the device."""
         with self._changed:

@@ -135,6 +135,15 @@ class TierTransfer:
         self.num_tokens_restored += len(fetched) * page_size
         return (held + len(fetched)) * page_size
 
+    def invalidate(self) -> None:
+        """Forget all pages below the devices: what they hold is no longer right. No sequence may wait for any."""
+        assert not self._fetches, "a sequence waits for its pages"
+        while self._saves:
+            self._end_oldest_save()
+        if self._late is not None:
+            futures.wait([self._late])
+        self.tiers.forget_all()
+
     def close(self, timeout: float = CLOSE_SECONDS) -> None:
         """Save the devices' cached pages to the file, if there is one, for at most `timeout` seconds, and close the
         tiers."""

@@ -130,7 +130,23 @@ def make_plan(
     Raises `ConfigError` for devices that do not exist, axes that do not divide, and memory that holds no page.
     """
     meshes = {role: _meshes(role, config) for role in ("prefill", "decode")}
-    device = meshes["prefill"][0].devices.flat[0]
+    placement = place(config, architecture, source, incompressible, meshes["prefill"][0].devices.flat[0])
+    for note in placement.notes:
+        logger.info("%s", note)
+    prefill, decode = (plan_role(each, meshes[each.role], config) for each in (placement.prefill, placement.decode))
+    max_model_len = _max_model_len(config, architecture, placement.spec, prefill, decode)
+    unpacked = {} if config.model.random_weights else dequantised(placement.template, source)
+    return Plan(placement, prefill, decode, max_model_len, unpacked)
+
+
+def place(
+    config: EngineConfig,
+    architecture: ArchitectureConfig,
+    source: TensorSource,
+    incompressible: frozenset[MatrixAxes],
+    device: jax.Device,
+) -> Placement:
+    """Place a checkpoint's model on devices such as this one, laid out as configured. Raises `ConfigError`."""
     kind = DeviceKind(device.device_kind, device.platform, wrong_device("mosaic_gpu", device))
 
     def packing(template: ModelTemplate, num_devices: Sequence[int]) -> str | None:
@@ -141,13 +157,7 @@ def make_plan(
         return kept_blocks(template, source) if keeps else ()
 
     placer = Placer(architecture, config.model, kind, packing, config.cache.page_size, incompressible, kept)
-    placement = placer.place(_layouts(config))
-    for note in placement.notes:
-        logger.info("%s", note)
-    prefill, decode = (plan_role(each, meshes[each.role], config) for each in (placement.prefill, placement.decode))
-    max_model_len = _max_model_len(config, architecture, placement.spec, prefill, decode)
-    unpacked = {} if config.model.random_weights else dequantised(placement.template, source)
-    return Plan(placement, prefill, decode, max_model_len, unpacked)
+    return placer.place(_layouts(config))
 
 
 def plan_role(placement: RolePlacement, meshes: Sequence[jax.sharding.Mesh], config: EngineConfig) -> RolePlan:

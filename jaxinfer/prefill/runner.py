@@ -109,10 +109,15 @@ class PrefillRunner:
 
     def start(self, programs: dict[str, Executable], weights: StagedWeights) -> None:
         """Set the compiled programs and the weights; allocate token counts."""
-        self._programs, self._weights = programs, weights
-        self._head_weights = self._last.template.head_weights(weights[-1])
+        self._programs = programs
+        self.set_weights(weights)
         self.loads.reset()
         self._counts = jax.tree.map(lambda a: place(np.zeros(a.shape, a.dtype), a.sharding), self._abstract_counts)
+
+    def set_weights(self, weights: StagedWeights) -> None:
+        """The weights of later steps; empty while there are none."""
+        self._weights = weights
+        self._head_weights = self._last.template.head_weights(weights[-1]) if weights else ()
 
     def count_tokens(self, row: int, token_ids: Sequence[int], num_prompt: int) -> None:
         """Count a sequence's tokens for the penalties of a row of the next step."""

@@ -37,6 +37,7 @@ from server.openai.responses import ChatCompletion, Completion, EmbeddingList, H
 from server.openai.schema import documented_body, documented_errors, openapi_page
 from server.openai.service import Service
 from server.openai.stream import event_stream, until_disconnected
+from server.openai.weights import WEIGHT_REQUESTS, add_weights
 from server.page import STATIC_FILES, chat_page
 from server.usage import UsageMeter
 from server.usage_log import UsageLog
@@ -80,6 +81,8 @@ def create_app(
     app.add_middleware(RequestLog, config=config, traffic=traffic, usage=usage)
     app.add_exception_handler(HTTPException, _answer_http_exception)
     _add_api(app, service)
+    if config.weight_control:
+        add_weights(app, service)
     if store is not None and runner is not None:
         add_files(app, store.files, config.max_file_bytes)
         add_batches(app, store, runner, config)
@@ -88,6 +91,8 @@ def create_app(
     _add_operations(app, backend, traffic, usage, runner, config.watchdog_timeout)
     app.mount("/static", STATIC_FILES, name="static")
     bodies: list[type[BaseModel]] = [ChatRequest, CompletionRequest, EmbeddingRequest, CreateBatch]
+    if config.weight_control:
+        bodies += WEIGHT_REQUESTS
     page = openapi_page(app, bodies, has_keys=bool(keys), is_strict=config.strict_parameters)
     app.openapi = page  # type: ignore[method-assign]
     return app
@@ -164,7 +169,8 @@ def _add_operations(
     async def ready() -> Response:
         failure = failure_of_engine()
         is_ready = backend.is_ready() and not traffic.is_closing and failure is None
-        status = "ready" if is_ready else failure or ("shutting down" if traffic.is_closing else "starting")
+        waiting = "asleep" if backend.stats().is_asleep else "starting"
+        status = "ready" if is_ready else failure or ("shutting down" if traffic.is_closing else waiting)
         return JSONResponse({"status": status}, 200 if is_ready else 503)
 
     @app.get("/version")

@@ -202,6 +202,11 @@ class Health(BaseModel):
     status: str
 
 
+class WeightState(BaseModel):
+    version: int  # of the weights that are served: 1 until they are replaced
+    is_asleep: bool
+
+
 class Version(BaseModel):
     version: str
 

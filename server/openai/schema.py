@@ -16,9 +16,10 @@ from server.openai.errors import ErrorBody
 _MEANINGS = {
     400: "The request can't be served as asked",
     401: "No API key, or a wrong one",
+    403: "The API key may not do this",
     404: "No such model, file or batch",
     408: "The request's timeout passed",
-    409: "The batch has ended",
+    409: "The batch has ended, or the server's settings rule it out",
     413: "The body is too large",
     429: "The queue is full; see Retry-After",
     500: "Internal error",

@@ -308,7 +308,7 @@ def fake_engine(
         prefill, decode = build_roles(config, spec, [num_pages + 1] * len(pools), runners, chunk_controller, tiers, clock)
         template = SimpleNamespace(config=SimpleNamespace(vocab_size=VOCAB))
         plan = SimpleNamespace(max_model_len=max_model_len, shares_mesh=shares_mesh, template=template)
-        return EngineComponents(config, plan, TOKENIZER, prefill, decode, (), clock=clock)  # type: ignore[arg-type]
+        return EngineComponents(config, plan, TOKENIZER, prefill, decode, SimpleNamespace(decode=()), clock=clock)  # type: ignore[arg-type]
 
     return Engine(config, build=build)
 

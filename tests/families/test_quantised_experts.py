@@ -69,7 +69,7 @@ def plain_logits(folder: Path, dtype: str = "float32") -> np.ndarray:
     source = SafetensorsSource(folder)
     plan = plan_for(source, dtype=dtype)
     weights = load_weights(plan.template, source, plan.decode.stages[0].mesh, plan.decode.rules)
-    return ReferenceForward([(plan.template, plan.decode.stages[0].mesh)], [weights]).logits(PROMPT)
+    return ReferenceForward([(plan.template, plan.decode.stages[0].mesh)], lambda: [weights]).logits(PROMPT)
 
 
 def test_shapes_are_those_of_the_references_class() -> None:
