@@ -105,7 +105,7 @@ def test_the_engines_matrices_are_the_checkpoints_rounded(integers):
     """Of each kind one, and one of those that several tensors are joined in."""
     theirs = tiny_model.tensors()
     components = integers.engine._components
-    model = components.plan.template.merge(components.weights[0])
+    model = components.plan.template.merge(components.weights.decode[0])
 
     def of(param, output_axes):
         kernel = param.get_value()
