@@ -8,12 +8,17 @@ stand for other values looked up.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from pallas_kernels.block_matmul.block_types import BlockType
 from pallas_kernels.block_matmul.layout import LANES, group_bytes, header_bytes, tile_bytes, words_of_group
 from pallas_kernels.llvm.host import HostTarget
 from pallas_kernels.packed_matmul.llvm_ir import Kind
 
+Number = Kind | Literal["int16"]  # of rows; integers are two of 8 bits each, with a unit for each row
+# Of as many inputs as a word has codes: the order in which the integer kernel has them, four to a step. It is that of
+# the bytes which shifts and masks make of a word.
+INPUT_ORDER = {False: (0, 4, 1, 5, 2, 6, 3, 7), True: (0, 2, 1, 3)}  # of 4 to 6 bits; of 8 bits
 PART_BYTES = 4096  # expanded of each panel at once
 _BYTES_AHEAD = 2048  # of each panel, from what is read to what is prefetched
 SCALE_BYTES = 2 * 4 * LANES  # of a group: its scales, and what is added for each sum of inputs
@@ -24,17 +29,34 @@ class NumberCode:
     """A type of blocks, and of the numbers that their codes become."""
 
     kind: BlockType
-    number: Kind  # 'bfloat16' or 'float32'
+    number: Number
     target: HostTarget
 
     @property
-    def has_offset(self) -> bool:
-        return has_offset(self.kind)
+    def is_integer(self) -> bool:
+        return self.number == "int16"
+
+    @property
+    def has_sums(self) -> bool:
+        """Whether the product needs the sums of inputs."""
+        return self.is_integer or has_offset(self.kind)
+
+    @property
+    def has_added(self) -> bool:
+        """Whether sums are multiplied by a number of the group."""
+        return self.kind.has_minimum if self.is_integer else has_offset(self.kind)
 
     @property
     def offset(self) -> int:
         """What expanded codes have added."""
-        return 1 << self.kind.bits if self.has_offset else 0
+        if self.is_integer:
+            return 128 if self.kind.bits == 8 or self.kind.values else 0
+        return 1 << self.kind.bits if has_offset(self.kind) else 0
+
+    @property
+    def step_bytes(self) -> int:
+        """Of a row's inputs in a step."""
+        return 8 if self.is_integer else 4
 
     @property
     def pairs(self) -> int:
@@ -43,8 +65,8 @@ class NumberCode:
 
     @property
     def steps(self) -> int:
-        """Of a group: 4 bytes of inputs each."""
-        return self.pairs if self.number == "bfloat16" else self.kind.group
+        """Of a group: as many inputs as 64 bytes of a panel have."""
+        return {"bfloat16": self.pairs, "float32": self.kind.group, "int16": self.kind.group // 4}[self.number]
 
     @property
     def expanded_bytes(self) -> int:
@@ -82,10 +104,10 @@ group:
   %codes_off0 = mul i64 %sub, {group_bytes(kind)}
   %codes_off = add i64 %codes_off0, {header_bytes(kind)}
   %at_codes = getelementptr i8, ptr %at_tile, i64 %codes_off
-{_prefetches(code)}
+{prefetches(code)}
   %scales_off = mul i64 %k, {SCALE_BYTES}
   %at_scales = getelementptr i8, ptr %out_scales, i64 %scales_off
-{_scales(code)}
+{_stored_scales(code)}
   %out_off = mul i64 %k, {code.expanded_bytes}
   %at_out = getelementptr i8, ptr %out, i64 %out_off
 {_numbers(code)}
@@ -97,7 +119,8 @@ end:
 }}"""
 
 
-def _prefetches(code: NumberCode) -> str:
+def prefetches(code: NumberCode) -> str:
+    """Of what comes after %at_codes, as many bytes as a group has."""
     size = group_bytes(code.kind) + header_bytes(code.kind) // code.kind.groups
     lines = []
     for number, at in enumerate(range(0, size, 64)):
@@ -108,7 +131,8 @@ def _prefetches(code: NumberCode) -> str:
     return "\n".join(lines)
 
 
-def _scales(code: NumberCode) -> str:
+def scales(code: NumberCode) -> tuple[list[str], str, str | None]:
+    """Of a group of the tile at %at_tile, the one of number %sub: its scales, and what sums are multiplied by."""
     kind = code.kind
     of_halves = 2 * LANES * (1 + kind.has_minimum)
     lines = ["  %d16 = load <16 x half>, ptr %at_tile, align 1", "  %d = fpext <16 x half> %d16 to <16 x float>"]
@@ -127,11 +151,20 @@ def _scales(code: NumberCode) -> str:
             lines += [f"  %fm_off0 = mul i64 %sub, {LANES}", *_factor("fm", of_halves + LANES * kind.groups, "uitofp")]
             lines += ["  %positive = fmul <16 x float> %m, %fm", "  %less = fneg <16 x float> %positive"]
             minimum = "%less"
+    if not code.has_added:
+        return lines, scale, None
+    if code.is_integer:
+        return lines, scale, minimum
+    added = f"splat (float {float(-(code.offset + kind.zero))})"
+    lines += [f"  %c = {multiplied(scale, added, minimum if kind.has_minimum else 'zeroinitializer')}"]
+    return lines, scale, "%c"
+
+
+def _stored_scales(code: NumberCode) -> str:
+    lines, scale, added = scales(code)
     lines += [f"  store <16 x float> {scale}, ptr %at_scales, align 64"]
-    if code.has_offset:
-        added = f"splat (float {float(-(code.offset + kind.zero))})"
-        lines += [f"  %c = {multiplied(scale, added, minimum if kind.has_minimum else 'zeroinitializer')}"]
-        lines += ["  %at_c = getelementptr i8, ptr %at_scales, i64 64", "  store <16 x float> %c, ptr %at_c, align 64"]
+    if added is not None:
+        lines += ["  %at_c = getelementptr i8, ptr %at_scales, i64 64", f"  store <16 x float> {added}, ptr %at_c, align 64"]
     return "\n".join(lines)
 
 
@@ -146,13 +179,15 @@ def _factor(name: str, offset: int, to_float: str) -> list[str]:
 
 def _numbers(code: NumberCode) -> str:
     kind = code.kind
-    first, second = words_of_group(kind)
-    lines = [f"  ; codes of {kind.name}"]
-    for word in range(first + second):
-        lines += [
-            f"  %at_w{word} = getelementptr i8, ptr %at_codes, i64 {4 * LANES * word}",
-            f"  %w{word} = load <16 x i32>, ptr %at_w{word}, align 1",
-        ]
+    if code.is_integer:
+        lines, steps = bytes_of_codes(kind)
+        for step, found in enumerate(steps):
+            lines += [
+                f"  %at_b{step} = getelementptr i8, ptr %at_out, i64 {64 * step}",
+                f"  store <16 x i32> {found}, ptr %at_b{step}, align 64",
+            ]
+        return "\n".join(lines)
+    lines = _words(kind)
     for pair in range(code.pairs):
         lines += _signed_pair(pair) if kind.bits == 8 else _looked_up_pair(kind, pair) if kind.values else _offset_pair(code, pair)
         if code.number == "bfloat16":
@@ -168,6 +203,71 @@ def _numbers(code: NumberCode) -> str:
                     f"  store <16 x i32> %p{pair}_{half}, ptr %at_p{pair}_{half}, align 64",
                 ]
     return "\n".join(lines)
+
+
+def _words(kind: BlockType) -> list[str]:
+    lines = [f"  ; codes of {kind.name}"]
+    for word in range(sum(words_of_group(kind))):
+        lines += [
+            f"  %at_w{word} = getelementptr i8, ptr %at_codes, i64 {4 * LANES * word}",
+            f"  %w{word} = load <16 x i32>, ptr %at_w{word}, align 1",
+        ]
+    return lines
+
+
+def bytes_of_codes(kind: BlockType) -> tuple[list[str], list[str]]:
+    """A group's codes as bytes without a sign, four inputs of each output to a step; the steps' names."""
+    first, _ = words_of_group(kind)
+    lines, steps = _words(kind), list[str]()
+    for word in range(first):
+        if kind.bits == 8:
+            steps.append(f"%b{len(steps)}")
+            lines.append(f"  {steps[-1]} = xor <16 x i32> %w{word}, splat (i32 {_four_times(0x80)})")
+            continue
+        for half in range(2):
+            step, found, value = len(steps), f"%low{len(steps)}", f"%w{word}"
+            if half:
+                lines.append(f"  %down{step} = lshr <16 x i32> %w{word}, splat (i32 4)")
+                value = f"%down{step}"
+            lines.append(f"  {found} = and <16 x i32> {value}, splat (i32 {_four_times(15)})")
+            if kind.bits > 4:
+                found = _with_upper_bits(kind, lines, step, INPUT_ORDER[False][4 * half : 4 * half + 4])
+            if kind.values:
+                of = ", ".join(f"i8 {value + 128}" for _ in range(4) for value in kind.values)
+                lines += [
+                    f"  %places{step} = bitcast <16 x i32> {found} to <64 x i8>",
+                    f"  %found{step} = call <64 x i8> @look_up(<64 x i8> <{of}>, <64 x i8> %places{step})",
+                    f"  %b{step} = bitcast <64 x i8> %found{step} to <16 x i32>",
+                ]
+                found = f"%b{step}"
+            steps.append(found)
+    return lines, steps
+
+
+def _with_upper_bits(kind: BlockType, lines: list[str], step: int, order: tuple[int, ...]) -> str:
+    """The bits above four of a step's codes, from where words of these have them to their bytes."""
+    more, (first, _) = kind.bits - 4, words_of_group(kind)
+    masks: dict[tuple[int, int], int] = {}  # by word, and by how far it is shifted to the right
+    for byte, value in enumerate(order):
+        word, place = divmod(8 * (step // 2) + value, 32 // more)
+        shift = more * (place // 2) + 16 * (place % 2) - (8 * byte + 4)
+        masks[first + word, shift] = masks.get((first + word, shift), 0) | ((1 << more) - 1) << 8 * byte + 4
+    found = f"%low{step}"
+    for number, ((word, shift), mask) in enumerate(masks.items()):
+        name = f"{step}_{number}"
+        signed = mask - (1 << 32) if mask >> 31 else mask
+        lines += [
+            _shifted(f"moved{name}", f"%w{word}", -shift),
+            f"  %upper{name} = and <16 x i32> %moved{name}, splat (i32 {signed})",
+            f"  %code{name} = or <16 x i32> {found}, %upper{name}",
+        ]
+        found = f"%code{name}"
+    return found
+
+
+def _four_times(byte: int) -> int:
+    """The same byte four times, in a signed 32-bit integer."""
+    return int.from_bytes(bytes([byte] * 4), "little", signed=True)
 
 
 def _shifted(name: str, value: str, left: int) -> str:

@@ -26,6 +26,7 @@ def block_matmul(
     place: Int[Array, ""],
     kind: BlockType,
     *,
+    is_rounded: bool = False,
     backend: Literal["llvm_cpu", "reference"] = "llvm_cpu",
 ) -> Float32[Array, "T O"]:
     """x times one of several matrices.
@@ -36,6 +37,7 @@ def block_matmul(
         output, B bytes of a tile. All are passed, and none is copied: XLA would copy a slice.
       place: which of the S, int32.
       kind: what the blocks are.
+      is_rounded: rows become integers of 16 bits times a unit of the row, which processors with VNNI multiply.
       backend: 'llvm_cpu' (CPU devices only) or 'reference'.
 
     Returns [T, O] sums in float32; each is of products of a group, which are then scaled. Raises `ValueError` for
@@ -51,7 +53,14 @@ def block_matmul(
         raise ValueError(f"block_matmul: place {place.dtype}{place.shape} must be one int32")
     if backend == "llvm_cpu" and (reason := unsupported_reason()) is not None:
         raise ValueError(f"block_matmul: {reason}")  # LLVM would end the process
-    return _IMPLEMENTATIONS[backend](x, matrices, place, kind)
+    if backend == "llvm_cpu" and is_rounded and not multiplies_integers():
+        raise ValueError("block_matmul: this processor has no AVX-512 VNNI, which rounded rows are multiplied by")
+    return _IMPLEMENTATIONS[backend](x, matrices, place, kind, is_rounded=is_rounded)
+
+
+def multiplies_integers() -> bool:
+    """Whether this processor multiplies rows that are rounded to integers."""
+    return host_target().avx512 and host_target().avx512_vnni
 
 
 def unsupported_reason() -> str | None:

@@ -107,42 +107,42 @@ def tile(kind: Kind, target: HostTarget, rows: int, panels: int, *, goes_on: boo
             f" %a{i} = shufflevector <16 x i32> %first{i}, <16 x i32> poison, <16 x i32> zeroinitializer",
         ]
     for i, j in cells:
-        lines += multiply_add(kind, target, i, j)
+        lines += multiply_add(kind, target, f"%a{i}", f"%b{j}", f"%sum{i}_{j}", f"new{i}_{j}")
     lines += [" %next = add i64 %k, 1", " %more = icmp ult i64 %next, %steps", " br i1 %more, label %loop, label %end", "end:"]
     lines += [f" store {sums} %new{i}_{j}, ptr %at_y{i}_{j}, align 4" for i, j in cells]
     return "\n".join([*lines, " ret void", "}"])
 
 
-def multiply_add(kind: Kind, target: HostTarget, i: int, j: int) -> list[str]:
-    """%new = %sum + a row's group of inputs times those of a panel's 16 outputs."""
-    cell, a, b = f"{i}_{j}", f"%a{i}", f"%b{j}"
+def multiply_add(kind: Kind, target: HostTarget, a: str, b: str, before: str, after: str) -> list[str]:
+    """%after = before + a row's group of inputs, a, times those of a panel's 16 outputs, b."""
+    cell = after
     if kind == "float32":
         return [
             f" %af{cell} = bitcast <16 x i32> {a} to <16 x float>",
             f" %bf{cell} = bitcast <16 x i32> {b} to <16 x float>",
-            f" %new{cell} = call <16 x float> @llvm.fmuladd.v16f32(<16 x float> %af{cell}, <16 x float> %bf{cell}, <16 x float> %sum{cell})",
+            f" %{after} = call <16 x float> @llvm.fmuladd.v16f32(<16 x float> %af{cell}, <16 x float> %bf{cell}, <16 x float> {before})",
         ]
     if kind == "int8":  # the matrix is unsigned, x signed
         lanes = _vnni_lanes(target)
         return [
             f" %ai{cell} = bitcast <16 x i32> {a} to {lanes}",
             f" %bi{cell} = bitcast <16 x i32> {b} to {lanes}",
-            f" %new{cell} = call <16 x i32> @llvm.x86.avx512.vpdpbusd.512(<16 x i32> %sum{cell}, {lanes} %bi{cell}, {lanes} %ai{cell})",
+            f" %{after} = call <16 x i32> @llvm.x86.avx512.vpdpbusd.512(<16 x i32> {before}, {lanes} %bi{cell}, {lanes} %ai{cell})",
         ]
     if target.avx512_bf16:
         return [
             f" %ah{cell} = bitcast <16 x i32> {a} to <32 x bfloat>",
             f" %bh{cell} = bitcast <16 x i32> {b} to <32 x bfloat>",
-            f" %new{cell} = call <16 x float> @llvm.x86.avx512bf16.dpbf16ps.512(<16 x float> %sum{cell}, <32 x bfloat> %ah{cell}, <32 x bfloat> %bh{cell})",
+            f" %{after} = call <16 x float> @llvm.x86.avx512bf16.dpbf16ps.512(<16 x float> {before}, <32 x bfloat> %ah{cell}, <32 x bfloat> %bh{cell})",
         ]
-    lines, last = [], f"%sum{cell}"  # a bfloat16 is the upper half of a float32
+    lines, last = [], f"{before}"  # a bfloat16 is the upper half of a float32
     for half, operation in (("lo", "shl <16 x i32> {}, splat (i32 16)"), ("hi", "and <16 x i32> {}, splat (i32 -65536)")):
         for name, value in (("a", a), ("b", b)):
             lines += [
                 f" %{name}{half}i{cell} = {operation.format(value)}",
                 f" %{name}{half}{cell} = bitcast <16 x i32> %{name}{half}i{cell} to <16 x float>",
             ]
-        result = f"%new{cell}" if half == "hi" else f"%half{cell}"
+        result = f"%{after}" if half == "hi" else f"%half{cell}"
         lines.append(
             f" {result} = call <16 x float> @llvm.fmuladd.v16f32(<16 x float> %a{half}{cell}, <16 x float> %b{half}{cell}, <16 x float> {last})"
         )

@@ -50,15 +50,16 @@ def test_values_are_those_of_the_gguf_package(kind):
     np.testing.assert_array_equal(several.reshape(tiles.shape), tiles)
 
 
-def check_products(kind: BlockType, case: BlockMatmulCase, dtype: str) -> None:
+def check_products(kind: BlockType, case: BlockMatmulCase, dtype: str, *, is_rounded: bool = False) -> None:
     blocks = [random_blocks(kind, case.num_outputs, case.num_inputs, seed) for seed in range(case.num_matrices)]
     matrices = jnp.stack([pack(kind, jnp.asarray(each)) for each in blocks])
     x = jnp.asarray(np.random.default_rng(9).standard_normal((case.num_rows, case.num_inputs), np.float32), dtype)
     for place, of_one in enumerate(blocks):
         wanted = np.asarray(x, np.float64) @ by_gguf(kind, of_one).T.astype(np.float64)
         for backend in ("llvm_cpu", "reference"):
-            found = block_matmul(x, matrices, jnp.int32(place), kind, backend=backend)
-            np.testing.assert_allclose(found, wanted, rtol=0, atol=3e-6 * np.abs(wanted).max())
+            found = block_matmul(x, matrices, jnp.int32(place), kind, is_rounded=is_rounded, backend=backend)
+            # Rounded inputs are off by 2 ** -16 of the row's largest at most.
+            np.testing.assert_allclose(found, wanted, rtol=0, atol=(1e-4 if is_rounded else 3e-6) * np.abs(wanted).max())
 
 
 @EACH
@@ -68,15 +69,51 @@ def test_products(kind, dtype):
         check_products(kind, case, dtype)
 
 
+WITH_VNNI = pytest.mark.skipif(not op.multiplies_integers(), reason="this processor has no AVX-512 VNNI")
+
+
+@WITH_VNNI
+@EACH
+def test_products_of_rounded_rows(kind):
+    for case in CASES:
+        check_products(kind, case, "float32", is_rounded=True)
+
+
+@WITH_VNNI
+@EACH
+def test_rounded_rows_are_multiplied_exactly(kind):
+    """Integers of 16 bits keep their values, the smallest beside the largest: the product is that of exact numbers."""
+    blocks = random_blocks(kind, 32, 512)
+    x = np.random.default_rng(3).integers(-127 * 256, 127 * 256 + 1, (5, 512)).astype(np.float32)
+    x[:, 7] = 127 * 256
+    wanted = x.astype(np.float64) @ by_gguf(kind, blocks).T.astype(np.float64)
+    found = block_matmul(jnp.asarray(x), pack(kind, jnp.asarray(blocks))[None], jnp.int32(0), kind, is_rounded=True)
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=3e-6 * np.abs(wanted).max())
+
+
+@WITH_VNNI
+def test_rows_of_zeros_and_of_what_is_no_number():
+    """A row without a number spoils no other row."""
+    kind = BLOCK_TYPES["Q4_1"]
+    matrices = pack(kind, jnp.asarray(random_blocks(kind, 32, 64)))[None]
+    x = np.ones((5, 64), np.float32)
+    x[1], x[2, 3], x[3, 5] = 0, np.nan, np.inf
+    found = np.asarray(block_matmul(jnp.asarray(x), matrices, jnp.int32(0), kind, is_rounded=True))
+    np.testing.assert_array_equal(found[4], found[0])
+    assert not found[1].any() and not np.isfinite(found[2:4]).any()
+
+
 @pytest.mark.parametrize("name", ["Q4_1", "Q8_0"])
-def test_a_row_s_sums_do_not_depend_on_the_others(name):
+@pytest.mark.parametrize("is_rounded", [False, pytest.param(True, marks=WITH_VNNI)])
+def test_a_row_s_sums_do_not_depend_on_the_others(name, is_rounded):
     """Every way in which rows are cut into tiles, and rows into chunks; a last group of fewer panels."""
     kind = BLOCK_TYPES[name]
     matrices = pack(kind, jnp.asarray(random_blocks(kind, 80, 288)))[None]
     x = jnp.asarray(np.random.default_rng(0).standard_normal((300, 288), np.float32), jnp.bfloat16)
-    whole = np.asarray(block_matmul(x, matrices, jnp.int32(0), kind))
+    whole = np.asarray(block_matmul(x, matrices, jnp.int32(0), kind, is_rounded=is_rounded))
     for num_rows in (*range(1, 20), 127, 128, 129, 256):
-        np.testing.assert_array_equal(block_matmul(x[:num_rows], matrices, jnp.int32(0), kind), whole[:num_rows])
+        found = block_matmul(x[:num_rows], matrices, jnp.int32(0), kind, is_rounded=is_rounded)
+        np.testing.assert_array_equal(found, whole[:num_rows])
 
 
 @pytest.mark.parametrize("name", ["Q5_1", "Q8_0", "IQ4_NL", "Q6_K"])

@@ -17,7 +17,7 @@ from jaxinfer.weights.formats.plain import Plain
 from jaxinfer.weights.formats.weight_format import MatrixAxes, WeightLeaf
 from pallas_kernels.block_matmul.block_types import BLOCK_TYPES, BlockType
 from pallas_kernels.block_matmul.layout import LANES, output_values, pack, packs, tile_bytes
-from pallas_kernels.block_matmul.op import block_matmul, unsupported_reason
+from pallas_kernels.block_matmul.op import block_matmul, multiplies_integers, unsupported_reason
 
 
 @dataclass(frozen=True)
@@ -96,4 +96,6 @@ class StoredBlocks(Plain):
 
 
 def _products(kind: BlockType, dtype: jnp.dtype, x: Float[Array, "T I"], stack: UInt8[Array, "S P K B"], place: Int[Array, ""]) -> Array:
+    if dtype == jnp.bfloat16 and multiplies_integers():  # 16 bits of a row's largest value: finer than bfloat16's 8
+        return block_matmul(x, stack, place, kind, is_rounded=True)
     return block_matmul(x.astype(dtype), stack, place, kind)
