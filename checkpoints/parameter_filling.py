@@ -122,9 +122,10 @@ def _shape(source: TensorSource, name: str, weight: Weight) -> Shape:
     if weight.part is None:
         return tuple(source.shape(name))
     stored = source.stored(name)
-    if weight.part not in stored.parts:
+    shape = stored.shape_of(weight.part)
+    if shape is None:
         raise CheckpointError(f"{source.path}: tensor {name!r} is stored as {stored.format}, which has no part {weight.part!r}")
-    return stored.parts[weight.part].shape
+    return shape
 
 
 def _orient(source: TensorSource, name: str, weight: Weight) -> Shape:

@@ -8,10 +8,11 @@ from pathlib import Path, PurePath
 import numpy as np
 
 from checkpoints.compressed_file import open_file
+from checkpoints.int4_tensors import Int4Matrix
 from checkpoints.json_file import read_json
 from checkpoints.quantisation import declared_quantisation
 from checkpoints.safetensors_file import FileTensor
-from checkpoints.source import ByteCounter, CheckpointError, Index, Ranges, Stored, bounds
+from checkpoints.source import BLOCKS, ByteCounter, CheckpointError, Index, Ranges, Stored, bounds
 from checkpoints.stored_tensors import StoredTensor, model_tensors, stored
 
 _INDEX = "model.safetensors.index.json"
@@ -57,6 +58,8 @@ class SafetensorsSource:
         tensor = self._tensor(name)
         if part is None:
             return tensor.values(name, self._read, bounds(index, tensor.shape))
+        if part == BLOCKS and isinstance(tensor, Int4Matrix) and tensor.blocks is not None:
+            return tensor.block_values(self._read, bounds(index, tensor.blocks[1].shape))
         if part not in tensor.parts:
             raise CheckpointError(f"{self.path}: tensor {name!r} is stored as {', '.join(tensor.parts)}: it has no part {part!r}")
         return self._read(tensor.parts[part], bounds(index, tensor.parts[part].shape))

@@ -20,6 +20,7 @@ PLAIN = ("F64", "F32", "F16", "BF16")  # formats that store weights unquantised
 FP8_BLOCKS = "FP8 128x128"  # float8_e4m3fn with a scale for every 128 x 128, as in DeepSeek-V3
 # integers of 4 bits with a scale for 32 of a row, as in compressed-tensors' pack-quantized (Kimi K2.x)
 INT4_GROUPS = "INT4 32"
+BLOCKS = "blocks"  # the part that a tensor is read as in blocks that its file hasn't
 BY_HAND = "give the model's bf16 checkpoint or a GGUF file of it"
 
 
@@ -45,6 +46,14 @@ class Stored:
 
     format: str
     parts: Mapping[str, StoredArray]
+    # The type of blocks that `read` can give it in as its part BLOCKS, and their array; None if it can't.
+    blocks: tuple[str, StoredArray] | None = None
+
+    def shape_of(self, part: str) -> tuple[int, ...] | None:
+        """Of a part, or of BLOCKS; None for a part that it has not."""
+        if part == BLOCKS:
+            return None if self.blocks is None else self.blocks[1].shape
+        return self.parts[part].shape if part in self.parts else None
 
     @property
     def num_bytes(self) -> int:

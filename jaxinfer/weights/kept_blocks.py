@@ -1,4 +1,4 @@
-"""Which matrices of a GGUF file stay in its blocks in memory."""
+"""Which matrices of a checkpoint stay in blocks in memory: a GGUF file's, or integers of 4 bits in groups."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from jax.sharding import AbstractMesh
 
-from checkpoints.source import TensorSource
+from checkpoints.source import Stored, TensorSource
 from jaxinfer.weights.formats.gguf_blocks import GgufBlocks
 from jaxinfer.weights.formats.packed import Packed
 from jaxinfer.weights.template import Leaf, Template
@@ -28,13 +28,17 @@ def kept_blocks(template: Template[Any], source: TensorSource) -> KeptMatrices:
     of_matrices = [(path, leaf.matrix_axes) for leaf in template.leaves if leaf.matrix_axes is not None for path in leaf.paths]
     for path, axes in of_matrices:
         weight = weight_map.find(path)
-        types = {source.stored(names[name]).format for name in weight.tensors if name in names}
+        types = {_block_type(source.stored(names[name])) for name in weight.tensors if name in names}
         if len(types) != 1 or not types <= BLOCK_TYPES.keys() or weight.transpose != axes.inputs_first:
             continue
         blocks = GgufBlocks(matrices.dtype, types.pop())
         if blocks.holds(axes) and blocks.unsupported_reason("cpu") is None:
             found.append((path, blocks))
     return tuple(found)
+
+
+def _block_type(stored: Stored) -> str:
+    return stored.format if stored.blocks is None else stored.blocks[0]
 
 
 def undivided(template: Template[Any], mesh: AbstractMesh, rules: Rules) -> frozenset[str]:

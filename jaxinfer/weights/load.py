@@ -13,8 +13,8 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from checkpoints.loader import check, load
-from checkpoints.source import TensorSource, last_word
-from checkpoints.weight_map import WeightMap
+from checkpoints.source import BLOCKS, TensorSource, last_word
+from checkpoints.weight_map import Weight, WeightMap
 from jaxinfer.architecture.model_config import ArchitectureConfig
 from jaxinfer.weights.conversion import Conversion
 from jaxinfer.weights.formats.plain import Plain
@@ -43,7 +43,7 @@ def load_weights(template: Template[Any], source: TensorSource, mesh: Mesh, rule
             weight_map = _outputs_first(weight_map, leaf.name, axes)
             if conversion.is_of_blocks(leaf):
                 found = weight_map.find(leaf.name)
-                blocks = replace(found, part=last_word(found.tensors[0]))
+                blocks = replace(found, part=BLOCKS if _is_made_of_blocks(source, weight_map, found) else last_word(found.tensors[0]))
                 weight_map = replace(weight_map, weights={**weight_map.weights, leaf.name: blocks})
     names = [leaf.name for leaf in conversion.plain.leaves]
     loaded = load(
@@ -54,6 +54,12 @@ def load_weights(template: Template[Any], source: TensorSource, mesh: Mesh, rule
         is_partial=leaves_out or template.part is not None,
     )
     return conversion.weights(loaded)
+
+
+def _is_made_of_blocks(source: TensorSource, weight_map: WeightMap, weight: Weight) -> bool:
+    """Whether the source makes blocks of what it has; else these are what it has."""
+    name = weight_map.names_in(source.names()).get(weight.tensors[0])
+    return name is not None and source.stored(name).blocks is not None
 
 
 def check_tensors(template: Template[Any], source: TensorSource) -> None:

@@ -1,9 +1,12 @@
-"""The block formats of GGUF files that `block_matmul` multiplies: what a value is made of, and where it lies in a file.
+"""The block formats that `block_matmul` multiplies, of GGUF files and others: what a value is made of, and where it lies.
 
 A row's values come in blocks of 32 or 256. A block has a half precision scale, perhaps a minimum, and a code of 4, 5, 6
 or 8 bits a value. The larger blocks' groups also have small integers by which scale and minimum are multiplied:
 
     value = scale * factor * (code - zero)    or    scale * factor * code + minimum * -factor of the minimum
+
+Integers of 4 bits in groups (compressed-tensors, GPTQ, AWQ) are such blocks too, one a group: a scale, perhaps the zero
+of the group, and its codes. `checkpoints/int4_tensors.py` reads them so.
 
 All of that is exact in float32 up to the last sum, so the values are those of any other reader. The layouts are ggml's
 (https://github.com/ggml-org/ggml, ggml-common.h, MIT).
@@ -32,6 +35,8 @@ class BlockType:
     has_minimum: bool = False
     has_factors: bool = False
     values: tuple[int, ...] = ()  # what codes stand for, if not for themselves
+    scale_type: str = "float16"  # or bfloat16
+    has_zeros: bool = False  # each block its own: a minimum that is the scale, times a factor of it
 
     @property
     def groups(self) -> int:
@@ -51,6 +56,12 @@ BLOCK_TYPES: Mapping[str, BlockType] = {
         BlockType("Q4_K", 256, 4, 144, has_minimum=True, has_factors=True),
         BlockType("Q5_K", 256, 5, 176, has_minimum=True, has_factors=True),
         BlockType("Q6_K", 256, 6, 210, zero=32, group=16, has_factors=True),
+        *(BlockType(f"INT4 {name}", 32, 4, 18, zero=8, scale_type=of) for name, of in (("F16", "float16"), ("BF16", "bfloat16"))),
+        *(
+            BlockType(f"INT4 zero {size} {name}", size, 4, 3 + size // 2, has_minimum=True, has_factors=True, scale_type=of, has_zeros=True)
+            for size in (32, 64, 128)
+            for name, of in (("F16", "float16"), ("BF16", "bfloat16"))
+        ),
     )
 }
 
@@ -75,6 +86,12 @@ def read_blocks(kind: BlockType, stored: UInt8[Array, "... B"]) -> Blocks:
         high = _fields(high.reshape(*high.shape[:-1], 2, 32), 2)
         codes = (low | high << 4).reshape(*stored.shape[:-1], 256)
         return Blocks(codes, _half(scale), factors=factors)
+    if kind.has_zeros:
+        scale, zero, rest = stored[..., :2], stored[..., 2:3], stored[..., 3:]
+        codes = _nibbles(rest.reshape(*rest.shape[:-1], -1, 16)).reshape(*rest.shape[:-1], kind.size)
+        zeros = jnp.broadcast_to(zero, (*zero.shape[:-1], kind.groups))
+        of_scale = _half(scale, kind)
+        return Blocks(codes, of_scale, of_scale, jnp.ones_like(zeros), zeros)
     if kind.has_factors:
         scales, minima, packed, rest = jnp.split(stored, (2, 4, 16), axis=-1)
         rest = rest.reshape(*rest.shape[:-1], -1, 32)
@@ -84,7 +101,7 @@ def read_blocks(kind: BlockType, stored: UInt8[Array, "... B"]) -> Blocks:
             codes |= _fields(rest[..., 0, :], 1).reshape(codes.shape) << 4
         factors, minimum_factors = _factors(packed)
         return Blocks(codes.reshape(*stored.shape[:-1], 256), _half(scales), _half(minima), factors, minimum_factors)
-    scale, rest = _half(stored[..., :2]), stored[..., 2:]
+    scale, rest = _half(stored[..., :2], kind), stored[..., 2:]
     minimum = None
     if kind.has_minimum:
         minimum, rest = _half(rest[..., :2]), rest[..., 2:]
@@ -119,8 +136,8 @@ def _signed(values: UInt8[Array, "..."]) -> Array:
     return jax.lax.bitcast_convert_type(values, jnp.int8).astype(jnp.float32)
 
 
-def _half(stored: UInt8[Array, "... 2"]) -> Float16[Array, "..."]:
-    return jax.lax.bitcast_convert_type(stored, jnp.float16)
+def _half(stored: UInt8[Array, "... 2"], kind: BlockType | None = None) -> Array:
+    return jax.lax.bitcast_convert_type(stored, jnp.float16 if kind is None else jnp.dtype(kind.scale_type))
 
 
 def _nibbles(stored: UInt8[Array, "... N"]) -> UInt8[Array, "... M"]:

@@ -135,13 +135,9 @@ def scales(code: NumberCode) -> tuple[list[str], str, str | None]:
     """Of a group of the tile at %at_tile, the one of number %sub: its scales, and what sums are multiplied by."""
     kind = code.kind
     of_halves = 2 * LANES * (1 + kind.has_minimum)
-    lines = ["  %d16 = load <16 x half>, ptr %at_tile, align 1", "  %d = fpext <16 x half> %d16 to <16 x float>"]
+    lines = _widened("d", "%at_tile", kind)
     if kind.has_minimum:
-        lines += [
-            f"  %at_m = getelementptr i8, ptr %at_tile, i64 {2 * LANES}",
-            "  %m16 = load <16 x half>, ptr %at_m, align 1",
-            "  %m = fpext <16 x half> %m16 to <16 x float>",
-        ]
+        lines += [f"  %at_m = getelementptr i8, ptr %at_tile, i64 {2 * LANES}", *_widened("m", "%at_m", kind)]
     scale, minimum = "%d", "%m"
     if kind.has_factors:
         lines += [f"  %f_off0 = mul i64 %sub, {LANES}", *_factor("f", of_halves, "sitofp" if kind.zero else "uitofp")]
@@ -158,6 +154,17 @@ def scales(code: NumberCode) -> tuple[list[str], str, str | None]:
     added = f"splat (float {float(-(code.offset + kind.zero))})"
     lines += [f"  %c = {multiplied(scale, added, minimum if kind.has_minimum else 'zeroinitializer')}"]
     return lines, scale, "%c"
+
+
+def _widened(name: str, at: str, kind: BlockType) -> list[str]:
+    if kind.scale_type == "float16":
+        return [f"  %{name}16 = load <16 x half>, ptr {at}, align 1", f"  %{name} = fpext <16 x half> %{name}16 to <16 x float>"]
+    return [
+        f"  %{name}16 = load <16 x i16>, ptr {at}, align 1",
+        f"  %{name}32 = zext <16 x i16> %{name}16 to <16 x i32>",
+        f"  %{name}_bits = shl <16 x i32> %{name}32, splat (i32 16)",
+        f"  %{name} = bitcast <16 x i32> %{name}_bits to <16 x float>",
+    ]
 
 
 def _stored_scales(code: NumberCode) -> str:

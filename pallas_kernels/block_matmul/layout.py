@@ -101,7 +101,7 @@ def _contents(kind: BlockType, tiles: UInt8[Array, "... K C"], lanes: Int[Array,
         return rest[..., at - size : at]
 
     def halves() -> Array:
-        return in_lanes(jax.lax.bitcast_convert_type(take(2 * LANES).reshape(*rest.shape[:-1], LANES, 2), jnp.float16))
+        return in_lanes(jax.lax.bitcast_convert_type(take(2 * LANES).reshape(*rest.shape[:-1], LANES, 2), jnp.dtype(kind.scale_type)))
 
     def factors() -> Array:
         found = in_lanes(take(LANES * kind.groups).reshape(*rest.shape[:-1], kind.groups, LANES))

@@ -31,7 +31,7 @@ def block_matmul(
         number, arguments = x.dtype.name, (x, matrices, place)
         if has_offset(kind):
             arguments += (jnp.sum(x.astype(jnp.float32).reshape(len(x), -1, kind.group), axis=-1),)
-    name = register(f"{NAME}_{kind.name}_{number}", lambda: llvm_ir.module(kind, cast(Number, number), host_target()))
+    name = register(f"{NAME}_{kind.name.replace(' ', '_')}_{number}", lambda: llvm_ir.module(kind, cast(Number, number), host_target()))
     y: Float32[Array, "T O"] = jax.ffi.ffi_call(name, result)(*arguments)
     return y
 

@@ -127,11 +127,11 @@ def test_quantised_tensors_are_told_of_as_the_matrices_that_they_stand_for(
 
 def test_an_unknown_quantisation_is_told_of_by_what_the_files_hold(tmp_path: Path) -> None:
     arrays = {"model.layers.0.mlp.up_proj.qweight": np.ones((8, 4), np.int32), "model.norm.weight": np.ones(4, np.float16)}
-    tiny.write_safetensors(tmp_path, arrays, config={"quantization_config": {"quant_method": "gptq"}})
+    tiny.write_safetensors(tmp_path, arrays, config={"quantization_config": {"quant_method": "aqlm"}})
     held = take_inventory(tmp_path)
     assert held.source is None
     assert held.unsupported_reason is not None
-    assert "quant_method is 'gptq'" in held.unsupported_reason
+    assert "quant_method is 'aqlm'" in held.unsupported_reason
     assert {(tensor.name, tensor.shape, tensor.type, tensor.num_bytes) for tensor in held.tensors} == {
         ("model.layers.0.mlp.up_proj.qweight", (8, 4), "I32", 128),
         ("model.norm.weight", (4,), "float16", 8),

@@ -248,8 +248,9 @@ GROUP = "config_groups.group_0"
 @pytest.mark.parametrize(
     ("declaration", "message"),
     [
-        ({"quant_method": "gptq", "bits": 4}, "quant_method is 'gptq'"),
-        ({"quant_method": "awq"}, "quant_method is 'awq'"),
+        ({"quant_method": "gptq", "bits": 8}, "bits is 8, not 4"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format is 'marlin', not 'gptq'"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version is 'gemv', not 'gemm'"),
         ({"load_in_4bit": True, "quant_method": "bitsandbytes"}, "quant_method is 'bitsandbytes'"),
         ("fp4", "quant_method is 'fp4'"),
         (changed(FP8, "weight_block_size", None), r"weight_block_size is None, not \[128, 128\]"),
@@ -257,13 +258,9 @@ GROUP = "config_groups.group_0"
         (changed(FP8, "fmt", "e5m2"), "fmt is 'e5m2', not 'e4m3'"),
         (changed(FP8, "activation_scheme", "static"), "activation_scheme is 'static', not 'dynamic'"),
         (changed(INT4, "format", "nvfp4-pack-quantized"), "format is 'nvfp4-pack-quantized', not 'pack-quantized'"),
-        (changed(INT4, "format", "float-quantized"), "format is 'float-quantized', not 'pack-quantized'"),
         (changed(INT4, f"{GROUP}.weights.num_bits", 8), rf"{GROUP}\.weights\.num_bits is 8, not 4"),
         (changed(INT4, f"{GROUP}.weights.type", "float"), rf"{GROUP}\.weights\.type is 'float', not 'int'"),
-        (changed(INT4, f"{GROUP}.weights.group_size", 128), rf"{GROUP}\.weights\.group_size is 128, not 32"),
-        (changed(INT4, f"{GROUP}.weights.symmetric", False), rf"{GROUP}\.weights\.symmetric is False, not True"),
-        (changed(INT4, f"{GROUP}.weights.actorder", "group"), rf"{GROUP}\.weights\.actorder is 'group', not None"),
-        (changed(INT4, f"{GROUP}.weights.strategy", "channel"), rf"{GROUP}\.weights\.strategy is 'channel', not 'group'"),
+        (changed(INT4, f"{GROUP}.weights.strategy", "tensor"), rf"{GROUP}\.weights\.strategy is 'tensor', not 'group'"),
         (changed(INT4, f"{GROUP}.input_activations", {"num_bits": 8}), rf"{GROUP}\.input_activations is {{'num_bits': 8}}, not None"),
     ],
 )
@@ -310,8 +307,18 @@ def without(tensors: dict[str, np.ndarray], part: str) -> dict[str, np.ndarray]:
         ),
         (
             INT4,
-            {**INT4_TENSORS, X + "weight_scale": np.ones((OUT, IN // 64), ml_dtypes.bfloat16)},
-            rf"tensor '{X}weight_scale' is BF16 \[300, 7\], not BF16 or F16 or F32 \[300, 14\]",
+            {**INT4_TENSORS, X + "weight_scale": np.ones((OUT - 1, IN // 32), ml_dtypes.bfloat16)},
+            rf"tensor '{X}weight_scale' is BF16 \[299, 14\], not BF16 or F16 or F32 \[300, 14\]",
+        ),
+        (
+            changed(INT4, f"{GROUP}.weights.symmetric", False),
+            INT4_TENSORS,
+            rf"tensor '{X}weight_zero_point' is missing beside '{X}weight_packed'",
+        ),
+        (
+            changed(INT4, f"{GROUP}.weights.actorder", "group"),
+            INT4_TENSORS,
+            rf"tensor '{X}weight_g_idx' is missing beside '{X}weight_packed'",
         ),
     ],
 )

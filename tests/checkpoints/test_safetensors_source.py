@@ -199,6 +199,6 @@ def test_several_files_without_an_index_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_quantised_checkpoint_is_refused_by_its_method(tmp_path: Path) -> None:
-    tiny.write_safetensors(tmp_path, ARRAYS, config={"quantization_config": {"quant_method": "gptq"}})
-    with pytest.raises(CheckpointError, match=r"quantization_config\.quant_method is 'gptq': .*can be read; give the model"):
+    tiny.write_safetensors(tmp_path, ARRAYS, config={"quantization_config": {"quant_method": "aqlm"}})
+    with pytest.raises(CheckpointError, match=r"quantization_config\.quant_method is 'aqlm': .*can be read; give the model"):
         SafetensorsSource(tmp_path)
