@@ -88,7 +88,7 @@ class Fp8Matrix:
 
     @property
     def _is_of_blocks(self) -> bool:
-        return next(reversed(self.parts)).endswith(_SCALE_INV)
+        return list(self.parts)[1].endswith(_SCALE_INV)
 
     def values(self, name: str, read: Read, ranges: Ranges) -> np.ndarray:
         codes, scale = self.parts.values()

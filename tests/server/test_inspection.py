@@ -120,7 +120,7 @@ NORM = "model.layers.1.input_layernorm.weight"
     [
         (_configured(architectures=["MambaForCausalLM"]), "architectures is ['MambaForCausalLM']: supported are DeepseekV3ForCausalLM"),
         (_configured(hidden_act="relu"), "hidden_act is 'relu'"),
-        (_configured(quantization_config={"quant_method": "awq"}), "quantization_config.quant_method is 'awq'"),
+        (_configured(quantization_config={"quant_method": "aqlm"}), "quantization_config.quant_method is 'aqlm'"),
         (_configured(num_hidden_layers=3), "'model.layers.2.input_layernorm.weight'"),
         (_with_tensors(lambda arrays: arrays.pop(NORM)), f"tensor '{NORM}' is missing, which this model's configuration calls for"),
         (
