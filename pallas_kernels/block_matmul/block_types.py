@@ -1,4 +1,5 @@
-"""The block formats that `block_matmul` multiplies, of GGUF files and others: what a value is made of, and where it lies.
+"""The block formats that `block_matmul` multiplies, of GGUF files and others: what a value is made of, and where it
+lies.
 
 A row's values come in blocks of 32 or 256. A block has a half precision scale, perhaps a minimum, and a code of 4, 5, 6
 or 8 bits a value. The larger blocks' groups also have small integers by which scale and minimum are multiplied:
