@@ -131,6 +131,12 @@ class ScheduleConfig:
         512, "most prompt tokens in one prefill step; longer prompts are prefilled in chunks, with decode steps between them"
     )
     prefill_buckets: tuple[int, ...] = _flag((32, 128, 512), "token counts that prefill programs are compiled for")
+    ready_when: str = _flag(
+        "all",
+        "when requests are served: all, once every program is there; first, once each role's largest bucket is (those for fewer tokens "
+        "or sequences follow in the background, and padding costs time until then)",
+        choices=("all", "first"),
+    )
     target_ttft: float | None = _flag(
         None, "target seconds to the first token: prefill chunks are as small as it allows, to delay running requests less"
     )

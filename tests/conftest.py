@@ -167,7 +167,7 @@ def prefills_are_read_soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def collect_soon(worker: PrefillWorker, *, wait: int, **rest: Any) -> list[Prefilled]:
         steps = [(id(worker), step.launched_at) for step in worker._in_flight]
-        num_late = sum(looked[step] >= worker._runner.num_stages for step in steps)
+        num_late = sum(looked[step] >= worker.runner.num_stages for step in steps)
         looked.update(steps)
         return collect(worker, wait=max(wait, num_late), **rest)
 

@@ -4,6 +4,7 @@ one."""
 from __future__ import annotations
 
 from bisect import bisect_left
+from typing import Any
 
 from jaxinfer.decode.scheduler import DecodeScheduler, Preempt
 from jaxinfer.decode.worker import Decoded, DecodeWorker
@@ -50,6 +51,10 @@ class DecodeRole:
     def num_in_flight(self) -> int:
         """Steps under way."""
         return self.worker.num_in_flight
+
+    def add_bucket(self, size: int, programs: dict[str, Any]) -> None:
+        """Steps of so many sequences may be taken from now on, with these programs."""
+        self.worker.runner.add_bucket(size, programs)
 
     def accept(self, handoff: HandOff, transfer: KVTransfer | None = None) -> bool:
         """Take a sequence on, with pages of this role's, which `transfer` is to fill where they come from elsewhere.

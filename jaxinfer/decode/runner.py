@@ -62,15 +62,17 @@ class DecodeRunner:
         self._ended: list[Ended | None] = [None] * self.num_micro_batches  # of each one's last step, on the last stage
         self._newest: list[Int[Array, " S+1"]] = []  # each micro-batch's last tokens, sent to the first stage
 
-    def programs(self) -> list[ProgramSource]:
+    def programs(self, buckets: tuple[int, ...] | None = None) -> list[ProgramSource]:
         """The programs to compile: decode, one a bucket and stage; two that sample, one pair a bucket, if the last
-        stage has several devices; for joining sequences, those that set page tables and count tokens for penalties."""
+        stage has several devices; for joining sequences, those that set page tables and count tokens for penalties.
+        `buckets`: those of some, by default of all."""
+        buckets = self.buckets if buckets is None else buckets
         sources = []
         for number, stage in enumerate(self._stages):
             on_mesh, template, state = replicated(stage.mesh), stage.template, self._abstract[number]
             weights, samples = template.abstract(stage.mesh, stage.rules), stage is self._last and not self._samples_apart
             step = (decode_step if samples else forward_step)(template, stage.mesh, stage.attention)
-            for size in self.buckets:
+            for size in buckets:
                 batch = abstract_like(empty_batch(size, self.num_slots, self.num_groups), on_mesh)
                 arguments = [weights, stage.pool.abstract, state if samples else state.of_layers, batch, self.loads.abstract[number]]
                 if samples:
@@ -85,7 +87,7 @@ class DecodeRunner:
             name = program_name("decode/assign_slot", self._stages, number)
             sources.append(ProgramSource(name, assign_slot, (state.page_table, *slot_arguments), stage.mesh, donated=(0,)))
         if self._samples_apart:
-            sources += [program for size in self.buckets for program in self._programs_of_head(size)]
+            sources += [program for size in buckets for program in self._programs_of_head(size)]
         counts = self._abstract[-1].counts
         assert counts is not None
         return [*sources, reset_program("decode/reset", counts, self._max_model_len, self._last.mesh)]
@@ -113,6 +115,11 @@ class DecodeRunner:
         self.loads.reset()
         self._states = [list(map(empty_state, self._abstract)) for _ in range(self.num_micro_batches)]
         self._newest = [self._to_first(states[-1].tokens) for states in self._states]
+
+    def add_bucket(self, size: int, programs: dict[str, Executable]) -> None:
+        """Use these programs from now on."""
+        self._programs |= programs
+        self.buckets = tuple(sorted({*self.buckets, size}))
 
     def set_weights(self, weights: StagedWeights) -> None:
         """The weights of later steps; empty while there are none."""

@@ -52,7 +52,7 @@ class DecodeWorker:
 
     def __init__(self, scheduler: DecodeScheduler, runner: DecodeRunner, clock: DeviceClock) -> None:
         self.scheduler = scheduler
-        self._runner = runner
+        self.runner = runner
         self._clock = clock
         self.step_seconds = 0.0  # of the last step
         self._in_flight: deque[_InFlightDecode] = deque()
@@ -96,7 +96,7 @@ class DecodeWorker:
         self._rows[self.scheduler.micro_batch(sequence)] = None
         # The slot's page table stays: a step brings the block that it writes, and reads none after it.
         if uses_penalties(sequence.params):
-            self._runner.count_tokens(sequence.decode.slot, sequence.token_ids, sequence.num_prompt)
+            self.runner.count_tokens(sequence.decode.slot, sequence.token_ids, sequence.num_prompt)
 
     def join(self, sequence: Sequence) -> None:
         """Add a sequence whose pages were handed over; its newest token is not in them yet."""
@@ -105,13 +105,13 @@ class DecodeWorker:
         self._rows[self.scheduler.micro_batch(sequence)] = None
         self._num_with_history += sequence.needs_history
         self._set_row(sequence, self._bans_for(sequence))
-        self._runner.assign_slot(slot, sequence.decode.pages)
+        self.runner.assign_slot(slot, sequence.decode.pages)
         if uses_penalties(sequence.params):
-            self._runner.count_tokens(slot, sequence.token_ids, sequence.num_prompt)
+            self.runner.count_tokens(slot, sequence.token_ids, sequence.num_prompt)
 
     def launch(self, preempt: Preempt) -> bool:
         """Start the next micro-batch's step; False if no sequence can take one."""
-        num_micro_batches = self._runner.num_micro_batches
+        num_micro_batches = self.runner.num_micro_batches
         for _ in range(num_micro_batches):
             self._micro_batch = (self._micro_batch + 1) % num_micro_batches
             if sequences := self.scheduler.schedule(preempt, self._micro_batch):
@@ -122,7 +122,7 @@ class DecodeWorker:
             self._update_bans(sequences)
         rows = self._next_rows(sequences)
         launched_at = self._clock.now()
-        sampled = self._runner.run(rows.batch, rows.sampling, rows.micro_batch)
+        sampled = self.runner.run(rows.batch, rows.sampling, rows.micro_batch)
         self._in_flight.append(_InFlightDecode(rows, sampled, launched_at))
         rows.num_in_flight += 1
         for sequence in sequences:
@@ -182,25 +182,25 @@ class DecodeWorker:
             rows.batch = DecodeBatch(rows.batch.packed + (rows.increments.later if rows.is_steady else rows.increments.first))
             rows.is_steady = True
             for row in self.scheduler.grown:
-                rows.batch.packed[row, PAGES:] = sequences[row].decode.pages[-self._runner.num_groups :]
+                rows.batch.packed[row, PAGES:] = sequences[row].decode.pages[-self.runner.num_groups :]
             return rows
         self._rows[self._micro_batch] = rows = self._compose(sequences)
         return rows
 
     def _compose(self, sequences: list[Sequence]) -> _Rows:
         num_rows = len(sequences)
-        batch = empty_batch(bucket_for(num_rows, self._runner.buckets), self._runner.num_slots, self._runner.num_groups)
+        batch = empty_batch(bucket_for(num_rows, self.runner.buckets), self.runner.num_slots, self.runner.num_groups)
         slots = [s.decode.slot for s in sequences]
-        batch.slots[:num_rows] = [slot - self._micro_batch * self._runner.num_slots for slot in slots]
+        batch.slots[:num_rows] = [slot - self._micro_batch * self.runner.num_slots for slot in slots]
         # With a step in flight the newest token is still on the device; otherwise the host has it.
         batch.tokens[:num_rows] = [ON_DEVICE if s.decode.num_in_flight else s.token_ids[-1] for s in sequences]
         batch.positions[:num_rows] = [len(s.token_ids) - 1 + s.decode.num_in_flight for s in sequences]
         batch.num_generated[:num_rows] = [s.num_output + s.decode.num_in_flight for s in sequences]
-        batch.pages[:num_rows] = [s.decode.pages[-self._runner.num_groups :] for s in sequences]
+        batch.pages[:num_rows] = [s.decode.pages[-self.runner.num_groups :] for s in sequences]
         sampling = neutral_rows(len(batch.slots))
         sampling.packed[:num_rows] = self._slot_rows.packed[slots]
         increments = increments_of(batch, num_rows)
         epochs, wants_logprobs = [s.epoch for s in sequences], bool(sampling.wants_logprobs.any())
         return _Rows(
-            sequences, epochs, batch, increments, self._runner.put(sampling, batch.num_generated), wants_logprobs, self._micro_batch
+            sequences, epochs, batch, increments, self.runner.put(sampling, batch.num_generated), wants_logprobs, self._micro_batch
         )

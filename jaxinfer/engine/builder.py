@@ -16,6 +16,7 @@ from jaxinfer.config import ConfigError, EngineConfig, ScheduleConfig, parse_byt
 from jaxinfer.decode.runner import DecodeRunner
 from jaxinfer.encode.loading import load_encoder
 from jaxinfer.engine.components import EngineComponents, Runners, TierSettings, build_roles
+from jaxinfer.engine.later_programs import LaterBucket, LaterPrograms
 from jaxinfer.engine.served_weights import ServedWeights
 from jaxinfer.engine.start_report import mesh_names, report_start
 from jaxinfer.engine.warmup import measure, warm_up
@@ -35,7 +36,7 @@ from jaxinfer.pipeline.stage_clock import StageClock
 from jaxinfer.planner.engine_plan import Plan, RolePlan, make_plan
 from jaxinfer.prefill.chunk_size import ChunkSizeController
 from jaxinfer.prefill.runner import PrefillRunner
-from jaxinfer.programs.compilation import COUNTER, compile_programs, use_persistent_cache
+from jaxinfer.programs.compilation import COUNTER, ProgramSource, compile_programs, use_persistent_cache
 from jaxinfer.programs.profile import named
 from jaxinfer.sampling_defaults import describe, read_sampling_defaults
 from jaxinfer.stats import EngineStats, ExpertLoad
@@ -91,14 +92,18 @@ def _build(config: EngineConfig, stats: EngineStats, processes: Processes, incom
     if plan.has_stages and not config.model.random_weights:
         check_tensors(plan.template, source)  # loading a stage doesn't see the other stages' tensors
 
+    if schedule.ready_when == "first" and config.devices.num_processes > 1:
+        raise ConfigError("ready_when is first, but an engine of several processes needs all programs at once: use all")
     roles = (plan.decode,) if plan.shares_mesh else (plan.prefill, plan.decode)
     pools = [role.pools() for role in roles]  # one a stage
     sequence_parallel = config.devices.sequence_parallel
     prefill_stages = plan.prefill.stages_with(pools[0], sequence_parallel)
     decode_stages = plan.decode.stages_with(pools[-1], sequence_parallel)
     stage_clocks = [StageClock(role.layout.pp) if role.layout.pp > 1 else None for role in roles]
-    prefill_runner = PrefillRunner(prefill_stages, schedule.prefill_buckets, plan.max_model_len, stage_clocks[0])
-    decode_runner = DecodeRunner(decode_stages, micro_batch_buckets(schedule, plan.decode.layout.pp), plan.max_model_len, stage_clocks[-1])
+    buckets = schedule.prefill_buckets, micro_batch_buckets(schedule, plan.decode.layout.pp)
+    first = buckets if schedule.ready_when == "all" else tuple(sizes[-1:] for sizes in buckets)
+    prefill_runner = PrefillRunner(prefill_stages, first[0], plan.max_model_len, stage_clocks[0])
+    decode_runner = DecodeRunner(decode_stages, first[1], plan.max_model_len, stage_clocks[-1])
     sources = prefill_runner.programs() + decode_runner.programs()
     tiers = _tiers(config, plan, source)
     stage_transports = _stage_transports(plan, pools) if not plan.shares_mesh and plan.has_stages else None
@@ -117,6 +122,7 @@ def _build(config: EngineConfig, stats: EngineStats, processes: Processes, incom
         stats.compile_seconds += time.monotonic() - started
         loading.result()
     report_start(stats, config, plan, programs, pools)
+    later_prefill, later_decode = _later_sources(prefill_runner, buckets[0], sources), _later_sources(decode_runner, buckets[1], sources)
     if config.devices.profile is not None:
         programs = named(programs)
     prefill_runner, decode_runner = processes.share("prefill", prefill_runner), processes.share("decode", decode_runner)
@@ -162,7 +168,23 @@ def _build(config: EngineConfig, stats: EngineStats, processes: Processes, incom
             prefill.tiers.warm_up()
     weights.start(prefill_runner, decode_runner)
     processes.wait_until_built()
-    return EngineComponents(config, plan, tokenizer, prefill, decode, weights, encode, processes, sampling_defaults)
+    later_buckets = [LaterBucket(decode, *one) for one in later_decode] + [LaterBucket(prefill, *one) for one in later_prefill]
+    later = LaterPrograms(later_buckets, named if config.devices.profile is not None else dict)
+    later.start()
+    return EngineComponents(config, plan, tokenizer, prefill, decode, weights, encode, processes, later, sampling_defaults)
+
+
+def _later_sources(
+    runner: PrefillRunner | DecodeRunner, buckets: Sequence[int], sources: Sequence[ProgramSource]
+) -> list[tuple[int, list[ProgramSource]]]:
+    """Of each bucket that a runner has not, the smallest first, the programs that neither it nor those before it have."""
+    known, found = {source.name for source in sources}, []
+    for size in buckets:
+        if size not in runner.buckets:
+            new = [source for source in runner.programs((size,)) if source.name not in known]
+            known |= {source.name for source in new}
+            found.append((size, new))
+    return found
 
 
 def split_cpu(num_devices: int | None) -> None:

@@ -13,6 +13,7 @@ from jaxinfer.decode.runner import DecodeRunner
 from jaxinfer.decode.scheduler import DecodeScheduler
 from jaxinfer.decode.worker import DecodeWorker
 from jaxinfer.encode.worker import EncodeWorker
+from jaxinfer.engine.later_programs import LaterPrograms
 from jaxinfer.engine.served_weights import ServedWeights
 from jaxinfer.kv_cache.events import CacheEvents
 from jaxinfer.kv_cache.manager import KVManager
@@ -46,6 +47,7 @@ class EngineComponents:
     weights: ServedWeights
     encode: EncodeWorker | None = None  # on the prefill mesh
     processes: Processes = field(default_factory=SingleProcess)
+    later: LaterPrograms = field(default_factory=lambda: LaterPrograms(()))
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)  # of `SamplingParams`, by name
     clock: Callable[[], float] = time.monotonic  # seconds
 
@@ -107,7 +109,7 @@ def build_roles(
         runners.movers[-1] if runners.movers else None,
     )
     queue = WaitingQueue(schedule.ageing_seconds, schedule.prefill_chunk_size, clock)
-    prefill_scheduler = PrefillScheduler(managers[0], queue, buckets)
+    prefill_scheduler = PrefillScheduler(managers[0], queue, runners.prefill.buckets)
     prefill_scheduler.copy_pages = runners.prefill.copy_pages
     prefill = PrefillRole(
         managers[0],

@@ -82,8 +82,7 @@ class Engine:
         return bool(self._requests) or self._decode.num_in_flight > 0 or self._prefill.num_in_flight > 0
 
     def on_process_loss(self, listener: Callable[[ProcessLostError], None]) -> None:
-        """Register a listener, called in a thread of its own, for the loss of one of several processes. A step in
-        flight may never return; this process ends within seconds."""
+        """Register a listener, called in a thread of its own, for the loss of one of several processes: see `step`."""
         self._components.processes.on_loss(listener)
 
     def close(self) -> None:
@@ -97,6 +96,7 @@ class Engine:
                 self._profile.stop()
             if self._prefill.tiers is not None:
                 self._prefill.tiers.close()
+            self._components.later.stop()
             self._components.processes.close()
 
     def reference_forward(self) -> ReferenceForward:
@@ -140,9 +140,8 @@ class Engine:
     def update_params(self, params: Mapping[str, Any]) -> int:
         """Serve other weights of the same model from now on; returns their version (the first ones are 1). `params`:
         arrays of floats by Hugging Face's names, all of them, flat or nested, with matrices as [out, in]; they are not
-        kept. Nothing compiles. The prefix cache is emptied; requests under way are paused and go on by the new weights.
-        Raises `CheckpointError` with nothing changed for weights that don't fit, `ConfigError` for an engine that
-        can't."""
+        kept. Nothing compiles. The prefix cache is emptied; requests under way go on by the new weights. Raises
+        `CheckpointError` with nothing changed for weights that don't fit, `ConfigError` for an engine that can't."""
         with self.access.call():
             return self._changes.update_params(params)
 
@@ -152,9 +151,8 @@ class Engine:
             return self._changes.update_weights(model)
 
     def sleep(self, level: int = 1) -> None:
-        """Give the memory of weights and pages back until `wake` or `update_params`. The weights go to host memory
-        (level 1) or are dropped (2). Requests under way are paused; new ones raise `RequestError`. Raises
-        `ConfigError`."""
+        """Give the memory of weights and pages back until `wake` or `update_params`. Weights go to host memory (level
+        1) or are dropped (2); requests under way are paused, new ones raise `RequestError`. Raises `ConfigError`."""
         with self.access.call():
             self._changes.sleep(level)
 
@@ -175,8 +173,8 @@ class Engine:
             return True
 
     def step(self) -> list[OutputDelta]:
-        """Run one iteration; returns its deltas. Raises `ProcessLostError` where the engine spans processes and one
-        is gone; this process then ends within seconds."""
+        """Run one iteration; returns its deltas. Raises `ProcessLostError` where one of several processes is gone, or
+        never returns; this process then ends within seconds."""
         with self.access.call(), self._components.processes.surface_peer_failure():
             if self._profile is not None and self.has_work:
                 self._profile.tick()
@@ -193,6 +191,7 @@ class Engine:
     def _schedule(self) -> list[OutputDelta]:
         """End requests whose deadline has passed; queue those whose pages have come from the tiers."""
         now, deltas = self._clock(), []
+        self.stats.num_programs += self._components.later.poll()
         for sequences in self._requests.overdue(now):
             if sequences[0].prefill.first_scheduled_time is None:  # it waited to the end
                 self._metrics.observe_queue(sequences[0], now)

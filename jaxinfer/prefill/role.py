@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import insort
+from typing import Any
 
 from jaxinfer.kv_cache.manager import KVManager
 from jaxinfer.kv_transfer.cross_mesh import PrefixRecall
@@ -62,6 +63,11 @@ class PrefillRole:
     def has_prompts(self) -> bool:
         """Whether any sequence waits or is being prefilled."""
         return bool(self.scheduler.prefilling) or self.scheduler.has_waiting
+
+    def add_bucket(self, size: int, programs: dict[str, Any]) -> None:
+        """Steps of so many tokens may be taken from now on, with these programs."""
+        self.worker.runner.add_bucket(size, programs)
+        self.scheduler.buckets = self.worker.runner.buckets
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence, or one that was preempted."""

@@ -54,11 +54,12 @@ class PrefillRunner:
     def num_stages(self) -> int:
         return len(self._stages)
 
-    def programs(self) -> list[ProgramSource]:
+    def programs(self, buckets: tuple[int, ...] | None = None) -> list[ProgramSource]:
         """The programs to compile: prefill, one a bucket and stage; on the last stage two that sample first tokens for
         each number of rows, one a bucket that scores prompts, those that fork a prompt, and the one that counts tokens
-        for penalties."""
-        batches = {size: empty_batch(size, prefill_rows(size), self.table_width).packed for size in self.buckets}
+        for penalties. `buckets`: those of some, by default of all."""
+        buckets = self.buckets if buckets is None else buckets
+        batches = {size: empty_batch(size, prefill_rows(size), self.table_width).packed for size in buckets}
         sources = []
         for number, stage in enumerate(self._stages):
             weights = stage.template.abstract(stage.mesh, stage.rules)
@@ -76,9 +77,9 @@ class PrefillRunner:
             copy = program_name("prefill/copy", self._stages, number)
             sources.append(ProgramSource(copy, copy_pages, (stage.pool.abstract, ids, ids), stage.mesh, donated=(0,)))
         reset = reset_program("prefill/reset", self._abstract_counts, self.max_model_len, self._last.mesh)
-        return [*sources, *self._programs_of_head(), reset]
+        return [*sources, *self._programs_of_head(buckets), reset]
 
-    def _programs_of_head(self) -> list[ProgramSource]:
+    def _programs_of_head(self, buckets: tuple[int, ...]) -> list[ProgramSource]:
         stage, head = self._last, self._last.template.head
         on_mesh, weights = replicated(stage.mesh), head.abstract(stage.mesh, stage.rules)
 
@@ -89,7 +90,7 @@ class PrefillRunner:
             return abstract((num_tokens, head.config.hidden_size), head.activation_dtype)
 
         sources = []
-        for rows in sorted({prefill_rows(size) for size in self.buckets}):
+        for rows in sorted({prefill_rows(size) for size in buckets}):
             asked = abstract((rows,), np.int32), abstract_like(neutral_rows(rows), on_mesh)
             sampling, options = (weights, hidden(rows), self._abstract_counts, *asked), options_of_sampling(stage.mesh)
             sources += [
@@ -99,7 +100,7 @@ class PrefillRunner:
                     self._of_last(f"prefill/repeat/{rows}"), repeat_step(self.num_rows), (hidden(rows), abstract((), np.int32)), stage.mesh
                 ),
             ]
-        for size in self.buckets:
+        for size in buckets:
             arguments = weights, hidden(size), abstract((size,), np.int32)
             sources.append(ProgramSource(self._of_last(f"prefill/score/{size}"), score_step(head), arguments, stage.mesh))
         return sources
@@ -113,6 +114,11 @@ class PrefillRunner:
         self.set_weights(weights)
         self.loads.reset()
         self._counts = jax.tree.map(lambda a: place(np.zeros(a.shape, a.dtype), a.sharding), self._abstract_counts)
+
+    def add_bucket(self, size: int, programs: dict[str, Executable]) -> None:
+        """Use these programs from now on."""
+        self._programs |= programs
+        self.buckets = tuple(sorted({*self.buckets, size}))
 
     def set_weights(self, weights: StagedWeights) -> None:
         """The weights of later steps; empty while there are none."""

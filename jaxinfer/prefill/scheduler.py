@@ -83,7 +83,7 @@ class PrefillScheduler:
 
     def __init__(self, manager: KVManager, queue: WaitingQueue, buckets: tuple[int, ...]) -> None:
         self._manager = manager
-        self._buckets = buckets
+        self.buckets = buckets  # of tokens, of programs that are there; the last stays
         self.queue = queue
         self.tiers: LowerTiers | None = None
         self.recall: Recall | None = None
@@ -275,7 +275,7 @@ class PrefillScheduler:
 
     def _has_row(self, chunks: list[Chunk]) -> bool:
         """Whether a program holds one more request."""
-        return len(chunks) < prefill_rows(self._buckets[-1])
+        return len(chunks) < prefill_rows(self.buckets[-1])
 
     def _add_chunk(self, chunks: list[Chunk], sequence: Sequence, budget: int, preempt: Callable[[Sequence], bool]) -> int:
         """Append the sequence's next chunk, if there are pages for it; returns the budget left. Requests start at
@@ -295,4 +295,4 @@ class PrefillScheduler:
     def bucket(self, chunks: list[Chunk]) -> int:
         """The token bucket that holds these chunks, each starting at a whole tile, one a row."""
         size = sum(-(-c.length // QUERY_TILE) * QUERY_TILE for c in chunks[:-1]) + chunks[-1].length
-        return next(b for b in self._buckets if b >= size and prefill_rows(b) >= len(chunks))
+        return next(b for b in self.buckets if b >= size and prefill_rows(b) >= len(chunks))

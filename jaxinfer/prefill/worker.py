@@ -47,7 +47,7 @@ class PrefillWorker:
         self, scheduler: PrefillScheduler, runner: PrefillRunner, clock: DeviceClock, chunk_controller: ChunkSizeController
     ) -> None:
         self.scheduler = scheduler
-        self._runner = runner
+        self.runner = runner
         self._clock = clock
         self.chunk_controller = chunk_controller
         self._in_flight: deque[_InFlightPrefill] = deque()
@@ -61,31 +61,31 @@ class PrefillWorker:
     ) -> list[Chunk]:
         """Start the next step, unless there is none or enough are in flight; returns its chunks. See
         `PrefillScheduler.schedule`."""
-        if len(self._in_flight) >= self._runner.num_stages + _WAITING:
+        if len(self._in_flight) >= self.runner.num_stages + _WAITING:
             return []
         chunks = self.scheduler.schedule(budget, num_free_slots, reserved_pages, preempt_for_admission, preempt)
         if computed := [chunk for chunk in chunks if not isinstance(chunk, Fork)]:
             self._compute(computed)
         for _, forks in groupby((chunk for chunk in chunks if isinstance(chunk, Fork)), key=lambda fork: fork.sequence.prefill.leader):
             siblings = list(forks)
-            for start in range(0, len(siblings), self._runner.num_rows):
-                self._fork(siblings[start : start + self._runner.num_rows])
+            for start in range(0, len(siblings), self.runner.num_rows):
+                self._fork(siblings[start : start + self.runner.num_rows])
         return chunks
 
     def _compute(self, chunks: list[Chunk]) -> None:
         bucket = self.scheduler.bucket(chunks)
-        batch = build_batch(chunks, bucket, self._runner.table_width)
+        batch = build_batch(chunks, bucket, self.runner.table_width)
         self._count_tokens(chunks)
         starts = [int(start) for start in batch.packed.query_start[: len(chunks)]]
         launched_at = self._clock.now()
-        self._in_flight.append(_InFlightPrefill(chunks, starts, bucket, self._runner.run(batch), launched_at))
+        self._in_flight.append(_InFlightPrefill(chunks, starts, bucket, self.runner.run(batch), launched_at))
         self.scheduler.launched(chunks)
 
     def _fork(self, forks: list[Fork]) -> None:
         """Sample the first tokens of sequences that share a prompt."""
         self._count_tokens(forks)
         launched_at = self._clock.now()
-        sampled = self._runner.sample(forks[0].last_hidden, sampling_of_forks(forks, self._runner.num_rows))
+        sampled = self.runner.sample(forks[0].last_hidden, sampling_of_forks(forks, self.runner.num_rows))
         self._in_flight.append(
             _InFlightPrefill(list(forks), [0] * len(forks), 0, PrefillResult(sampled, None, forks[0].last_hidden), launched_at)
         )
@@ -93,7 +93,7 @@ class PrefillWorker:
     def _count_tokens(self, chunks: Iterable[Chunk]) -> None:
         for row, chunk in enumerate(chunks):
             if chunk.is_last and uses_penalties(chunk.sequence.params):
-                self._runner.count_tokens(row, chunk.sequence.token_ids, chunk.sequence.num_prompt)
+                self.runner.count_tokens(row, chunk.sequence.token_ids, chunk.sequence.num_prompt)
 
     def collect(self, *, wait: int, until: float = math.inf) -> list[Prefilled]:
         """Read the steps that have ended, and wait for the `wait` oldest; only those launched before `until`."""
@@ -120,7 +120,7 @@ class PrefillWorker:
             if step.result.prompt_scores is not None and sequence.needs_prompt_scores:
                 self._read_prompt_scores(step.result, chunk, start)
             if chunk.is_last:
-                self.scheduler.done(sequence, partial(self._runner.repeat, step.result.last_hidden, row))
+                self.scheduler.done(sequence, partial(self.runner.repeat, step.result.last_hidden, row))
                 logprob = None if sequence.params.logprobs is None else read_logprob(sampled, row, sequence.params)
                 prefilled.append(Prefilled(sequence, int(sampled.tokens[row]), logprob))
         return prefilled

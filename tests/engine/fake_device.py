@@ -184,6 +184,10 @@ class FakePrefill(FakeRunner):
     num_rows = 8
     num_tokens = 0  # computed so far
 
+    def __init__(self, pool: np.ndarray, config: EngineConfig, *others: Any) -> None:
+        super().__init__(pool, config, *others)
+        self.buckets = config.schedule.prefill_buckets
+
     def run(self, batch: PrefillBatch) -> PrefillResult:
         packed = batch.packed
         tokens = np.zeros(len(packed.query_len), np.int64)

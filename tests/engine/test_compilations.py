@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 from jaxinfer.llm import LLM
 from jaxinfer.request import SamplingParams
+from tests.conftest import TINY
 from tests.engine.test_builder import NUM_OF_ONE_SIZE
 from tests.engine.test_token_equality import LAYOUTS, chosen
 from tests.engine.workload import workload
@@ -77,3 +80,21 @@ def test_what_the_caller_compiles_between_steps_is_not_the_engines(llm):
     compile_something(19)
     llm.engine.step()
     assert llm.engine.stats.num_compilations_after_ready == before
+
+
+def test_smaller_buckets_follow_in_the_background(tiny_model_path):
+    """Served at once with each role's largest, without a compilation in the engine's thread, the same tokens before and after."""
+    settings = TINY | {"max_batch_size": 8, "decode_buckets": (2, 8), "prefill_buckets": (32, 64), "prefill_chunk_size": 64}
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    prompts = [list(range(3, 3 + length)) for length in (5, 40, 100)]
+    whole = LLM(str(tiny_model_path), **settings)
+    wanted = [output.outputs[0].token_ids for output in whole.generate(prompts, params)]
+    llm = LLM(str(tiny_model_path), **settings, ready_when="first")
+    roles, later = (llm.engine._components.prefill, llm.engine._components.decode), llm.engine._components.later
+    deadline = time.monotonic() + 120
+    while later.num_left and time.monotonic() < deadline:
+        assert [output.outputs[0].token_ids for output in llm.generate(prompts, params)] == wanted
+    assert [role.worker.runner.buckets for role in roles] == [(32, 64), (2, 8)]
+    assert [output.outputs[0].token_ids for output in llm.generate(prompts, params)] == wanted
+    assert llm.engine.stats.num_compilations_after_ready == 0
+    assert llm.engine.stats.num_programs == whole.engine.stats.num_programs

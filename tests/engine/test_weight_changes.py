@@ -68,7 +68,7 @@ def test_tokens_are_those_of_a_fresh_engine(folders: list[Path], layout: str) ->
         pools = [
             stage.pool
             for runner in (llm.engine._components.prefill, llm.engine._components.decode)
-            for stage in runner.worker._runner._stages
+            for stage in runner.worker.runner._stages
         ]
         assert all(pool._array is None for pool in pools)
         assert bool(llm.engine._components.weights.decode) == (level == 1)

@@ -63,7 +63,7 @@ def test_an_engine_tells_of_the_tokens_it_was_given_and_gave(tmp_path: Path, lay
         ("prefill", "decode"), "ep" not in layout
     )
     routing, parts = llm.engine._components.plan.template.config.family.routing, llm.engine._components
-    for loads, num_tokens in ((parts.prefill.worker._runner.loads, 48), (parts.decode.worker._runner.loads, 2 * 9)):
+    for loads, num_tokens in ((parts.prefill.worker.runner.loads, 48), (parts.decode.worker.runner.loads, 2 * 9)):
         counts = np.concatenate([np.asarray(of_stage) for of_stage in loads.counts if of_stage is not None])
         np.testing.assert_array_equal(counts.sum(1), num_tokens * routing.top_k)
     assert stats.num_compilations_after_ready == 0

@@ -22,7 +22,7 @@ from jaxinfer.sequence import Sequence, SequenceState
 from tests import sequences
 
 PAGE_SIZE, NUM_PAGES, AGEING, QUANTUM = 8, 30, 3.0, 100
-WAITING, PREFILLING, PREFILLED, RUNNING, FINISHED = SequenceState
+WAITING, PREFILLING, PREFILLED, RUNNING, _, FINISHED = SequenceState
 
 
 class Queue(WaitingQueue):
