@@ -177,7 +177,8 @@ def _build(config: EngineConfig, stats: EngineStats, processes: Processes, incom
 def _later_sources(
     runner: PrefillRunner | DecodeRunner, buckets: Sequence[int], sources: Sequence[ProgramSource]
 ) -> list[tuple[int, list[ProgramSource]]]:
-    """Of each bucket that a runner has not, the smallest first, the programs that neither it nor those before it have."""
+    """Of each bucket that a runner has not, the smallest first, the programs that neither it nor those before it
+    have."""
     known, found = {source.name for source in sources}, []
     for size in buckets:
         if size not in runner.buckets:

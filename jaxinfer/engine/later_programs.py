@@ -30,9 +30,9 @@ class LaterBucket:
 
 
 class LaterPrograms:
-    """Nothing compiles in the engine's thread: one of its own compiles bucket by bucket, in this order, and `poll` takes
-    what is there. `named`: what is done with programs before they are used. If one can't be compiled, a line says so,
-    and the buckets before it stay in use."""
+    """Nothing compiles in the engine's thread: one of its own compiles bucket by bucket, in this order, and `poll`
+    takes what is there. `named`: what is done with programs before they are used. If one can't be compiled, a line says
+    so, and the buckets before it stay in use."""
 
     def __init__(self, buckets: Sequence[LaterBucket], named: Callable[[Compiled], Compiled] = lambda programs: programs) -> None:
         self._waiting, self._named = list(buckets), named
