@@ -21,13 +21,12 @@ def warm_up(prefill: PrefillRunner, decode: DecodeRunner, progress: StartProgres
     """Run every program once, on a row that writes to the null page only. A program's first run touches its memory for
     the first time and takes hundreds of milliseconds more than the next; no request should pay for that. Prompt
     scoring is left out: few requests use it, and its first run takes as long as a whole prompt."""
-    sampled = {prefill_rows(size): size for size in reversed(prefill.buckets)}.values()  # smallest of each row count
-    with progress.counted("warming up", len(prefill.buckets) + len(sampled) + len(decode.buckets)) as done:
+    with progress.counted("warming up", len(prefill.buckets) + len(decode.buckets)) as done:
         for size in prefill.buckets:
-            _run_full(prefill, size)
-            done()
-        for size in sampled:
-            jax.block_until_ready(prefill.repeat(_run_full(prefill, size, temperature=1.0).last_hidden, 0))
+            last_hidden = _run_full(prefill, size).last_hidden
+            rows = neutral_rows(len(last_hidden))
+            rows.temperature[0] = 1.0
+            jax.block_until_ready((prefill.sample(last_hidden, rows).packed, prefill.repeat(last_hidden, 0)))
             done()
         prefill.copy_pages([NULL_PAGE], [NULL_PAGE])
         for size in decode.buckets:
@@ -54,10 +53,9 @@ def measure(prefill: PrefillRunner, chunk_controller: ChunkSizeController) -> No
         chunk_controller.observe(size, min(seconds))
 
 
-def _run_full(prefill: PrefillRunner, size: int, temperature: float = 0.0) -> PrefillResult:
+def _run_full(prefill: PrefillRunner, size: int) -> PrefillResult:
     batch = empty_prefill_batch(size, prefill_rows(size), prefill.table_width)
     packed = batch.packed
     packed.query_len[0] = packed.kv_len[0] = min(size, prefill.max_model_len)
-    batch.sampling.temperature[0] = temperature
     result: PrefillResult = jax.block_until_ready(prefill.run(batch))
     return result

@@ -173,7 +173,7 @@ class PrefillRunner:
 
     def sample(self, last_hidden: Array, rows: SamplingRows) -> Sampled:
         """Start sampling the first tokens of sequences that share a prompt, from `repeat`'s result."""
-        sampled = self._sample(last_hidden, np.zeros(self.num_rows, np.int32), rows)
+        sampled = self._sample(last_hidden, np.zeros(len(last_hidden), np.int32), rows)
         sampled.packed.copy_to_host_async()
         return sampled
 
