@@ -93,6 +93,10 @@ class DeviceConfig:
     heartbeat_seconds: float = _flag(
         20.0, "seconds without a heartbeat after which a process counts as lost and all of them end; at least 1; the same for all processes"
     )
+    programs: str | None = _flag(None, "folder of compiled programs that `jaxinfer compile` wrote; what fits is not compiled again")
+    programs_key: str | None = _flag(
+        None, "file of the key that such a folder is sealed with, at least 32 bytes; default: this user's own key, in the cache folder"
+    )
     profile: str | None = _flag(None, "folder for a trace of the first seconds of work, for XProf and Perfetto")
     profile_seconds: float = _flag(5.0, "length of that trace in seconds")
 

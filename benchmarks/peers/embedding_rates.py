@@ -36,7 +36,8 @@ def measure_embeddings(
     with ExitStack() as stack:
         workers: dict[str, Worker] = {}
         for engine in engines:
-            if engine.family in MODULES and set(engine.settings) == {"dtype"}:
+            is_plain = "dtype" in engine.settings and engine.settings.get("weights", "dequantised") == "dequantised"
+            if engine.family in MODULES and is_plain:
                 try:
                     workers[engine.name] = Worker(
                         engine.python, MODULES[engine.family], str(folder), engine.settings["dtype"], str(threads)

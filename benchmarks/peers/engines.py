@@ -105,7 +105,7 @@ SERVERS = {OURS: _this_server, "transformers": _no_server, "llama.cpp": _llama_c
 ENGINES = (
     PeerEngine(OURS, "float32", 32, {"dtype": "float32", "weights": "dequantised"}),
     PeerEngine(OURS, "bfloat16", 16, {"dtype": "bfloat16", "weights": "dequantised"}),
-    PeerEngine(OURS, "Q4_1", 4, {"dtype": "bfloat16"}),  # the file's own blocks
+    PeerEngine(OURS, "Q4_1", 4, {"dtype": "bfloat16", "weights": "auto"}),  # the file's own blocks
     PeerEngine(OURS, "int8", 8, {"weights": "int8"}),
     PeerEngine("transformers", "float32", 32, {"dtype": "float32"}, PARITY, "folder"),
     PeerEngine("transformers", "bfloat16", 16, {"dtype": "bfloat16"}, PARITY, "folder"),

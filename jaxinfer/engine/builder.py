@@ -18,6 +18,7 @@ from jaxinfer.encode.loading import load_encoder
 from jaxinfer.engine.components import EngineComponents, Runners, TierSettings, build_roles
 from jaxinfer.engine.later_programs import LaterBucket, LaterPrograms
 from jaxinfer.engine.served_weights import ServedWeights
+from jaxinfer.engine.shipped_programs import install_programs
 from jaxinfer.engine.start_report import mesh_names, report_start
 from jaxinfer.engine.warmup import measure, warm_up
 from jaxinfer.kv_cache.pages import PagePool
@@ -36,7 +37,7 @@ from jaxinfer.pipeline.stage_clock import StageClock
 from jaxinfer.planner.engine_plan import Plan, RolePlan, make_plan
 from jaxinfer.prefill.chunk_size import ChunkSizeController
 from jaxinfer.prefill.runner import PrefillRunner
-from jaxinfer.programs.compilation import COUNTER, ProgramSource, compile_programs, use_persistent_cache
+from jaxinfer.programs.compilation import COUNTER, ProgramSource, compile_programs, use_persistent_cache, use_portable_keys
 from jaxinfer.programs.profile import named
 from jaxinfer.sampling_defaults import describe, read_sampling_defaults
 from jaxinfer.stats import EngineStats, ExpertLoad
@@ -60,6 +61,8 @@ def build(config: EngineConfig, stats: EngineStats, processes: Processes | None 
     use_persistent_cache()
     split_cpu(config.devices.cpu_devices)
     processes = processes or lead(config)
+    use_portable_keys()
+    install_programs(config)
     incompressible: frozenset[MatrixAxes] = frozenset()
     try:
         while True:

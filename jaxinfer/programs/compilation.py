@@ -22,7 +22,7 @@ from checkpoints.user_folders import cache_folder
 from jaxinfer.programs.cache import JaxCache, ProgramCache
 from jaxinfer.programs.key import UnknownOriginError, describe, surroundings
 from jaxinfer.programs.key import sources as source_digest
-from jaxinfer.programs.private_folder import check_folder
+from jaxinfer.programs.private_folder import PrivateFolder, check_folder
 from sharding.mesh import is_cpu
 
 _LOG = logging.getLogger(__name__)
@@ -180,6 +180,12 @@ def _program_cache() -> ProgramCache | None:
     return _local_cache() if jax.process_count() == 1 else None
 
 
+def program_files() -> PrivateFolder | None:
+    """The files of the program cache and of JAX's; None where they are not kept."""
+    cache = _local_cache()
+    return None if cache is None else cache.files
+
+
 def _local_cache() -> ProgramCache | None:
     folder = jax.config.values.get("jax_compilation_cache_dir")
     if folder is None or "://" in folder or not jax.config.values.get("jax_enable_compilation_cache"):
@@ -202,6 +208,13 @@ def use_persistent_cache() -> Path:
         except OSError:  # else XLA would read autotuning results that another user may have written
             jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
     return Path(folder)
+
+
+def use_portable_keys() -> None:
+    """Have JAX's cache find what was cached in another folder, where it can. The caches that XLA for GPUs has are named
+    by their paths, which become part of JAX's keys; XLA for CPUs has none. Call once the devices are known."""
+    if jax.default_backend() == "cpu":
+        jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
 
 
 def _replace_jax_cache(cache: ProgramCache | None) -> None:

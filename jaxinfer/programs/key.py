@@ -70,11 +70,21 @@ def describe(value: Any) -> str:
 
 def surroundings() -> str:
     """What a program depends on besides its own text: versions, settings of this process, and the processor."""
+    return describe(surrounding_facts())
+
+
+def surrounding_facts() -> dict[str, str]:
+    """The same by name, each as text."""
     kept_apart = ("jax_compilation_cache", "jax_persistent_cache")  # where programs are cached changes none of them
     of_jax = {name: str(value) for name, value in sorted(jax.config.values.items()) if not name.startswith(kept_apart)}
     # XLA divides work among as many threads.
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return describe((_versions(), of_jax, os.environ.get("XLA_FLAGS"), num_cores))
+    return {
+        **_versions(),
+        "XLA_FLAGS": str(os.environ.get("XLA_FLAGS")),
+        "processor cores": str(num_cores),
+        "settings of JAX": hashlib.sha256(describe(of_jax).encode()).hexdigest()[:16],
+    }
 
 
 @functools.cache
@@ -88,11 +98,17 @@ def sources() -> str:
 
 
 @functools.cache
-def _versions() -> str:
+def _versions() -> dict[str, str]:
     modules = {m.__name__: m.__version__ for m in (jax, jaxlib, flax, np, llvmlite)}
-    processor = (platform.machine(), llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten())
+    features = hashlib.sha256(llvm.get_host_cpu_features().flatten().encode()).hexdigest()[:16]
     client = jax.devices()[0].client
-    return describe((modules, platform.python_version(), platform.system(), processor, client.platform, client.platform_version))
+    return {
+        **modules,
+        "Python": platform.python_version(),
+        "system": platform.system(),
+        "processor": f"{platform.machine()} {llvm.get_host_cpu_name()}, features {features}",
+        "platform": f"{client.platform} {client.platform_version}",
+    }
 
 
 def _described_function(function: FunctionType) -> str:

@@ -8,24 +8,21 @@ since several users may share a folder of compiled programs.
 from __future__ import annotations
 
 import contextlib
-import hmac
 import logging
 import os
 import secrets
 import stat
 import threading
 import time
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from jaxinfer.programs.sealing import seal, unseal
+
 _LOG = logging.getLogger(__name__)
 
-_MAGIC = b"jaxinfer sealed2"  # the digit is the format's version
-_DIGEST, _DIGEST_SIZE = "sha256", 32
 _KEY_SIZE = 32
-_OLD_MAGIC = b"\x78"  # zlib's: files of the first format had no header
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _MOST_UNUSED_SECONDS = 30 * 24 * 3600.0
 
@@ -68,32 +65,26 @@ class PrivateFolder:
                 sealed = opened.read()
                 with contextlib.suppress(OSError):
                     os.utime(opened.fileno())
-        if sealed.startswith(_OLD_MAGIC):
-            return None
-        head = len(_MAGIC) + _DIGEST_SIZE
-        if not sealed.startswith(_MAGIC) or not hmac.compare_digest(sealed[len(_MAGIC) : head], self._seal(name, sealed[head:])):
-            raise ValueError("its content does not match its seal: it was damaged, or written by another user")
-        return zlib.decompress(sealed[head:])
+        return unseal(self.key, name, sealed)
+
+    def names(self) -> list[str]:
+        """All files."""
+        with self._open() as folder:
+            return os.listdir(folder)
 
     def write(self, name: str, content: bytes) -> None:
         """Replace a file as a whole. Raises `OSError`."""
-        packed = zlib.compress(content, 1)
+        sealed = seal(self.key, name, content)
         unfinished = f"{name}.{os.getpid()}.{threading.get_ident()}"
         with self._open() as folder:
             try:
                 with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder), "wb") as file:
-                    file.writelines((_MAGIC, self._seal(name, packed), packed))
+                    file.write(sealed)
                 os.replace(unfinished, name, src_dir_fd=folder, dst_dir_fd=folder)
             except BaseException:
                 with contextlib.suppress(OSError):
                     os.unlink(unfinished, dir_fd=folder)
                 raise
-
-    def _seal(self, name: str, packed: bytes) -> bytes:
-        """The seal covers the name: no file can stand for another."""
-        digest = hmac.new(self.key, name.encode() + b"\0", _DIGEST)
-        digest.update(packed)
-        return digest.digest()
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[int]:

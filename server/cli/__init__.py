@@ -1,4 +1,4 @@
-"""The `jaxinfer` command: serve, generate, batch, demo, follow, convert, inspect, plan. A command's module is imported
+"""The `jaxinfer` command: serve, generate, batch, demo, compile, convert, plan and more. A command's module is imported
 when it is used, and heavy imports, JAX above all, come after its settings were checked."""
 
 from __future__ import annotations

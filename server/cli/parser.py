@@ -30,6 +30,7 @@ COMMANDS = {
     "cluster": Command("pools of workers on Ray, of a size that follows their load", "See docs/disaggregation.md."),
     "top": Command("a live view of a router's workers, or of a server", "See what runs where."),
     "follow": Command("lend this process's devices to an engine that process 0 drives", "See docs/multi_process.md."),
+    "compile": Command("an engine's programs, compiled once to be shipped", "See docs/program_cache.md."),
     "convert": Command("write a checkpoint in another format", "To a folder of safetensors or Orbax."),
     "compress": Command("a folder of safetensors in fewer bytes, without loss", "It can be served as it is; see docs/checkpoints.md."),
     "decompress": Command("what was compressed, byte for byte", "See docs/checkpoints.md."),

@@ -19,7 +19,7 @@ import pytest
 from jax._src.config import persistent_cache_min_compile_time_secs
 
 from jaxinfer.kv_transfer.page_moves import gather
-from jaxinfer.programs import private_folder
+from jaxinfer.programs import sealing
 from jaxinfer.programs.cache import JaxCache, ProgramCache
 from jaxinfer.programs.compilation import ProgramSource
 from jaxinfer.programs.private_folder import UnsafeFileError, read_key
@@ -74,7 +74,7 @@ def test_what_was_written_is_found(cache):
 
 
 def test_a_bit_flipped_anywhere_is_noticed_before_anything_is_decoded(cache, caplog, monkeypatch):
-    monkeypatch.setattr("jaxinfer.programs.private_folder.zlib.decompress", lambda data: pytest.fail("it was decoded"))
+    monkeypatch.setattr("jaxinfer.programs.sealing.zlib.decompress", lambda data: pytest.fail("it was decoded"))
     rng = random.Random(0)
     for path in files_of(cache):
         whole = path.read_bytes()
@@ -102,7 +102,7 @@ def test_no_file_stands_for_another(cache):
 def test_a_planted_file_runs_no_code(cache, form, caplog):
     """Also one of the format that was in use before, which is compiled again without a word."""
     planted = pickle.dumps(RunsCode(form))
-    content = {"first": zlib.compress(planted), "plain": planted, "unsealed": private_folder._MAGIC + bytes(32) + zlib.compress(planted)}
+    content = {"first": zlib.compress(planted), "plain": planted, "unsealed": sealing._MAGIC + bytes(32) + zlib.compress(planted)}
     for path in files_of(cache):
         path.write_bytes(content[form])
     with caplog.at_level(logging.WARNING):
