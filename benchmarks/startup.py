@@ -34,7 +34,8 @@ import json, os, sys, time
 began = float(os.environ["BEGAN"])
 from jaxinfer import LLM, SamplingParams
 imported = time.time()
-llm = LLM("default", kv_memory="256MiB", ready_when=sys.argv[1])
+shipped = {"programs": sys.argv[2], "programs_key": sys.argv[3]} if len(sys.argv) > 2 else {}
+llm = LLM("default", kv_memory="256MiB", ready_when=sys.argv[1], **shipped)
 ready = time.time()
 llm.generate(["The capital of France is"], SamplingParams(max_tokens=1))
 done, stats = time.time(), llm.engine.stats
@@ -78,17 +79,27 @@ def run(code: str, *arguments: str, **environment: str) -> dict[str, Any]:
 
 
 def starts(rounds: int) -> dict[str, list[dict[str, Any]]]:
-    """Of the default model, cold and warm by turns; with all programs, and with each role's largest bucket."""
+    """Of the default model, cold and warm by turns; with all programs, and with each role's largest bucket; and cold
+    with programs that were shipped."""
     found: dict[str, list[dict[str, Any]]] = {}
-    for _ in range(rounds):
-        for ready_when in ("all", "first"):
-            with tempfile.TemporaryDirectory() as home:
-                (Path(home) / "jaxinfer").mkdir()
-                (Path(home) / "jaxinfer" / "models").symlink_to(cache_folder() / "models")
-                for kind in ("cold", "warm"):
-                    name = kind if ready_when == "all" else f"{kind}, --ready-when first"
-                    found.setdefault(name, []).append(run(_START, ready_when, XDG_CACHE_HOME=home))
+    with tempfile.TemporaryDirectory() as shipped:
+        folder, key = Path(shipped) / "programs", Path(shipped) / "key"
+        key.write_bytes(os.urandom(32))
+        command = [sys.executable, "-m", "server.cli", "compile", "--kv-memory=256MiB", f"--programs-key={key}", f"--output={folder}"]
+        subprocess.run(command, check=True)
+        for _ in range(rounds):
+            _start_all(found, (str(folder), str(key)))
     return found
+
+
+def _start_all(found: dict[str, list[dict[str, Any]]], shipped: tuple[str, str]) -> None:
+    for kind, arguments in (("all", ("all",)), ("first", ("first",)), ("shipped", ("all", *shipped))):
+        with tempfile.TemporaryDirectory() as home:
+            (Path(home) / "jaxinfer").mkdir()
+            (Path(home) / "jaxinfer" / "models").symlink_to(cache_folder() / "models")
+            for state in ("cold", "warm")[: 1 if kind == "shipped" else 2]:
+                name = {"all": state, "first": f"{state}, --ready-when first", "shipped": "cold, --programs"}[kind]
+                found.setdefault(name, []).append(run(_START, *arguments, XDG_CACHE_HOME=home))
 
 
 def write_model(folder: Path, num_layers: int) -> None:
