@@ -16,7 +16,26 @@ from jaxinfer.programs.key import sources, surrounding_facts
 logger = logging.getLogger(__name__)
 
 # Settings that no program depends on, or only by the model's sizes.
-_NOT_OF_PROGRAMS = ("model", "programs", "programs_key", "ready_when", "profile", "profile_seconds", "kv_disk", "generation_config")
+_NOT_OF_PROGRAMS = (
+    "model",
+    "programs",
+    "programs_key",
+    "ready_when",
+    "profile",
+    "profile_seconds",
+    "kv_disk",
+    "generation_config",
+    "prefix_cache",
+    "session_seconds",
+    "target_ttft",
+    "target_itl",
+    "ageing_seconds",
+    "max_queue_size",
+    "coordinator",
+    "process_id",
+    "connect_seconds",
+    "heartbeat_seconds",
+)
 _OWN_KEY = "program-cache.key"
 
 

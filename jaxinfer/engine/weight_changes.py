@@ -50,14 +50,17 @@ class WeightChanges:
 
     def _replace(self, source: TensorSource, *, is_kept: bool) -> int:
         """Nothing is changed by weights that don't fit. If reading fails, those before are loaded again; where they are
-        gone the engine is asleep."""
+        gone the engine is asleep, and one that was stays so."""
         self._refuse_others()
         self._weights.check(source)
+        was_asleep = self.is_asleep
         self._pause()
         try:
             self._weights.replace(source, is_kept=is_kept)
         except BaseException:
-            if self._weights.is_loaded:
+            if was_asleep:
+                self._weights.drop()
+            elif self._weights.is_loaded:
                 self._resume()
             raise
         self._stats.weights_version += 1

@@ -161,6 +161,13 @@ def test_weights_that_cannot_be_read_leave_those_before(folders: list[Path], mon
         patched.setattr(ArraySource, "read", fail)
         with pytest.raises(CheckpointError, match="can't be read"):
             llm.update_params(others())
+        assert tokens(llm) == wanted
+        llm.sleep()
+        with pytest.raises(CheckpointError, match="can't be read"):
+            llm.update_params(others())
+    with pytest.raises(RequestError, match="asleep"):
+        tokens(llm)
+    llm.wake()
     assert tokens(llm) == wanted
     llm.update_params(others())
     with monkeypatch.context() as patched:
