@@ -30,7 +30,7 @@ _FLOAT_GROUP = {"format": ("float-quantized", None), "output_activations": (None
 _FLOAT = {
     "num_bits": (8,),
     "type": ("float",),
-    "strategy": ("tensor", "channel", "block"),
+    "strategy": ("tensor", "channel"),
     "symmetric": (True, None),
     "dynamic": (False, None),
 }

@@ -17,6 +17,7 @@ from jaxinfer.config import ConfigError, EngineConfig
 from jaxinfer.embedder import embed
 from jaxinfer.encode.text_batching import Text, TextReader
 from jaxinfer.engine import Engine
+from jaxinfer.engine.weight_changes import local_checkpoint
 from jaxinfer.engine_loop import EngineLoop
 from jaxinfer.generation import Generation, RequestReader
 from jaxinfer.listeners import Failed
@@ -64,7 +65,8 @@ class LLM:
 
     def update_weights(self, model: str) -> int:
         """Serve other weights of the same model, from a checkpoint. See `Engine.update_weights`."""
-        return self.engine_loop.call(lambda: self.engine.update_weights(model), is_long=True)
+        path = local_checkpoint(model)
+        return self.engine_loop.call(lambda: self.engine.update_weights(path), is_long=True)
 
     def sleep(self, level: int = 1) -> None:
         """Give the devices' memory back for a while. See `Engine.sleep`."""

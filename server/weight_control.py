@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from typing import TypeVar
 
 from jaxinfer.engine import Engine
+from jaxinfer.engine.weight_changes import local_checkpoint
 from jaxinfer.engine_loop import EngineLoop
 from server.backend import InFlight
 from server.request_gate import RequestGate
@@ -33,7 +34,8 @@ class EngineWeightControl:
 
     async def update_weights(self, model: str, in_flight: InFlight) -> int:
         """See `Engine.update_weights`; returns the version."""
-        return await self._call(lambda: self._engine.update_weights(model), in_flight)
+        path = await asyncio.to_thread(local_checkpoint, model)
+        return await self._call(lambda: self._engine.update_weights(path), in_flight)
 
     async def _call(self, function: Callable[[], T], in_flight: InFlight) -> T:
         async with self._one_at_a_time:

@@ -17,25 +17,7 @@ INTEGER_TILES = {4: 3, 2: 4, 1: 4}
 def integer_tile(code: NumberCode, rows: int, panels: int) -> str:
     """y[rows, panels * 16] += x[rows, some groups] times what is expanded of the panels; = where it is first. In units
     of the rows."""
-    cells = [(i, j) for i in range(rows) for j in range(panels)]
-    lines = [
-        f"define internal void @tile_{rows}_{panels}(ptr %x, i64 %groups, ptr %w, ptr %y, i64 %outputs, ptr %scales, ptr %sums, "
-        "i64 %row, i64 %panel, i64 %scale_panel, i64 %sums_row, i1 %is_first) {",
-        "entry:",
-        " %y_row = shl i64 %outputs, 2",
-    ]
-    pointers = [
-        ("x", "row", rows),
-        ("w", "panel", panels),
-        ("y", "y_row", rows),
-        ("scales", "scale_panel", panels),
-        ("sums", "sums_row", rows),
-    ]
-    for name, stride, count in pointers:
-        for i in range(count):
-            lines += [f" %{name}_off{i} = mul i64 %{stride}, {i}", f" %{name}{i} = getelementptr i8, ptr %{name}, i64 %{name}_off{i}"]
-    lines += [f" %at_y{i}_{j} = getelementptr i8, ptr %y{i}, i64 {64 * j}" for i, j in cells]
-    lines += [" br label %group", "group:", " %g = phi i64 [0, %entry], [%g_next, %group]"]
+    cells, lines = [(i, j) for i in range(rows) for j in range(panels)], tile_head(code, rows, panels)
     lines += [f" %g_w = mul i64 %g, {code.expanded_bytes}", f" %g_x = mul i64 %g, {8 * code.steps}", " %g_sum = shl i64 %g, 2"]
     added = code.offset + code.kind.zero
     for i in range(rows):
@@ -67,6 +49,8 @@ def integer_tile(code: NumberCode, rows: int, panels: int) -> str:
                     "int8", code.target, f"%a{step}_{i}_{part}", f"%b{step}_{j}", f"%{name}{step}_{i}_{j}", f"{name}{step + 1}_{i}_{j}"
                 )
     lines += [
+        " br label %group_end",
+        "group_end:",
         " %is_not_first = icmp ne i64 %g, 0",
         " %adds = select i1 %is_first, i1 %is_not_first, i1 true",
         f" %g_scale = mul i64 %g, {SCALE_BYTES}",
@@ -217,6 +201,23 @@ scale_row_end:
   %more_scale_rows = icmp ult i64 %s_row_next, %rows
   br i1 %more_scale_rows, label %scale_row, label %columns_end
 """
+
+
+def tile_head(code: NumberCode, rows: int, panels: int) -> list[str]:
+    """A tile's function up to the beginning of its loop over groups: where each row's and each panel's things lie."""
+    cells = [(i, j) for i in range(rows) for j in range(panels)]
+    lines = [
+        f"define internal void @tile_{rows}_{panels}(ptr %x, i64 %groups, ptr %w, ptr %y, i64 %outputs, ptr %scales, ptr %sums, "
+        "i64 %row, i64 %panel, i64 %scale_panel, i64 %sums_row, i1 %is_first) {",
+        "entry:",
+        " %y_row = shl i64 %outputs, 2",
+    ]
+    pointers = [("x", "row", rows), ("w", "panel", panels), ("y", "y_row", rows), ("scales", "scale_panel", panels)]
+    for name, stride, count in [*pointers, *([("sums", "sums_row", rows)] if code.has_sums else [])]:
+        for i in range(count):
+            lines += [f" %{name}_off{i} = mul i64 %{stride}, {i}", f" %{name}{i} = getelementptr i8, ptr %{name}, i64 %{name}_off{i}"]
+    lines += [f" %at_y{i}_{j} = getelementptr i8, ptr %y{i}, i64 {64 * j}" for i, j in cells]
+    return [*lines, " br label %group", "group:", " %g = phi i64 [0, %entry], [%g_next, %group_end]"]
 
 
 def repeated(name: str, at: str, of_type: str) -> list[str]:

@@ -12,7 +12,15 @@ from __future__ import annotations
 
 from pallas_kernels.block_matmul.block_types import BlockType
 from pallas_kernels.block_matmul.expansion_llvm_ir import PART_BYTES, SCALE_BYTES, Number, NumberCode, expand, multiplied
-from pallas_kernels.block_matmul.integer_llvm_ir import INTEGER_TILES, SCALE_ROWS, call_of_one_row, integer_tile, one_row, repeated
+from pallas_kernels.block_matmul.integer_llvm_ir import (
+    INTEGER_TILES,
+    SCALE_ROWS,
+    call_of_one_row,
+    integer_tile,
+    one_row,
+    repeated,
+    tile_head,
+)
 from pallas_kernels.block_matmul.layout import tile_bytes
 from pallas_kernels.llvm.custom_call import handler, load_data, load_dim, load_number
 from pallas_kernels.llvm.host import HostTarget
@@ -60,18 +68,7 @@ def _tile(code: NumberCode, rows: int, panels: int) -> str:
     """y[rows, panels * 16] += x[rows, some groups] times what is expanded of the panels; = where it is first."""
     assert code.number != "int16"
     number, cells = code.number, [(i, j) for i in range(rows) for j in range(panels)]
-    lines = [
-        f"define internal void @tile_{rows}_{panels}(ptr %x, i64 %groups, ptr %w, ptr %y, i64 %outputs, ptr %scales, ptr %sums, "
-        "i64 %row, i64 %panel, i64 %scale_panel, i64 %sums_row, i1 %is_first) {",
-        "entry:",
-        " %y_row = shl i64 %outputs, 2",
-    ]
-    pointers = [("x", "row", rows), ("w", "panel", panels), ("y", "y_row", rows), ("scales", "scale_panel", panels)]
-    for name, stride, count in [*pointers, *([("sums", "sums_row", rows)] if code.has_sums else [])]:
-        for i in range(count):
-            lines += [f" %{name}_off{i} = mul i64 %{stride}, {i}", f" %{name}{i} = getelementptr i8, ptr %{name}, i64 %{name}_off{i}"]
-    lines += [f" %at_y{i}_{j} = getelementptr i8, ptr %y{i}, i64 {64 * j}" for i, j in cells]
-    lines += [" br label %group", "group:", " %g = phi i64 [0, %entry], [%g_next, %group_end]"]
+    lines = tile_head(code, rows, panels)
     lines += [f" %g_w = mul i64 %g, {code.expanded_bytes}", f" %g_x = mul i64 %g, {code.step_bytes * code.steps}", " br label %loop"]
     lines += ["loop:", " %k = phi i64 [0, %group], [%next, %loop]"]
     lines += [f" %sum{i}_{j} = phi <16 x float> [zeroinitializer, %group], [%new{i}_{j}, %loop]" for i, j in cells]

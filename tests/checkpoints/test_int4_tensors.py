@@ -153,3 +153,10 @@ def test_fp8_with_a_scale_a_tensor_or_an_output(tmp_path: Path, declared: dict[s
     wanted = codes.astype(np.float32) * (scale.reshape(-1, 1) if shape else scale)
     np.testing.assert_array_equal(source.read(X + "weight"), wanted)
     np.testing.assert_array_equal(source.read(X + "weight", (slice(3, 9), slice(5, 70))), wanted[3:9, 5:70])
+
+
+def test_fp8_in_blocks_of_compressed_tensors_is_refused_by_its_field(tmp_path: Path) -> None:
+    weights = FLOAT_GROUP | {"strategy": "block"}
+    declared = FLOAT | {"config_groups": {"g": {"weights": weights}}}
+    with pytest.raises(CheckpointError, match="strategy is 'block', not 'tensor'"):
+        write(tmp_path, {"quantization_config": declared}, {X + "weight": np.ones((OUT, IN), np.float32)})
