@@ -17,10 +17,10 @@ from jaxinfer.config import ConfigError, EngineConfig
 from jaxinfer.embedder import embed
 from jaxinfer.encode.text_batching import Text, TextReader
 from jaxinfer.engine import Engine
-from jaxinfer.engine.weight_changes import local_checkpoint
 from jaxinfer.engine_loop import EngineLoop
 from jaxinfer.generation import Generation, RequestReader
 from jaxinfer.listeners import Failed
+from jaxinfer.local_checkpoint import local_checkpoint
 from jaxinfer.prompts import Message, PromptInput
 from jaxinfer.reference_forward import ReferenceForward
 from jaxinfer.request import OutputDelta, RequestOutput, SamplingParams

@@ -9,8 +9,8 @@ from contextlib import nullcontext
 from typing import TypeVar
 
 from jaxinfer.engine import Engine
-from jaxinfer.engine.weight_changes import local_checkpoint
 from jaxinfer.engine_loop import EngineLoop
+from jaxinfer.local_checkpoint import local_checkpoint
 from server.backend import InFlight
 from server.request_gate import RequestGate
 

@@ -36,6 +36,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "jaxinfer.embedder",
         "jaxinfer.sampling_defaults",
         "jaxinfer.checkpoint_check",
+        "jaxinfer.local_checkpoint",
         "jaxinfer.reference_forward",
         "jaxinfer.multi_process",
     ),

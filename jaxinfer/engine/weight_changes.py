@@ -19,12 +19,6 @@ from jaxinfer.sequence import Sequence, SequenceState
 from jaxinfer.stats import EngineStats
 
 
-def local_checkpoint(model: str) -> str:
-    """The local path of what `update_weights` is given, fetched where necessary: call it in another thread than the
-    engine's, which would stand still meanwhile. Raises `CheckpointError`."""
-    return str(resolve(model))
-
-
 class WeightChanges:
     """A paused request keeps its tokens and goes on after them, which is by the new weights if these were replaced:
     its keys and values are computed again. `is_asleep`: there are no weights on the devices, and no step can run."""
