@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.float8_pages import widened
+
 
 def latent_prefill_attention(
     q: Float[Array, "T N H"],
@@ -37,7 +39,7 @@ def latent_prefill_attention(
     position = jnp.where(is_of_row.any(axis=1), position, -1)
 
     # [X, S, C]
-    latents = latent_pages[layer, 0, :, 0][page_table].reshape(len(page_table), -1, width).astype(jnp.float32)
+    latents = widened(latent_pages[layer, 0, :, 0][page_table].reshape(len(page_table), -1, width))
     expanded = jnp.einsum("xsr,rne->xsne", latents[..., :rank], up.astype(jnp.float32), precision="highest")
     shared = jnp.broadcast_to(latents[:, :, None, rank:], (*latents.shape[:2], num_heads, width - rank))
     keys, values = jnp.concatenate([expanded[..., :own_size], shared], axis=-1)[row], expanded[..., own_size:][row]

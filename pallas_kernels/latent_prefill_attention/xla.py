@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.float8_pages import widened
 from pallas_kernels.latent_prefill_attention.page_list import PageList
 
 # Tokens of context that are expanded at once, and of queries that are then processed at once. Products should be large:
@@ -80,7 +81,7 @@ def latent_prefill_attention(
     def one_run(i: Int[Array, ""], parts: Float[Array, "*D C g*W"], sums: SoftmaxState) -> SoftmaxState:
         place = i * run_pages + jnp.arange(run_pages)
         row, page = pages.locate(place)
-        keys, values = _expand(parts.reshape(run_pages * page_size, width), up, head_size, dtype)
+        keys, values = _expand(widened(parts.reshape(run_pages * page_size, width)), up, head_size, dtype)
         # Tokens are in the order of the devices' parts.
         part = jnp.arange(num_parts)[:, None, None] * part_size
         context_row = jnp.tile(jnp.repeat(row, part_size), num_parts)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.llvm.host import host_target, register
+from pallas_kernels.llvm.page_values import unit
 from pallas_kernels.paged_attention import llvm_ir
 from pallas_kernels.paged_attention.llvm_tiles import DecodeShape
 
@@ -28,14 +29,17 @@ def paged_attention(
     del pool_is_finite  # nothing outside a context is read
     batch, num_heads, head_size = q.shape
     num_kv_heads, page_size = kv_pages.shape[3:5]
-    shape = DecodeShape(num_kv_heads, num_heads // num_kv_heads, head_size, page_size)
-    name = register(f"{NAME}_{num_kv_heads}_{shape.group}_{head_size}_{page_size}", lambda: llvm_ir.module(shape, host_target()))
+    value_bytes = kv_pages.dtype.itemsize
+    shape = DecodeShape(num_kv_heads, num_heads // num_kv_heads, head_size, page_size, value_bytes)
+    name = register(
+        f"{NAME}_{num_kv_heads}_{shape.group}_{head_size}_{page_size}_{kv_pages.dtype}", lambda: llvm_ir.module(shape, host_target())
+    )
     scratch = llvm_ir.scratch_size(shape, page_table.shape[1] * page_size)
     results = (
         jax.ShapeDtypeStruct(q.shape, jnp.float32),
         jax.ShapeDtypeStruct((batch, scratch), jnp.float32),
     )
-    scaled = q.astype(jnp.float32) * scale
+    scaled = q.astype(jnp.float32) * (scale * unit(value_bytes))
     layer, page_table, kv_len = (jnp.asarray(a, jnp.int32) for a in (layer, page_table, kv_len))
     out: Float[Array, "B N H"] = jax.ffi.ffi_call(name, results)(scaled, kv_pages, layer, page_table, kv_len)[0]
     return out.astype(q.dtype)

@@ -64,7 +64,7 @@ declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
 def _part(shape: DecodeShape, heads: list[tuple[int, int]]) -> str:
     """IR of one part for some KV heads, whose keys, values, queries and records begin here. `heads`: the query heads of
     each, by (first, count)."""
-    run, group, token_bytes = shape.run_tokens, shape.group, 4 * shape.head_size
+    run, group, token_bytes = shape.run_tokens, shape.group, shape.token_bytes
     head_bytes = shape.page_size * token_bytes
     num_heads = shape.num_kv_heads * group
     empty = _at("e_record", "records", "e", shape.record_size) + " call void @empty(ptr %e_record)"
@@ -207,7 +207,7 @@ end:
 
 
 def _chunk(shape: DecodeShape) -> str:
-    heads, group, head_bytes = shape.num_kv_heads, shape.group, 4 * shape.page_size * shape.head_size
+    heads, group, head_bytes = shape.num_kv_heads, shape.group, shape.page_size * shape.token_bytes
     merge = f"""{_at("records_p", "records_h", "p", _part_size(shape))}\
 {loop("j", group, 1, _at("into", "records_h", "j", shape.record_size) + _at("more", "records_p", "j", shape.record_size) + " call void @merge(ptr %into, ptr %more)")}"""
     finish = f"""{_at("record", "records_h", "f", shape.record_size)}{_at("out_f", "out_h", "f", shape.head_size)}\

@@ -4,6 +4,7 @@ arXiv:1805.02867)."""
 from __future__ import annotations
 
 from pallas_kernels.llvm.exponential import splat
+from pallas_kernels.llvm.page_values import unit
 from pallas_kernels.paged_attention.llvm_tiles import LANES, DecodeShape, broadcast, loop
 
 _LOWEST = -1e30  # before the first score
@@ -127,7 +128,8 @@ def _finish(shape: DecodeShape) -> str:
     return f"""
 define internal void @finish(ptr %record, ptr %out) {{
 {_max_and_sum(shape, "%record", "")}
- %sum = load float, ptr %sum_at
+ %sum_of_read = load float, ptr %sum_at
+ %sum = fmul float %sum_of_read, {1 / unit(shape.value_bytes)}
 {broadcast("sums", "%sum")}
 {loop("i", shape.head_size, LANES, divide)}
  ret void

@@ -5,9 +5,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pallas_kernels.llvm.page_values import load_values
+
 LANES = 16  # of a vector, and tokens of a tile
 PART_TOKENS = 128  # a context's part has this many tokens, or a multiple
 TOKENS_AHEAD = 32  # how far keys are prefetched ahead of the scores: whole tiles
+_LINE = 64  # bytes
 _RUN_BYTES = 1 << 17  # of keys, and as much of values: they stay in the second-level cache
 
 
@@ -19,6 +22,12 @@ class DecodeShape:
     group: int  # query heads of a KV head
     head_size: int
     page_size: int
+    value_bytes: int = 4  # of the pool: float32, or codes of float8
+
+    @property
+    def token_bytes(self) -> int:
+        """Of one KV head."""
+        return self.value_bytes * self.head_size
 
     @property
     def vectors(self) -> int:
@@ -35,7 +44,7 @@ class DecodeShape:
     def run_tokens(self) -> int:
         """A power of two that divides PART_TOKENS."""
         tokens = PART_TOKENS
-        while tokens > LANES and tokens * self.num_kv_heads * self.head_size * 4 > _RUN_BYTES:
+        while tokens > LANES and tokens * self.num_kv_heads * self.token_bytes > _RUN_BYTES:
             tokens //= 2
         return tokens
 
@@ -135,8 +144,8 @@ def _dots(shape: DecodeShape, count: int, *, fetches: bool) -> list[str]:
             ]
         for v in range(shape.vectors):
             lines += [
-                f" %k_at{i}_{v} = getelementptr i8, ptr %k_at{i}, i64 {v * 64}",
-                f" %k{i}_{v} = load <16 x float>, ptr %k_at{i}_{v}, align 4",
+                f" %k_at{i}_{v} = getelementptr i8, ptr %k_at{i}, i64 {v * LANES * shape.value_bytes}",
+                *load_values(f"k{i}_{v}", f"%k_at{i}_{v}", shape.value_bytes),
             ]
             for j in range(count):
                 name, q, k = f"%dot{j}_{i}_{v}", f"%q{j}_{v}", f"%k{i}_{v}"
@@ -159,9 +168,9 @@ def _dots(shape: DecodeShape, count: int, *, fetches: bool) -> list[str]:
 def _fetch(shape: DecodeShape, base: str, offset: str) -> list[str]:
     """Prefetches a token's key or value: memory latency exceeds what processors look ahead by themselves."""
     lines = [f" %{base}_{offset} = getelementptr i8, ptr %{base}, i64 %{offset}"]
-    for v in range(shape.vectors):
+    for v in range(-(-shape.token_bytes // _LINE)):
         lines += [
-            f" %{base}_{offset}_{v} = getelementptr i8, ptr %{base}_{offset}, i64 {v * 64}",
+            f" %{base}_{offset}_{v} = getelementptr i8, ptr %{base}_{offset}, i64 {v * _LINE}",
             f" call void @llvm.prefetch.p0(ptr %{base}_{offset}_{v}, i32 0, i32 3, i32 1)",
         ]
     return lines
@@ -184,8 +193,8 @@ def add(shape: DecodeShape, count: int) -> str:
     ]
     for v in range(shape.vectors):
         token += [
-            f" %value_at{v} = getelementptr i8, ptr %value, i64 {v * 64}",
-            f" %value{v} = load <16 x float>, ptr %value_at{v}, align 4",
+            f" %value_at{v} = getelementptr i8, ptr %value, i64 {v * LANES * shape.value_bytes}",
+            *load_values(f"value{v}", f"%value_at{v}", shape.value_bytes),
         ]
     for j in range(count):
         token += [

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import KernelBackend
+from pallas_kernels.llvm import page_values
 from pallas_kernels.mosaic.card import Card, card_for, target_device
 from pallas_kernels.page_write import write
 from pallas_kernels.paged_attention import llvm_cpu, mosaic_gpu, mosaic_tiling, reference, xla
@@ -188,8 +189,8 @@ def unsupported_reason(
         return mosaic_tiling.unsupported_reason(dtype, head_size, page_size, card or card_for(target_device()), is_latent=is_latent)
     if backend != "llvm_cpu":
         return None
-    if dtype != jnp.float32:
-        return f"it has no kernel for {dtype.name} pages"
+    if against := page_values.unsupported_reason(dtype):
+        return f"it has no kernel for {against}"
     if head_size % LANES:
         return f"it has no kernel for heads of {head_size}: they must be a multiple of {LANES}"
     return None if is_plain else "it has no kernel for several tokens, windows, chunks, soft caps, scales, latents or sums of exponentials"

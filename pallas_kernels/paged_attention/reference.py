@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.float8_pages import widened
 from pallas_kernels.paged_attention.query_rows import group_by_kv_head, num_tokens, query_ends, restore_token_order
 from pallas_kernels.span import FULL_ATTENTION, Span
 from pallas_kernels.visibility import first_visible
@@ -38,7 +39,7 @@ def paged_attention_and_lse(
     batch, head_size = q.shape[0], q.shape[-1]
 
     def gather(side: int) -> Float[Array, "B K S H"]:
-        found = jnp.moveaxis(kv_pages[layer, side][page_table], 2, 1).reshape(batch, num_kv_heads, -1, head_size).astype(jnp.float32)
+        found = widened(jnp.moveaxis(kv_pages[layer, side][page_table], 2, 1).reshape(batch, num_kv_heads, -1, head_size))
         return found if kv_scales is None else found * kv_scales[layer, side][:, None, None]
 
     rows = group_by_kv_head(q, num_kv_heads).astype(jnp.float32)

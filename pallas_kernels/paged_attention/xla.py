@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.float8_pages import widened
 from pallas_kernels.paged_attention.query_rows import group_by_kv_head, num_tokens, query_ends, restore_token_order
 from pallas_kernels.span import FULL_ATTENTION, Span
 from pallas_kernels.visibility import first_visible
@@ -67,7 +68,7 @@ def paged_attention_and_lse(
 
         def gather(rows: Int[Array, "R K C"]) -> Float[Array, "B K S H"]:
             # "clip": page numbers are the allocator's, always in range, and the default mode would mask every element.
-            return jnp.take(pool, rows, axis=0, mode="clip").reshape(batch, num_kv_heads, run_tokens, head_size).astype(jnp.float32)
+            return widened(jnp.take(pool, rows, axis=0, mode="clip").reshape(batch, num_kv_heads, run_tokens, head_size))
 
         position = i * run_tokens + jnp.arange(run_tokens)
         valid = position < ends  # [B, 1, R, S]

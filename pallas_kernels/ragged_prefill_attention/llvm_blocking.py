@@ -19,6 +19,7 @@ class PrefillBlocking:
     head_size: int
     group: int
     page_size: int
+    value_bytes: int = 4  # of the pool: float32, or codes of float8
 
     def split_vectors(self, vectors: int) -> list[int]:
         """`vectors` vectors as parts that are summed at a time, as equal as possible."""

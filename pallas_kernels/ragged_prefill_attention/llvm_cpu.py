@@ -31,8 +31,10 @@ def ragged_prefill_attention(
     del pool_is_finite  # nothing outside a context is read
     num_kv_heads, page_size, head_size = kv_pages.shape[3:]
     group = q.shape[1] // num_kv_heads
-    shape = PrefillShape(head_size, group, page_size, query_tile, tile_size(query_tile, group, head_size), scale)
-    name = register(f"{NAME}_{head_size}_{group}_{page_size}_{query_tile}_{scale:.9g}", lambda: llvm_ir.module(shape, host_target()))
+    shape = PrefillShape(head_size, group, page_size, query_tile, tile_size(query_tile, group, head_size), scale, kv_pages.dtype.itemsize)
+    name = register(
+        f"{NAME}_{head_size}_{group}_{page_size}_{query_tile}_{scale:.9g}_{kv_pages.dtype}", lambda: llvm_ir.module(shape, host_target())
+    )
     numbers = (jnp.asarray(a, jnp.int32) for a in (layer, page_table, query_start, query_len, kv_len))
     call = jax.ffi.ffi_call(name, jax.ShapeDtypeStruct(q.shape, jnp.float32))
     out: Float[Array, "T N H"] = call(q.astype(jnp.float32), kv_pages, *numbers)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pallas_kernels.llvm.custom_call import handler, load_data, load_dim, load_number, store_number
 from pallas_kernels.llvm.exponential import splat
 from pallas_kernels.llvm.host import HostTarget
+from pallas_kernels.llvm.page_values import unit
 from pallas_kernels.ragged_prefill_attention.llvm_blocking import LANES, VECTOR, PrefillBlocking
 from pallas_kernels.ragged_prefill_attention.llvm_softmax import MASKED
 from pallas_kernels.ragged_prefill_attention.llvm_steps import steps
@@ -36,6 +37,7 @@ class PrefillShape:
     query_tile: int
     tile: int
     scale: float
+    value_bytes: int = 4  # of the pool: float32, or codes of float8
 
 
 def tile_size(query_tile: int, group: int, head_size: int) -> int:
@@ -49,7 +51,9 @@ def tile_size(query_tile: int, group: int, head_size: int) -> int:
 def module(shape: PrefillShape, target: HostTarget) -> str:
     """The IR of a shape's custom call, of (q, kv_pages, layer, page_table, query_start, query_len, kv_len) -> (out)."""
     run = min(max(_RUN_BYTES // (4 * shape.head_size) // LANES, 2), 4) * LANES  # with fewer, too few sums at a time
-    blocking = PrefillBlocking(_ROWS_AT_ONCE, 4 if target.avx512 else 1, run, shape.head_size, shape.group, shape.page_size)
+    blocking = PrefillBlocking(
+        _ROWS_AT_ONCE, 4 if target.avx512 else 1, run, shape.head_size, shape.group, shape.page_size, shape.value_bytes
+    )
     return handler(target, 7, 1, "\n".join([steps(blocking), _plan(shape), _chunk(shape), _part(shape, blocking)]))
 
 
@@ -182,9 +186,11 @@ found:
   %layer_two = shl i64 %layer, 1
   %layer_off = mul i64 %layer_two, %part
   %kv_off = mul i64 %kv_head, {shape.page_size * head_size}
-  %keys_off = add i64 %layer_off, %kv_off
-  %keys = getelementptr float, ptr %pool, i64 %keys_off
-  %values = getelementptr float, ptr %keys, i64 %part
+  %keys_values = add i64 %layer_off, %kv_off
+  %keys_off = mul i64 %keys_values, {shape.value_bytes}
+  %part_bytes = mul i64 %part, {shape.value_bytes}
+  %keys = getelementptr i8, ptr %pool, i64 %keys_off
+  %values = getelementptr i8, ptr %keys, i64 %part_bytes
   %rows_more = add i64 %num, {blocking.at_once - 1}
   %turns = udiv i64 %rows_more, {blocking.at_once}
   %rows_bytes = mul i64 %turns, {4 * blocking.at_once * head_size}
@@ -213,7 +219,7 @@ take_one:
   %h_from = getelementptr float, ptr %take_from, i64 %h
   %h_to = getelementptr float, ptr %take_to, i64 %h
   %h_q = load {VECTOR}, ptr %h_from, align 4
-  %h_scaled = fmul {VECTOR} %h_q, {splat(shape.scale * _LOG2_E)}
+  %h_scaled = fmul {VECTOR} %h_q, {splat(shape.scale * _LOG2_E * unit(shape.value_bytes))}
   store {VECTOR} %h_scaled, ptr %h_to, align 4
   %h_next = add i64 %h, {LANES}
   %h_more = icmp ult i64 %h_next, {wide}
@@ -277,7 +283,7 @@ give:
   %g_sums_at = getelementptr float, ptr %sums, i64 %g_sums_off
   %g_sums = load {VECTOR}, ptr %g_sums_at, align 64
   %g_total = call reassoc float @llvm.vector.reduce.fadd.v16f32(float 0.0, {VECTOR} %g_sums)
-  %g_share = fdiv float 1.0, %g_total
+  %g_share = fdiv float {unit(shape.value_bytes)}, %g_total
   %g_share_first = insertelement {VECTOR} poison, float %g_share, i64 0
   %g_shares = shufflevector {VECTOR} %g_share_first, {VECTOR} poison, <{LANES} x i32> zeroinitializer
   br label %give_one

@@ -3,6 +3,7 @@ of queries."""
 
 from __future__ import annotations
 
+from pallas_kernels.llvm.page_values import load_values
 from pallas_kernels.ragged_prefill_attention.llvm_blocking import LANES, VECTOR, PrefillBlocking
 from pallas_kernels.ragged_prefill_attention.llvm_softmax import softmax
 
@@ -29,9 +30,9 @@ def _fetch(blocking: PrefillBlocking) -> str:
     for i in range(blocking.head_size // LANES):
         for name in ("k", "v"):
             copies += [
-                f" %{name}_from{i} = getelementptr float, ptr %{name}_row, i64 {i * LANES}",
+                f" %{name}_from{i} = getelementptr i8, ptr %{name}_row, i64 {i * LANES * blocking.value_bytes}",
                 f" %{name}_to{i} = getelementptr float, ptr %{name}_goes, i64 {i * LANES}",
-                f" %{name}{i} = load {VECTOR}, ptr %{name}_from{i}, align 4",
+                *load_values(f"{name}{i}", f"%{name}_from{i}", blocking.value_bytes),
                 f" store {VECTOR} %{name}{i}, ptr %{name}_to{i}, align 4",
             ]
     return f"""
@@ -48,9 +49,10 @@ token:
   %page = sext i32 %page32 to i64
   %page_off = mul i64 %page, %page_stride
   %row_off = mul i64 %place, {blocking.head_size}
-  %off = add i64 %page_off, %row_off
-  %k_row = getelementptr float, ptr %keys, i64 %off
-  %v_row = getelementptr float, ptr %values, i64 %off
+  %off_values = add i64 %page_off, %row_off
+  %off = mul i64 %off_values, {blocking.value_bytes}
+  %k_row = getelementptr i8, ptr %keys, i64 %off
+  %v_row = getelementptr i8, ptr %values, i64 %off
   %goes_off = mul i64 %s, {blocking.head_size}
   %k_goes = getelementptr float, ptr %k, i64 %goes_off
   %v_goes = getelementptr float, ptr %v, i64 %goes_off

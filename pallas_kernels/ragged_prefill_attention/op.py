@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import KernelBackend
+from pallas_kernels.llvm import page_values
 from pallas_kernels.mosaic.card import Card, card_for, target_device
 from pallas_kernels.ragged_prefill_attention import llvm_cpu, mosaic_gpu, reference, xla
 from pallas_kernels.ragged_prefill_attention.llvm_blocking import LANES
@@ -97,8 +98,8 @@ def unsupported_reason(
         return mosaic_gpu.unsupported_reason(dtype, head_size, page_size, query_tile, card or card_for(target_device()))
     if backend != "llvm_cpu":
         return None
-    if dtype != jnp.float32:
-        return f"ragged_prefill_attention has a kernel for float32 pages, not {dtype.name}"
+    if against := page_values.unsupported_reason(dtype):
+        return f"ragged_prefill_attention has no kernel for {against}"
     if head_size % LANES:
         return f"ragged_prefill_attention has a kernel for head sizes in multiples of {LANES}, not {head_size}"
     if span != FULL_ATTENTION or soft_cap is not None:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.float8_pages import widened
 from pallas_kernels.span import FULL_ATTENTION, Span
 from pallas_kernels.visibility import first_visible
 
@@ -38,7 +39,7 @@ def ragged_prefill_attention(
 
     def gather(pages: Float[Array, "P K G H"]) -> Float[Array, "T K S H"]:
         by_row = jnp.moveaxis(pages[page_table], 2, 1).reshape(page_table.shape[0], num_kv_heads, -1, head_size)
-        return by_row[row].astype(jnp.float32)
+        return widened(by_row[row])
 
     grouped = q.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_size).astype(jnp.float32)
     context, query = jnp.arange(page_table.shape[1] * page_size), position[:, None]

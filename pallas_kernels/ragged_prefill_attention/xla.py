@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.float8_pages import widened
 from pallas_kernels.span import FULL_ATTENTION, Span
 from pallas_kernels.visibility import first_visible
 
@@ -92,7 +93,7 @@ def _attend(
         rows = pages[:, None, :] * num_kv_heads + jnp.arange(num_kv_heads)[None, :, None]
 
         def gather(rows: Int[Array, "R K C"]) -> Float[Array, "X K S H"]:
-            return jnp.take(pool, rows, axis=0, mode="clip").reshape(num_tiles, num_kv_heads, run_tokens, head_size).astype(jnp.float32)
+            return widened(jnp.take(pool, rows, axis=0, mode="clip").reshape(num_tiles, num_kv_heads, run_tokens, head_size))
 
         context = i * run_tokens + jnp.arange(run_tokens)
         scores = jnp.einsum("xkqh,xksh->xkqs", grouped, gather(rows + first_key_row))
