@@ -11,6 +11,8 @@ from checkpoints.source import CheckpointError
 
 # Buffers in old checkpoints that are computed, not learned.
 _COMPUTED = ("*.rotary_emb.inv_freq", "*.attn.masked_bias", "*.attn.bias")
+# Of keys and values in float8, which are read where pages are (`jaxinfer.weights.kv_scales`); of other tools' queries.
+_SCALES = ("*.self_attn.[kvq]_scale", "*.self_attn.[kvq]_proj.[kvq]_scale", "*.self_attn.prob_scale")
 
 
 _EXPERT = "{expert}"
@@ -94,7 +96,7 @@ class WeightMap:
 
     def is_ignored(self, tensor: str) -> bool:
         """Whether this tensor, by its name here, may be left over."""
-        return any(fnmatch.fnmatchcase(tensor, pattern) for pattern in (*_COMPUTED, *self.ignored))
+        return any(fnmatch.fnmatchcase(tensor, pattern) for pattern in (*_COMPUTED, *_SCALES, *self.ignored))
 
     def _renamed(self, tensor: str) -> str:
         for theirs, ours in self.renamed:

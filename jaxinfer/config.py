@@ -120,6 +120,12 @@ class CacheConfig:
     kv_memory: str = _flag(
         "auto", "KV page memory on each device, such as 512MiB; auto: 512MiB on CPU, 85% of what weights leave free on GPU", is_size=True
     )
+    kv_dtype: str = _flag(
+        "auto",
+        "type of cached keys and values: auto (that of activations: float32 on a CPU, bfloat16 on a GPU), or fp8 (float8_e4m3fn: a byte "
+        "each, with a scale for each layer and KV head, the checkpoint's or found at the start)",
+        choices=("auto", "fp8"),
+    )
     kv_host_memory: str | None = _flag(None, "host memory for KV pages evicted from the devices, such as 8GiB; 0: none", is_size=True)
     kv_disk: str | None = _flag(
         None, "PATH:SIZE of a file for KV pages evicted from host memory, such as /var/cache/kv.bin:20GiB; reused after a restart"
@@ -214,6 +220,10 @@ class EngineConfig:
             raise ConfigError(f"kv_host_memory is {cache.kv_host_memory}, but without prefix_cache no page is cached: leave one out")
         if cache.kv_disk is not None:
             parse_disk("kv_disk", cache.kv_disk)
+            if cache.kv_dtype == "fp8":
+                raise ConfigError(
+                    f"kv_disk is {cache.kv_disk}, but its pages would need the scales that kv_dtype fp8 finds at each start: leave one out"
+                )
             if not host_bytes:
                 raise ConfigError(
                     f"kv_disk is {cache.kv_disk}, but pages reach it through host memory: give kv_host_memory too, such as 1GiB"
@@ -372,7 +382,12 @@ def _check_processes(config: EngineConfig) -> None:
         return
     if devices.coordinator is None:
         raise ConfigError(f"{several}, but there is no coordinator: give process 0's HOST:PORT, the same to all")
-    for name, value in (("embedding_model", config.model.embedding_model), ("kv_host_memory", config.cache.kv_host_memory)):
+    kv_dtype = config.cache.kv_dtype if config.cache.kv_dtype != "auto" else None
+    for name, value in (
+        ("embedding_model", config.model.embedding_model),
+        ("kv_host_memory", config.cache.kv_host_memory),
+        ("kv_dtype", kv_dtype),
+    ):
         if value is not None:
             raise ConfigError(f"{several}, and {name} is {value}, which can't span processes yet: leave it out")
 

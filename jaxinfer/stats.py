@@ -92,6 +92,7 @@ class EngineStats:
     weights: str = ""  # weight format, and which tensors of the checkpoint were dequantised
     weights_version: int = 1  # 1 until they are replaced
     is_asleep: bool = False
+    kv_dtype: str = ""  # type of cached keys and values, and of which scales
     kv_tokens: int = 0  # the longest context that the decode mesh's pages hold
     # Memory in bytes by use and mesh, such as "prefill weights"
     memory: dict[str, int] = field(default_factory=dict)

@@ -38,7 +38,7 @@ def summary_table(stats: EngineStats, measured: RequestTiming | None = None) -> 
     table.add_row("compile", f"{stats.compile_seconds:.2f} s, {stats.num_programs} programs: {compiled}")
     table.add_row("compute type", stats.compute_type)
     table.add_row("matrices", stats.weights)
-    table.add_row("KV", f"pages for {stats.kv_tokens:,} tokens")
+    table.add_row("KV", f"pages for {stats.kv_tokens:,} tokens, of {stats.kv_dtype}")
     if stats.sampling_defaults:
         table.add_row("sampling defaults", f"{stats.sampling_defaults} (--generation-config none: off)")
     for role, cost in stats.heads.items():

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxinfer.decode.batch import ON_DEVICE, DecodeBatch
 from jaxinfer.decode.state import DecodeState
-from jaxinfer.kv_cache.pages import Pages
+from jaxinfer.kv_cache.pages import KVScales, Pages
 from jaxinfer.kv_cache.spec import LayerGroups
 from jaxinfer.layers.attention_kernels import DecodeKernels
 from jaxinfer.layers.paged_attention import PagedAttentionBackend
@@ -39,6 +39,7 @@ def decode_step(template: ModelTemplate, mesh: Mesh, attention: KernelBackend) -
     def step(
         weights: Weights,
         pages: Pages,
+        kv_scales: KVScales | None,
         state: DecodeState,
         batch: DecodeBatch,
         loads: Loads,
@@ -47,7 +48,7 @@ def decode_step(template: ModelTemplate, mesh: Mesh, attention: KernelBackend) -
         context: StepContext = NO_CONTEXT,
     ) -> tuple[Pages, DecodeState, Sampled, Loads]:
         handed = state.tokens if hidden is None else hidden
-        pages, state, hidden, rows, loads = feed(weights, pages, state, batch, loads, handed, context)
+        pages, state, hidden, rows, loads = feed(weights, pages, kv_scales, state, batch, loads, handed, context)
         state, sampled = _sample(head.merge(template.head_weights(weights)), state, hidden, rows, sampling, is_chosen_by_host=False)
         return pages, state, sampled, loads
 
@@ -63,6 +64,7 @@ def forward_step(template: ModelTemplate, mesh: Mesh, attention: KernelBackend) 
     def step(
         weights: Weights,
         pages: Pages,
+        kv_scales: KVScales | None,
         state: DecodeState,
         batch: DecodeBatch,
         loads: Loads,
@@ -78,7 +80,8 @@ def forward_step(template: ModelTemplate, mesh: Mesh, attention: KernelBackend) 
         places = (blocks[:, :, None] * num_groups + jnp.arange(num_groups)).reshape(num_rows, -1)
         page_table = page_table.at[batch.slots[:, None], places].set(new_pages.reshape(num_rows, -1))
         tokens, hidden = (_fed(new_tokens, handed, batch.slots), None) if template.is_first else (new_tokens, handed)
-        hidden, pages = forward(model, mesh, pages, tokens.reshape(-1), batch, page_table, attention, template.part, hidden, context)
+        of_stage = template.part, hidden, context, kv_scales
+        hidden, pages = forward(model, mesh, pages, tokens.reshape(-1), batch, page_table, attention, *of_stage)
         loads = with_loads(loads, model, jnp.repeat(batch.slots < len(page_table) - 1, num_new))
         # Returned from here: passing it from the host again would cost more.
         rows = jnp.stack([batch.slots, batch.num_generated, new_tokens[:, -1]], axis=1)
@@ -139,6 +142,7 @@ def forward(
     part: ModelSlice | None = None,
     hidden: Float[Array, "B*T D"] | None = None,
     context: StepContext = NO_CONTEXT,
+    kv_scales: KVScales | None = None,
 ) -> tuple[Float[Array, "B*T D"], Pages]:
     """Hidden states of the rows' new tokens, and the pages with keys and values written. See
     `prefill.program.forward`."""
@@ -155,6 +159,7 @@ def forward(
         positions % pages.shape[4],
         jnp.where(batch.slots < num_slots, batch.positions + num_new, 0),
         context.repeated(num_new),
+        kv_scales,
     )
     return run_slice(model, part, tokens, hidden, positions, pages, attend)
 

@@ -74,7 +74,15 @@ class DecodeRunner:
             step = (decode_step if samples else forward_step)(template, stage.mesh, stage.attention)
             for size in buckets:
                 batch = abstract_like(empty_batch(size, self.num_slots, self.num_groups), on_mesh)
-                arguments = [weights, stage.pool.abstract, state if samples else state.of_layers, batch, self.loads.abstract[number]]
+                pool = stage.pool
+                arguments = [
+                    weights,
+                    pool.abstract,
+                    pool.abstract_scales,
+                    state if samples else state.of_layers,
+                    batch,
+                    self.loads.abstract[number],
+                ]
                 if samples:
                     arguments.append(abstract_like(neutral_rows(size), on_mesh))
                 if not template.is_first:
@@ -82,7 +90,7 @@ class DecodeRunner:
                 elif not samples:
                     arguments.append(jax.ShapeDtypeStruct((self.num_slots + 1,), np.int32, sharding=on_mesh))
                 name, options = program_name(f"decode/{size}", self._stages, number), _xla_options(size, stage.mesh, template.weight_format)
-                sources.append(ProgramSource(name, step, tuple(arguments), stage.mesh, donated=(1, 2), options=options))
+                sources.append(ProgramSource(name, step, tuple(arguments), stage.mesh, donated=(1, 3), options=options))
             slot_arguments = abstract_like(self._slot_arguments(0, ()), on_mesh)
             name = program_name("decode/assign_slot", self._stages, number)
             sources.append(ProgramSource(name, assign_slot, (state.page_table, *slot_arguments), stage.mesh, donated=(0,)))
@@ -162,12 +170,12 @@ class DecodeRunner:
             if stage is self._last and not self._samples_apart:
                 hidden = () if stage is self._first else (handed,)
                 stage.pool.array, states[number], sampled, self.loads.counts[number] = program(
-                    weights, stage.pool.array, state, batch, loads, rows, *hidden
+                    weights, stage.pool.array, stage.pool.scales, state, batch, loads, rows, *hidden
                 )
                 found = sampled.packed
             else:
                 stage.pool.array, changed, found, of_rows, self.loads.counts[number] = program(
-                    weights, stage.pool.array, state.of_layers, batch, loads, handed
+                    weights, stage.pool.array, stage.pool.scales, state.of_layers, batch, loads, handed
                 )
                 states[number] = state._replace(page_table=changed.page_table)
                 if stage is self._last:

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import jax
 
@@ -16,6 +17,7 @@ from jaxinfer.config import ConfigError, EngineConfig, ScheduleConfig, parse_byt
 from jaxinfer.decode.runner import DecodeRunner
 from jaxinfer.encode.loading import load_encoder
 from jaxinfer.engine.components import EngineComponents, Runners, TierSettings, build_roles
+from jaxinfer.engine.kv_scales import CalibratedScales
 from jaxinfer.engine.later_programs import LaterBucket, LaterPrograms
 from jaxinfer.engine.served_weights import ServedWeights
 from jaxinfer.engine.shipped_programs import install_programs
@@ -139,6 +141,12 @@ def _build(config: EngineConfig, stats: EngineStats, processes: Processes, incom
     with COUNTER.compiling():  # allocating and moving pages compiles too
         prefill_runner.start(programs, weights.prefill)
         decode_runner.start(programs, weights.decode)
+        if plan.page_spec.is_float8:
+            stats.start.note("finding the scales of keys and values")
+            kv_scales = CalibratedScales(
+                plan.template, tokenizer, prefill_runner, prefill_stages, decode_stages, partial(setattr, stats, "kv_dtype")
+            )
+            weights.scale_pages(kv_scales)
         warm_up(prefill_runner, decode_runner, stats.start)
         stats.start.note("measuring")
         for name, clock in zip(mesh_names(plan), stage_clocks, strict=True):

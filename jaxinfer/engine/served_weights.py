@@ -12,6 +12,7 @@ import jax
 from checkpoints.source import CheckpointError, TensorSource
 from jaxinfer.config import EngineConfig
 from jaxinfer.decode.runner import DecodeRunner
+from jaxinfer.engine.kv_scales import CalibratedScales
 from jaxinfer.kv_cache.pages import PagePool
 from jaxinfer.models.registry import config_of
 from jaxinfer.pipeline.stage import StagedWeights
@@ -20,6 +21,7 @@ from jaxinfer.prefill.runner import PrefillRunner
 from jaxinfer.programs.compilation import COUNTER
 from jaxinfer.stats import EngineStats
 from jaxinfer.weights.formats.weight_format import MatrixAxes
+from jaxinfer.weights.kv_scales import stored_kv_scales
 from jaxinfer.weights.load import check_tensors, load_weights, random_weights
 
 _HOST_MEMORY = "pinned_host"
@@ -47,6 +49,8 @@ class ServedWeights:
         self._is_random = config.model.random_weights
         self._pools = [pool for of_role in pools for pool in of_role]
         self._runners: tuple[PrefillRunner, DecodeRunner] | None = None
+        self._kv_scales: CalibratedScales | None = None
+        self._served: TensorSource | None = source  # what the weights are of, whether or not it can be read again
 
     @property
     def is_loaded(self) -> bool:
@@ -63,6 +67,13 @@ class ServedWeights:
             self._read(source)
             self.allocate_pages()
         stats.load_seconds += time.monotonic() - started
+
+    def scale_pages(self, kv_scales: CalibratedScales | None = None) -> None:
+        """Set the scales of float8 pages for these weights, which overwrites some pages. `kv_scales`: does it, from now
+        on. Raises `CheckpointError`."""
+        self._kv_scales = kv_scales or self._kv_scales
+        if self._kv_scales is not None:
+            self._kv_scales.set(None if self._is_random else self._served)
 
     def start(self, prefill: PrefillRunner, decode: DecodeRunner) -> None:
         """From now on these runners are given what is loaded."""
@@ -83,23 +94,25 @@ class ServedWeights:
                 f"{self._plan.template.weight_format}: start it with weights that both can be, such as --weights dequantised"
             )
         check_tensors(template, source)
+        if self._plan.page_spec.is_float8:
+            stored_kv_scales(source, template.model.weight_map, architecture)
 
     def replace(self, source: TensorSource, *, is_kept: bool) -> None:
         """Load other weights in place of these, which are dropped first: there is no memory for both. `is_kept`:
         whether the source can be read again. If loading fails, those before are read again if they can be; raises what
         failed."""
-        former = self._source, self._is_random
+        former = self._source, self._is_random, self._served
         self.drop()
         try:
             self._is_random = False
             self._read(source)
         except BaseException:
             self.drop()
-            self._source, self._is_random = former
+            self._source, self._is_random, self._served = former
             if self._source is not None:
                 self.restore()
             raise
-        self._source = source if is_kept else None
+        self._source, self._served = source if is_kept else None, source
         self._give(self.prefill, self.decode)
 
     def to_host(self) -> None:
@@ -129,6 +142,10 @@ class ServedWeights:
         """Let go of the pages' memory."""
         for pool in self._pools:
             pool.release()
+
+    @property
+    def has_pages(self) -> bool:
+        return all(pool.is_allocated for pool in self._pools)
 
     def allocate_pages(self) -> None:
         """Allocate all pages."""

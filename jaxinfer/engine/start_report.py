@@ -36,6 +36,7 @@ def report_start(
     stats.weights = f"{plan.template.weight_format}{unpacked and f' (dequantised: {unpacked})'}"
     most, chunk_size = plan.decode.num_pages * plan.page_spec.page_size, config.schedule.prefill_buckets[-1]
     stats.kv_tokens = max_context_tokens(plan.page_spec, stats.decode_pages, chunk_size, most)
+    stats.kv_dtype = str(plan.template.activation_dtype)  # of float8 the scales are told once they are known
     names = mesh_names(plan)
     for name, role, stage_pools in zip(names, (plan.prefill, plan.decode)[-len(names) :], pools, strict=True):
         if role.heads_cost is not None:

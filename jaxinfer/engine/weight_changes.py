@@ -64,6 +64,8 @@ class WeightChanges:
                 self._resume()
             raise
         self._stats.weights_version += 1
+        self._weights.allocate_pages()
+        self._weights.scale_pages()
         self._resume()
         return self._stats.weights_version
 
@@ -98,7 +100,8 @@ class WeightChanges:
         self.is_asleep = self._stats.is_asleep = True
 
     def _resume(self) -> None:
-        self._weights.allocate_pages()
+        if not self._weights.has_pages:
+            self._weights.allocate_pages()
         self.is_asleep = self._stats.is_asleep = False
         paused, self._paused = [sequence for sequence in self._paused if sequence.state is SequenceState.PAUSED], []
         for sequence in paused:

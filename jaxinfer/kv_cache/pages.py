@@ -7,21 +7,28 @@ import math
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from jaxinfer.architecture.head_layout import HeadLayout
 from jaxinfer.kv_cache.spec import NULL_PAGE, PageSpec
+from pallas_kernels.float8_pages import pool_dtype
 from sharding.partition import named_sharding
 from sharding.rules import Rules
 
 # All layers' keys and values in one array, updated in place: each array costs the host microseconds a call. A page
 # belongs to a group of L layers; page tables say which group. Kernels take a layer's index in the group as an argument,
 # so no slice of a layer is ever made. S sides: keys and values, or latents alone.
-Pages = Float[Array, "L S P K G H"]
+Pages = Shaped[Array, "L S P K G H"]
+KVScales = Float[Array, "L S K"]  # of a mesh's layers, not of a group's
 
 _AXES = (None, None, None, "kv_heads", None, None)
 _OF_LATENTS = (None, None, None, None, "page_tokens", None)  # all heads read them, so tokens are split instead
 _WHOLE = (None, None, None, None, None, None)
+
+
+def page_dtype(spec: PageSpec, activation_dtype: jnp.dtype, platform: str) -> jnp.dtype:
+    """The type of a pool's array on 'cpu' or 'gpu'."""
+    return pool_dtype(platform) if spec.is_float8 else activation_dtype
 
 
 class PagePool:
@@ -37,8 +44,10 @@ class PagePool:
         rules: Rules,
         heads: HeadLayout | None = None,
         num_layers: int | None = None,
+        num_scaled: int = 0,
     ) -> None:
-        """`num_layers`: of a group, on this mesh, if it is a pipeline stage."""
+        """`num_layers`: of a group, on this mesh, if it is a pipeline stage. `num_scaled`: the model's layers on this
+        mesh, where values are float8."""
         self.spec = spec
         self.heads = None if spec.num_sides == 1 else heads  # latents belong to no head
         num_kv_heads = spec.num_kv_heads if self.heads is None else self.heads.num_kv_heads
@@ -53,9 +62,16 @@ class PagePool:
         of_latents = _WHOLE if spec.token_parts(mesh.size) == 1 else _OF_LATENTS
         self._axes = _AXES if spec.num_sides == 2 else of_latents
         self.abstract = jax.ShapeDtypeStruct(shape, dtype, sharding=named_sharding(mesh, rules, self._axes, shape, "the KV cache"))
+        # Of float8: what a layer's values by side and KV head are multiplied by once they are read.
+        self.abstract_scales = None if not num_scaled else self._abstract_scales(num_scaled, num_kv_heads, mesh, rules)
+        self.scales: KVScales | None = None
         self.mesh = mesh
         self._rules = rules
         self._array: Pages | None = None
+
+    def _abstract_scales(self, num_layers: int, num_kv_heads: int, mesh: Mesh, rules: Rules) -> jax.ShapeDtypeStruct:
+        shape, axes = (num_layers, self.spec.num_sides, num_kv_heads), (None, None, None if self.spec.num_sides == 1 else "kv_heads")
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=named_sharding(mesh, rules, axes, shape, "the KV cache's scales"))
 
     @property
     def array(self) -> Pages:
@@ -66,9 +82,15 @@ class PagePool:
     def array(self, pages: Pages) -> None:
         self._array = pages
 
+    @property
+    def is_allocated(self) -> bool:
+        return self._array is not None
+
     def allocate(self) -> None:
         """Allocate the array."""
         self._array = jnp.zeros(self.abstract.shape, self.abstract.dtype, device=self.abstract.sharding)
+        if self.abstract_scales is not None and self.scales is None:
+            self.scales = jnp.ones(self.abstract_scales.shape, jnp.float32, device=self.abstract_scales.sharding)
 
     def release(self) -> None:
         """Let go of the array; `allocate` makes a new one."""

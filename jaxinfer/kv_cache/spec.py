@@ -15,6 +15,8 @@ from pallas_kernels.span import FULL_ATTENTION, Span
 # stands for an absent page, such as one outside a window.
 NULL_PAGE = 0
 
+FLOAT8_BYTES = 1  # of a value; no other type has as few
+
 _PAGE_SIZE = 16  # tokens, by default
 _LEAST_PART = 8  # the fewest tokens of a page on a device, where tokens are split: kernels read no fewer
 
@@ -120,6 +122,11 @@ class PageSpec:
     def part_size(self) -> int:
         """Tokens of a page on one device."""
         return self.page_size // self.num_parts
+
+    @property
+    def is_float8(self) -> bool:
+        """Whether values are float8_e4m3fn, scaled by KV head."""
+        return self.bytes_per_value == FLOAT8_BYTES
 
     @property
     def num_groups(self) -> int:

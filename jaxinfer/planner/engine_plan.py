@@ -12,7 +12,7 @@ import jax
 from checkpoints.source import TensorSource
 from jaxinfer.architecture.model_config import ArchitectureConfig
 from jaxinfer.config import ConfigError, EngineConfig, format_bytes
-from jaxinfer.kv_cache.pages import PagePool
+from jaxinfer.kv_cache.pages import PagePool, page_dtype
 from jaxinfer.kv_cache.spec import PageSpec
 from jaxinfer.pipeline.stage import Stage
 from jaxinfer.planner.backends import choose_attention, wrong_device
@@ -79,9 +79,19 @@ class RolePlan:
 
     def pools(self) -> list[PagePool]:
         """The page pool of each stage, not allocated yet."""
-        spec, dtype = self.placement.spec, self.placement.template.activation_dtype
+        spec = self.placement.spec
+        dtype = page_dtype(spec, self.placement.template.activation_dtype, self.devices[0].platform)
         return [
-            PagePool(spec, self.num_pages, dtype, stage.mesh, self.rules, stage.template.heads, stage.template.layers_of_group)
+            PagePool(
+                spec,
+                self.num_pages,
+                dtype,
+                stage.mesh,
+                self.rules,
+                stage.template.heads,
+                stage.template.layers_of_group,
+                len(stage.template.layers) if spec.is_float8 else 0,
+            )
             for stage in self.stages
         ]
 
@@ -156,7 +166,7 @@ def place(
         keeps = config.model.weights == "auto" and not config.model.random_weights
         return kept_blocks(template, source) if keeps else ()
 
-    placer = Placer(architecture, config.model, kind, packing, config.cache.page_size, incompressible, kept)
+    placer = Placer(architecture, config.model, kind, packing, config.cache.page_size, incompressible, kept, config.cache.kv_dtype)
     return placer.place(_layouts(config))
 
 
@@ -190,7 +200,7 @@ def on_meshes(
         placement.role,
         attention_backend,
         meshes[0].devices.flat[0],
-        placement.template.activation_dtype,
+        page_dtype(placement.spec, placement.template.activation_dtype, meshes[0].devices.flat[0].platform),
         placement.stages[0].page,
         prefill_buckets,
         config.soft_cap,

@@ -66,8 +66,9 @@ class ModelWork:
         return [*first, *self.layers[layers.start : layers.stop], *last]
 
 
-def model_work(template: ModelTemplate, rules: Rules) -> ModelWork:
-    """The work of a template's model, laid out by these rules."""
+def model_work(template: ModelTemplate, rules: Rules, kv_bytes: int | None = None) -> ModelWork:
+    """The work of a template's model, laid out by these rules. `kv_bytes`: of a cached value, if not an
+    activation's."""
     config = template.config
     assert isinstance(config, ArchitectureConfig)
     num_bytes, num_values = _bytes_by_part(template, rules), _values_by_part(template, rules)
@@ -83,7 +84,7 @@ def model_work(template: ModelTemplate, rules: Rules) -> ModelWork:
         LayerWork(
             matrices(f"blocks.{layer}"),
             _experts(template, routing, num_bytes[f"blocks.{layer}", None], num_values[f"blocks.{layer}", None]),
-            _attention(config, layer, value_bytes),
+            _attention(config, layer, value_bytes, kv_bytes or value_bytes),
             reduced_bytes=(width, width),
             split_moved=value_bytes * (_HEAD_MOVES * (config.num_heads + config.num_kv_heads) * config.head_size + 3 * config.mlp_size),
             whole_moved=_LAYER_MOVES * width,
@@ -161,11 +162,11 @@ def _experts(template: ModelTemplate, routing: Routing | None, num_bytes: int, n
     return ExpertWork(count, routing.top_k, num_bytes // count, num_values // count, dtype, has_shared)
 
 
-def _attention(config: ArchitectureConfig, layer: int, value_bytes: int) -> AttentionWork:
+def _attention(config: ArchitectureConfig, layer: int, value_bytes: int, kv_bytes: int) -> AttentionWork:
     span, latent = config.layer_spans[layer], config.latent
     if latent is not None:
         return AttentionWork(
-            token_bytes=latent.latent_size * value_bytes,
+            token_bytes=latent.latent_size * kv_bytes,
             is_split=True,
             decode_values=config.num_heads * (latent.latent_size + latent.rank),
             prefill_values=config.num_heads * (latent.head_size + latent.value_size),
@@ -173,5 +174,5 @@ def _attention(config: ArchitectureConfig, layer: int, value_bytes: int) -> Atte
             exchanged_bytes=config.num_heads * (latent.latent_size + latent.rank) * value_bytes,
         )
     values = 2 * config.num_heads * config.head_size
-    token_bytes = 2 * config.num_kv_heads * config.head_size * value_bytes
+    token_bytes = 2 * config.num_kv_heads * config.head_size * kv_bytes
     return AttentionWork(token_bytes, True, values, values, window=span.window, chunk=span.chunk)

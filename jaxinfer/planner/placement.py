@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from jaxinfer.architecture.model_config import ArchitectureConfig
 from jaxinfer.config import ConfigError, ModelConfig
-from jaxinfer.kv_cache.spec import LayerGroups, PageSpec, default_page_size
+from jaxinfer.kv_cache.spec import FLOAT8_BYTES, LayerGroups, PageSpec, default_page_size
 from jaxinfer.layers import moe
 from jaxinfer.planner.model_work import ModelWork, WeightBytes, model_work, weight_bytes
 from jaxinfer.planner.stage_partition import stage_layers
@@ -62,6 +62,7 @@ class ShardedModel:
 
     template: ModelTemplate  # with the heads of these devices
     rules: Rules
+    is_float8: bool = False  # whether keys and values are
 
     @cached_property
     def weights(self) -> WeightBytes:
@@ -70,7 +71,7 @@ class ShardedModel:
     @cached_property
     def work(self) -> ModelWork:
         """Slower than all else here; needed only for pipeline stages and for step times."""
-        return model_work(self.template, self.rules)
+        return model_work(self.template, self.rules, FLOAT8_BYTES if self.is_float8 else None)
 
 
 @dataclass(frozen=True)
@@ -156,10 +157,11 @@ class Placer:
         page_size: int | None = None,
         incompressible: frozenset[MatrixAxes] = frozenset(),
         choose_kept: ChooseKept = lambda _: (),
+        kv_dtype: str = "auto",
     ) -> None:
         self.architecture = architecture
         self._config, self._device, self._choose_packing, self._page_size = config, device, choose_packing, page_size
-        self._incompressible, self._choose_kept = incompressible, choose_kept
+        self._incompressible, self._choose_kept, self._kv_dtype = incompressible, choose_kept, kv_dtype
         self._templates: dict[tuple[ArchitectureConfig, ModelWeightFormat], ModelTemplate] = {}
         self._formats: dict[tuple[tuple[int, int], ...], tuple[ModelTemplate, tuple[str, ...]]] = {}
         self._sharded: dict[tuple[ModelWeightFormat, int, int], ShardedModel | ValueError] = {}
@@ -173,7 +175,7 @@ class Placer:
                 raise ConfigError(f"{role}_parallel is {layout}, but this model has no experts: leave out ep={layout.ep}")
         template, notes = self._whole(tuple((layout.tp, layout.ep) for layout in roles.values()))
         page_size = self._page_size or default_page_size(self.architecture, (layout.tp for layout in roles.values()))
-        spec = PageSpec.of(self.architecture, page_size, template.activation_dtype.itemsize)
+        spec = PageSpec.of(self.architecture, page_size, template.activation_dtype.itemsize if self._kv_dtype == "auto" else FLOAT8_BYTES)
         cut_for = {role: ("prefill", "decode") if layouts.is_shared else (role,) for role in roles}
         prefill, decode = (self._place_role(role, layout, template, spec, cut_for[role]) for role, layout in roles.items())
         return Placement(layouts, template, spec, prefill, decode, notes)
@@ -204,7 +206,9 @@ class Placer:
         key = template.weight_format, layout.tp, layout.ep
         if key not in self._sharded:
             model = ShardedModel(
-                self._template(layout.tp, template.weight_format, template.activation_dtype), rules_for("decode", layout.ep)
+                self._template(layout.tp, template.weight_format, template.activation_dtype),
+                rules_for("decode", layout.ep),
+                self._kv_dtype == "fp8",
             )
             try:
                 model.template.abstract(_mesh(layout.tp), model.rules)

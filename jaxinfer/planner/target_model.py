@@ -19,8 +19,10 @@ from sharding.layout import Parallel
 class TargetModel:
     """Reads once what does not depend on the layout."""
 
-    def __init__(self, config: Mapping[str, Any], target: Target, page_size: int | None = None, *, dtype: str = "auto") -> None:
-        """`config`: the keys of a config.json; `dtype`: of weights on a CPU, as `jaxinfer serve --dtype` has it.
+    def __init__(
+        self, config: Mapping[str, Any], target: Target, page_size: int | None = None, *, dtype: str = "auto", kv_dtype: str = "auto"
+    ) -> None:
+        """`config`: the keys of a config.json; `dtype`, of weights on a CPU, and `kv_dtype`: as `jaxinfer serve` has them.
 
         Raises `UnsupportedModelError` for a model that can't be served."""
         self.target = target
@@ -33,6 +35,7 @@ class TargetModel:
             DeviceKind(target.card, "cpu" if target.is_cpu else "gpu", no_kernels),
             partial(published_packing, quantisation.get("quant_method")),
             page_size,
+            kv_dtype=kv_dtype,
         )
 
     def on(self, num_devices: int) -> TargetModel:

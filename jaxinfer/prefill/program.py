@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxinfer.kv_cache.pages import Pages
+from jaxinfer.kv_cache.pages import KVScales, Pages
 from jaxinfer.kv_cache.spec import LayerGroups
 from jaxinfer.layers.attention_kernels import PrefillKernels
 from jaxinfer.layers.paged_attention import PagedAttentionBackend, pages_of_tokens
@@ -47,13 +47,15 @@ def prefill_step(template: ModelTemplate, mesh: Mesh, attention: KernelBackend, 
     def step(
         weights: Weights,
         pages: Pages,
+        kv_scales: KVScales | None,
         batch: PackedTokens,
         loads: Int[Array, "L E"] | None,
         hidden: Float[Array, "T D"] | None = None,
         context: StepContext = NO_CONTEXT,
     ) -> tuple[Pages, Given | Float[Array, "T D"], Int[Array, "L E"] | None]:
         model = template.merge(weights)
-        hidden, pages = forward(model, mesh, pages, batch, attention, template.part, hidden, context, splits_tokens=splits_tokens)
+        of_stage = template.part, hidden, context, kv_scales
+        hidden, pages = forward(model, mesh, pages, batch, attention, *of_stage, splits_tokens=splits_tokens)
         if loads is not None:
             loads = with_loads(loads, model, _rows_of_tokens(batch, len(batch.token_ids))[2])
         if not template.is_last:
@@ -123,11 +125,12 @@ def forward(
     part: ModelSlice | None = None,
     hidden: Float[Array, "T D"] | None = None,
     context: StepContext = NO_CONTEXT,
+    kv_scales: KVScales | None = None,
     *,
     splits_tokens: bool = False,
 ) -> tuple[Float[Array, "T D"], Pages]:
     """Hidden states of the packed tokens, and the pages with keys and values written. `hidden`: from the slice before,
-    for a slice (`part`) that is not the first."""
+    for a slice (`part`) that is not the first. `kv_scales`: of float8 pages."""
     num_tokens, page_size = batch.token_ids.shape[0], pages.shape[4]
     row, place, in_use = _rows_of_tokens(batch, num_tokens)
     positions = jnp.where(in_use, (batch.kv_len - batch.query_len)[row] + place, 0)
@@ -142,6 +145,7 @@ def forward(
         positions % page_size,
         (batch.query_start, batch.query_len, batch.kv_len),
         context.for_tokens(row),
+        kv_scales,
     )
     return run_slice(model, part, batch.token_ids, hidden, positions, pages, attend, splits_tokens=splits_tokens)
 

@@ -67,7 +67,7 @@ class PrefillRunner:
                 splits_tokens = splits_tokens_of(stage, size)
                 step = prefill_step(stage.template, stage.mesh, stage.attention, splits_tokens=splits_tokens)
                 loads = self.loads.abstract[number]
-                arguments = (weights, stage.pool.abstract, abstract_like(batch, replicated(stage.mesh)), loads)
+                arguments = (weights, stage.pool.abstract, stage.pool.abstract_scales, abstract_like(batch, replicated(stage.mesh)), loads)
                 hidden = abstract_hidden(stage, size)
                 name = program_name(f"prefill/{size}", self._stages, number)
                 if splits_tokens:
@@ -138,7 +138,9 @@ class PrefillRunner:
         for number, (stage, weights) in enumerate(zip(self._stages, self._weights, strict=True)):
             program = self._programs[program_name(f"prefill/{len(batch.next_token_ids)}", self._stages, number)]
             loads = self.loads.counts[number]
-            stage.pool.array, found, self.loads.counts[number] = program(weights, stage.pool.array, batch.packed, loads, *handed)
+            stage.pool.array, found, self.loads.counts[number] = program(
+                weights, stage.pool.array, stage.pool.scales, batch.packed, loads, *handed
+            )
             if stage is self._last:
                 found = self._finish(batch, *found)
             if self._clock is not None:

@@ -75,13 +75,14 @@ def compile_for_several_tokens(
     arguments = (
         template.abstract(stage.mesh, stage.rules),
         stage.pool.abstract,
+        stage.pool.abstract_scales,
         state.of_layers,
         abstract_like(empty_batch(num_rows, num_rows, spec.num_groups, num_new), on_mesh),
         ExpertLoads([stage]).abstract[0],
         jax.ShapeDtypeStruct((num_rows + 1,), jnp.int32, sharding=on_mesh),
     )
     step = forward_step(template, stage.mesh, stage.attention)
-    return _compiled(stage, ProgramSource("several tokens", step, arguments, stage.mesh, donated=(1, 2)))
+    return _compiled(stage, ProgramSource("several tokens", step, arguments, stage.mesh, donated=(1, 3)))
 
 
 def _stage(

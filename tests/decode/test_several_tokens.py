@@ -72,7 +72,7 @@ def increments_of(stages: list[Stage]) -> list[Callable[..., Any]]:
         pages, state, hidden, _, loads = forward_step(stage.template, stage.mesh, stage.attention)(weights, *arguments)
         return pages, state, stage.template.merge(weights).logits(hidden) if stage.template.is_last else hidden, loads
 
-    return [jax.jit(partial(step, stage), donate_argnums=(1, 2)) for stage in stages]
+    return [jax.jit(partial(step, stage), donate_argnums=(1, 3)) for stage in stages]
 
 
 def texts_for(spec: PageSpec) -> Texts:
@@ -116,7 +116,7 @@ def logits_of(stages: list[Stage], weights: list[Any], steps: list[Callable[...,
             for number, stage in enumerate(stages):
                 with jax.set_mesh(stage.mesh):
                     stage.pool.array, states[number], handed, loads.counts[number] = steps[number](
-                        weights[number], stage.pool.array, states[number], batch, loads.counts[number], handed
+                        weights[number], stage.pool.array, None, states[number], batch, loads.counts[number], handed
                     )
                 if stage is not stages[-1]:
                     handed = pass_on(handed, stages[number + 1])

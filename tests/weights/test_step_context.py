@@ -79,7 +79,7 @@ def test_rows_with_adapters_have_the_logits_of_merged_models(tiny_model_path: Pa
 
     def prefill(weights, pages, batch, context):
         step = prefill_program.prefill_step(template, mesh, "xla")
-        pages, (hidden, _), _ = step(weights, pages, batch, None, None, context)
+        pages, (hidden, _), _ = step(weights, pages, None, batch, None, None, context)
         return pages, template.merge(weights).logits(hidden)
 
     batch = empty_prefill_batch(128, rows, TABLE_WIDTH).packed
@@ -95,7 +95,7 @@ def test_rows_with_adapters_have_the_logits_of_merged_models(tiny_model_path: Pa
     def decode(weights, pages, batch, page_table, context):
         step = decode_program.forward_step(template, mesh, "xla")
         newest = jnp.zeros(rows + 1, jnp.int32)
-        pages, _, hidden, _, _ = step(weights, pages, DecodeState(page_table), batch, None, newest, context)
+        pages, _, hidden, _, _ = step(weights, pages, None, DecodeState(page_table), batch, None, newest, context)
         return pages, template.merge(weights).logits(hidden)
 
     page_table = np.concatenate([tables, np.zeros((rows + 1 - 3, TABLE_WIDTH), np.int32)])
