@@ -29,7 +29,8 @@ from sharding.partition import place
 # Other texts have larger values. Room for them costs no precision, only some of the smallest values, which become 0.
 _HEADROOM = 4
 _MOST_TOKENS = 256
-_MOST_STEPS = 6  # each lets values through that are eight times as large
+_MOST_STEPS = 8
+_LEAST, _LESS = 2.0**-4, 2.0**-8  # smaller values have fewer bits; of those that became 0, how much smaller they may be
 _TEXT = """The lighthouse keeper wrote in her diary every evening: the wind's direction, 3 ships that had passed, \
 the price of oil (12.50 a barrel!), and what the gulls were up to. "Nothing happened today," she began on 4 March 1911, \
 and then filled two pages. def tide(hour): return 2.1 * math.sin(hour / 12.4) — her nephew, who studied mathematics in \
@@ -68,7 +69,7 @@ class CalibratedScales:
         self._tell(f"float8_e4m3fn, scales {origin} ({hashlib.sha256(scales.tobytes()).hexdigest()[:8]})")
 
     def _find(self) -> Float[np.ndarray, "L S K"]:
-        """Steps until no value is as large as float8 can be."""
+        """Steps until each head's largest value is one that float8 has with all its bits, and not the largest it has."""
         spec = self._prefill_stages[0].pool.spec
         scales = np.ones((self._config.num_layers, spec.num_sides, spec.num_kv_heads), np.float32)
         batch, pages = self._batch()
@@ -76,11 +77,11 @@ class CalibratedScales:
             self._put(scales)
             self._prefill.run(batch)
             largest = self._largest(pages)
-            found = np.where(largest > 0, rounded_up(largest * scales * (_HEADROOM / LARGEST)), 1).astype(np.float32)
-            scales, is_found = found, largest.max() < LARGEST
-            if is_found:
+            seen = largest > 0
+            scales = np.where(seen, rounded_up(largest * scales * (_HEADROOM / LARGEST)), scales * _LESS).astype(np.float32)
+            if np.all((largest >= _LEAST) & (largest < LARGEST)):
                 break
-        return scales
+        return np.where(seen, scales, 1).astype(np.float32)
 
     def _batch(self) -> tuple[PrefillBatch, Int[np.ndarray, "W C"]]:
         """A step of as much of the text as fits, and its pages: by token block and group, from the first on."""
