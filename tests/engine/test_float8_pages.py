@@ -216,7 +216,7 @@ def test_other_weights_get_other_scales(tmp_path: Path) -> None:
 
 
 def test_what_it_does_not_go_with_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="kv_disk is .*kv_dtype fp8 finds at each start"):
+    with pytest.raises(ConfigError, match=r"kv_disk is .*kv_dtype fp8 finds at each start"):
         EngineConfig.of(model="m", kv_dtype="fp8", kv_disk="/tmp/kv:1GiB", kv_host_memory="1GiB")
     with pytest.raises(ConfigError, match="num_processes is 2, and kv_dtype is fp8"):
         EngineConfig.of(model="m", kv_dtype="fp8", num_processes=2, coordinator="localhost:1")
