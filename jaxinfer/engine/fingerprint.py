@@ -11,8 +11,8 @@ from jaxinfer.engine.engine import Engine
 
 
 def fingerprint(engine: Engine) -> str:
-    """Of the weights, how they are multiplied, the type and scales of keys and values, and a page's geometry but for its number of tokens, for pages of other
-    sizes can be made of it. Reads the whole checkpoint: a second for each
+    """Of the weights, how they are multiplied, the type and scales of keys and values, and a page's geometry but for
+    its number of tokens, for pages of other sizes can be made of it. Reads the whole checkpoint: a second for each
     1.5 GB and core. Raises `OSError`."""
     model, stats = engine.config.model, engine.stats
     digest = b"random weights" if model.random_weights else weights_digest(resolve(model.model))

@@ -1,4 +1,4 @@
-"""Scales of float8 keys and values, by layer, side and KV head: the checkpoint's, or found by a prefill step of a text."""
+"""Scales of float8 keys and values by layer, side and KV head: the checkpoint's, or found by prefill of a text."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class CalibratedScales:
         self._tell(f"float8_e4m3fn, scales {origin} ({hashlib.sha256(scales.tobytes()).hexdigest()[:8]})")
 
     def _find(self) -> Float[np.ndarray, "L S K"]:
-        """Steps until each head's largest value is one that float8 has with all its bits, and not the largest it has."""
+        """Steps until float8 has each head's largest value with all its bits, and has larger ones."""
         spec = self._prefill_stages[0].pool.spec
         scales = np.ones((self._config.num_layers, spec.num_sides, spec.num_kv_heads), np.float32)
         batch, pages = self._batch()
@@ -112,7 +112,8 @@ class CalibratedScales:
             assert pool.abstract_scales is not None
             of_stage = scales[layers.start : layers.stop]
             if pool.heads is not None:
-                zero_heads = np.concatenate([of_stage, np.ones_like(of_stage[..., :1])], axis=-1)  # which need none, last
+                # Heads of zeros need none: theirs is the last.
+                zero_heads = np.concatenate([of_stage, np.ones_like(of_stage[..., :1])], axis=-1)
                 of_stage = zero_heads[..., [-1 if head is None else head for head in pool.heads.kv_heads]]
             pool.scales = place(np.ascontiguousarray(of_stage), pool.abstract_scales.sharding)
 

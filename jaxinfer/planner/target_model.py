@@ -22,7 +22,8 @@ class TargetModel:
     def __init__(
         self, config: Mapping[str, Any], target: Target, page_size: int | None = None, *, dtype: str = "auto", kv_dtype: str = "auto"
     ) -> None:
-        """`config`: the keys of a config.json; `dtype`, of weights on a CPU, and `kv_dtype`: as `jaxinfer serve` has them.
+        """`config`: the keys of a config.json. `dtype`, of weights on a CPU, and `kv_dtype`: as `jaxinfer serve` has
+        them.
 
         Raises `UnsupportedModelError` for a model that can't be served."""
         self.target = target
