@@ -30,15 +30,15 @@ AOT_0_10_STAMP := .venv-aot-jax-0.10/.installed
 AOT_0_11_STAMP := .venv-aot-jax-0.11/.installed
 GUIDELLM_STAMP := .venv-guidellm/.installed
 # Tests start a hundred processes: with bytecode each imports in 4 s, without in 10. It lies beside the packages, also for who wants none in the tree.
-test test-exhaustive test-parity test-aot test-ray test-fences test-measured: export PYTHONPYCACHEPREFIX := $(CURDIR)/.venv/bytecode
-test test-exhaustive test-parity test-aot test-ray test-fences test-measured: export PYTHONDONTWRITEBYTECODE :=
+test test-exhaustive test-parity test-processes test-aot test-ray test-fences test-measured: export PYTHONPYCACHEPREFIX := $(CURDIR)/.venv/bytecode
+test test-exhaustive test-parity test-processes test-aot test-ray test-fences test-measured: export PYTHONDONTWRITEBYTECODE :=
 # Set, if to nothing, it keeps tests/conftest.py from having XLA compile more quickly than for users.
 test-parity test-measured: export XLA_FLAGS := $(XLA_FLAGS)
 # All of them, unless ARGS name some.
 AOT_TESTS = $(if $(filter tests/%,$(ARGS)),,tests/aot)
 CHECKED := jaxinfer pallas_kernels sharding checkpoints server tests benchmarks examples
 
-.PHONY: help demo serve test test-exhaustive test-mutations check fix golden test-parity test-ray test-aot aot-venvs test-fences test-measured bench replay soak chaos clean
+.PHONY: help demo serve test test-exhaustive test-mutations check fix golden test-parity test-processes test-ray test-aot aot-venvs test-fences test-measured bench replay soak chaos clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -93,6 +93,9 @@ aot-venvs: $(AOT_0_10_STAMP)
 
 test-fences: $(AOT_0_10_STAMP) ## take fences and barriers out of the compiled kernels, and count which of these faults the PTX emulator finds: twenty minutes
 	@for cards in hopper blackwell; do AOT_CARDS=$$cards JAX_PLATFORMS=cpu $(AOT_0_10)/python -m tests.ptx.mutations $(ARGS) || exit 1; done
+
+test-processes: $(TEST_STAMP) ## servers, workers and scripts as processes of their own, killed, stopped and interrupted
+	@$(BIN)/python -m pytest -q --durations=10 -m 'processes and not exhaustive' $(ARGS)
 
 test-ray: $(RAY_STAMP) ## pools of workers on a Ray of this machine, which is installed for it
 	@$(BIN)/python -m pytest -q -m ray tests/server/cluster $(ARGS)

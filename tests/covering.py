@@ -54,6 +54,16 @@ def axes_of_layout(settings: Mapping[str, Any]) -> frozenset[str]:
     return frozenset(found | {f"{role} {degree}" for role, of_role in degrees.items() for degree in of_role} or {"one device"})
 
 
+def covered_layouts(layouts: Mapping[str, Mapping[str, Any]]) -> list[Any]:
+    """The same for engines' settings by name. A role whose stages are single devices does what one device does."""
+    return covered({name: axes_of_layout(settings) | _single_devices(settings) for name, settings in layouts.items()})
+
+
+def _single_devices(settings: Mapping[str, Any]) -> set[str]:
+    degrees = [settings.get(f"{role}_parallel") or f"tp={len(settings.get(f'{role}_devices', (0,)))}" for role in ("prefill", "decode")]
+    return {"one device"} if any({part for part in one.split(",") if part.startswith("tp=")} <= {"tp=1"} for one in degrees) else set()
+
+
 def mark_exhaustive(items: Sequence[pytest.Item], values_of: Callable[[pytest.Item], Collection[Hashable]]) -> None:
     """The same for collected tests: unmarked stay so many that each value of each test is in one of them. What has the mark already covers nothing.
     For a hook `pytest_collection_modifyitems` that is tried first: before `-m` is."""

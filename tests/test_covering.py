@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from tests.covering import axes_of_layout, cover, covered, covering
+from tests.covering import axes_of_layout, cover, covered, covered_layouts, covering
 
 pytest_plugins = ["pytester"]
 AXES = ["ab", "cde", "fghij"]
@@ -31,6 +31,11 @@ def test_layouts_are_told_by_what_they_do():
     assert axes_of_layout({"prefill_parallel": "tp=1,pp=3"}) == {"prefill pp=3", "decode pp=3"}
     split = {"prefill_parallel": "tp=2,ep=2", "decode_parallel": "tp=1,pp=2", "sequence_parallel": "on"}
     assert axes_of_layout(split) == {"two meshes", "prefill tp=2", "prefill ep=2", "decode pp=2", "sequence_parallel=on"}
+
+
+def test_single_devices_of_stages_do_what_one_device_does():
+    layouts = {"one": {}, "both": {"prefill_devices": (0, 1), "decode_devices": (0, 1)}, "stages": {"decode_parallel": "pp=2"}}
+    assert [case.values[0] for case in covered_layouts(layouts) if not case.marks] == ["both", "stages"]
 
 
 def test_of_named_cases_those_are_unmarked_that_have_everything_between_them():

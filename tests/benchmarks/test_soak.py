@@ -106,6 +106,7 @@ def test_metrics_are_read_by_name_and_label():
     assert parse_metrics(text) == {'a{mesh="decode"}': 3.0, "b_total": 2.5}
 
 
+@pytest.mark.processes
 def test_a_soak_from_end_to_end(tmp_path: Path, tiny_model_path: Path, capsys):
     """Some seconds of it: nothing may hang, break or leak; memory and throughput are not judged."""
     flags = (

@@ -14,6 +14,8 @@ import pytest
 from jaxinfer.llm import LLM
 from tests.conftest import QUICK_COMPILATION, TINY
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 # What its output must hold: words the default model or the example is known to print.

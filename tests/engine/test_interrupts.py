@@ -7,7 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import QUICK_COMPILATION
+
+pytestmark = pytest.mark.processes
 
 ROUNDS = 20
 

@@ -14,6 +14,7 @@ from jaxinfer import LLM, ConfigError, SamplingParams
 from pallas_kernels.lossless_matmul.op import unsupported_reason
 from tests import tiny_model
 from tests.conftest import TINY, MakeLLM
+from tests.covering import covered_layouts
 from tests.engine.workload import workload
 
 PROMPTS, _ = workload()
@@ -40,7 +41,7 @@ def results(llm: LLM) -> list[Any]:
     return [(one.outputs[0].token_ids, [each.logprob for each in one.outputs[0].logprobs]) for one in found]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", covered_layouts(LAYOUTS))
 def test_results_are_those_of_bfloat16(llms: MakeLLM, layout: str) -> None:
     plain, ours = (llms(**SMALL, **LAYOUTS[layout], weights=weights) for weights in ("auto", "lossless"))
     assert ours.engine.stats.weights == "bfloat16 lossless"

@@ -20,6 +20,7 @@ llm.generate(["Once upon a time"], SamplingParams(max_tokens=8, ignore_eos=True)
 """
 
 
+@pytest.mark.processes
 def test_a_scripts_profile_is_written_at_its_end_and_opens(tiny_model_path, tmp_path):
     """In a process of its own: nobody closes the engine, and recording is the whole process's business."""
     subprocess.run([sys.executable, "-c", RUN, str(tiny_model_path), str(tmp_path)], check=True)

@@ -12,6 +12,7 @@ from jaxinfer.request import OutputDelta, SamplingParams
 from jaxinfer.sequence import Sequence
 from pallas_kernels.span import FULL_ATTENTION, Span
 from tests.conftest import MakeLLM
+from tests.covering import covered_layouts
 from tests.engine import roles
 from tests.engine.fake_device import VOCAB, expected_tokens, fake_engine
 from tests.engine.page_audit import assert_all_free
@@ -25,7 +26,12 @@ MAX_MODEL_LEN = 120
 STAGES = {"prefill_devices": (0,), "decode_devices": (2, 3), "decode_parallel": "pp=2", **SMALL}
 
 
-@pytest.mark.parametrize("layout", ["one device", "two devices", "one mesh of two", "stages"])
+@pytest.mark.parametrize(
+    "layout",
+    covered_layouts(
+        {"one device": {}, "two devices": LAYOUTS["two devices"], "one mesh of two": LAYOUTS["one mesh of two"], "stages": STAGES}
+    ),
+)
 def test_tokens_are_the_same_after_roll_backs(llms: MakeLLM, expected: list[list[list[int]]], layout: str) -> None:
     """Greedy and seeded, with penalties; twice: the second time prompts and answers are in the prefix cache."""
     llm = llms(**(LAYOUTS | {"stages": STAGES}).get(layout, {}))

@@ -14,7 +14,7 @@ from jaxinfer.engine import Engine
 from jaxinfer.llm import LLM
 from jaxinfer.request import RequestContext, RequestOutput, SamplingParams
 from jaxinfer.sequence import Sequence
-from tests.covering import axes_of_layout, covered
+from tests.covering import covered_layouts
 from tests.engine.page_audit import assert_all_free
 from tests.engine.simulated import recorded_chunks
 from tests.engine.workload import NUM_TOKENS, alone, tokens_of, workload
@@ -48,9 +48,9 @@ def chosen(names: Iterable[str]) -> list[Any]:
         settings = dict(LAYOUTS.get(name, {}))
         chunk = settings.pop("prefill_chunk_size", 0)
         sizes = {"max_batch_size", "decode_buckets", "prefill_buckets"} & set(settings)
-        axes = axes_of_layout({key: value for key, value in settings.items() if key not in sizes})
-        rows[name] = axes | ({"one page a chunk"} if chunk == 16 else {"chunks end within pages"} if chunk % 16 else set())
-    return covered(rows)
+        chunks = {"chunks": "one page" if chunk == 16 else "end within pages"} if chunk == 16 or chunk % 16 else {}
+        rows[name] = {key: value for key, value in settings.items() if key not in sizes} | chunks
+    return covered_layouts(rows)
 
 
 def forget(llm: LLM) -> None:

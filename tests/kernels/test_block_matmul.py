@@ -1,6 +1,7 @@
 """Products with matrices in GGUF's blocks beside the gguf package's values of them."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,14 +10,19 @@ import pytest
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
-from pallas_kernels.block_matmul import llvm_cpu, op
+from pallas_kernels.block_matmul import layout, llvm_cpu, op, reference
 from pallas_kernels.block_matmul.block_types import BLOCK_TYPES, BlockType, read_blocks, values_of
 from pallas_kernels.block_matmul.cases import CASES, BlockMatmulCase
-from pallas_kernels.block_matmul.layout import output_values, pack, tile_bytes, unpack
+from pallas_kernels.block_matmul.layout import tile_bytes
 from pallas_kernels.block_matmul.op import block_matmul
 from pallas_kernels.llvm import host
 
 pytestmark = pytest.mark.skipif(op.unsupported_reason() is not None, reason=str(op.unsupported_reason()))
+# One program each, as loading has it: op by op every type and shape would compile dozens.
+pack = partial(jax.jit, static_argnums=(0, 2))(layout.pack)
+unpack = partial(jax.jit, static_argnums=0)(layout.unpack)
+output_values = partial(jax.jit, static_argnums=0)(layout.output_values)
+by_reference = partial(jax.jit, static_argnums=3)(reference.block_matmul)
 EACH = pytest.mark.parametrize("kind", BLOCK_TYPES.values(), ids=BLOCK_TYPES)
 
 
@@ -48,7 +54,8 @@ def test_values_are_those_of_the_gguf_package(kind):
     assert kind.name.startswith("INT4") or GGML_QUANT_SIZES[GGMLQuantizationType[kind.name]] == (kind.size, kind.num_bytes)
     blocks = random_blocks(kind, 48, 512)
     values = by_gguf(kind, blocks)
-    np.testing.assert_array_equal(values_of(kind, read_blocks(kind, jnp.asarray(blocks))).reshape(48, -1), values)
+    of_blocks = jax.jit(lambda blocks: values_of(kind, read_blocks(kind, blocks)).reshape(48, -1))
+    np.testing.assert_array_equal(of_blocks(blocks), values)
     tiles = pack(kind, jnp.asarray(blocks))
     assert tiles.shape == (3, 512 // kind.size, tile_bytes(kind))
     assert tile_bytes(kind) <= 16 * kind.num_bytes * (1.16 if kind.has_zeros else 1.03)
@@ -60,12 +67,12 @@ def test_values_are_those_of_the_gguf_package(kind):
 
 def check_products(kind: BlockType, case: BlockMatmulCase, dtype: str, *, is_rounded: bool = False) -> None:
     blocks = [random_blocks(kind, case.num_outputs, case.num_inputs, seed) for seed in range(case.num_matrices)]
-    matrices = jnp.stack([pack(kind, jnp.asarray(each)) for each in blocks])
+    matrices = jnp.asarray(np.stack([pack(kind, each) for each in blocks]))
     x = jnp.asarray(np.random.default_rng(9).standard_normal((case.num_rows, case.num_inputs), np.float32), dtype)
     for place, of_one in enumerate(blocks):
         wanted = np.asarray(x, np.float64) @ by_gguf(kind, of_one).T.astype(np.float64)
-        for backend in ("llvm_cpu", "reference"):
-            found = block_matmul(x, matrices, jnp.int32(place), kind, is_rounded=is_rounded, backend=backend)
+        by_kernel = block_matmul(x, matrices, jnp.int32(place), kind, is_rounded=is_rounded)
+        for found in (by_kernel, by_reference(x, matrices, jnp.int32(place), kind)):
             # Rounded inputs are off by 2 ** -16 of the row's largest at most.
             np.testing.assert_allclose(found, wanted, rtol=0, atol=(1e-4 if is_rounded else 3e-6) * np.abs(wanted).max())
 

@@ -7,14 +7,17 @@ import numpy as np
 import pytest
 
 from pallas_kernels.float8_pages import CODES, FLOAT8, LARGEST, is_float8, narrowed, pool_dtype, widened
-from pallas_kernels.latent_prefill_attention.op import latent_prefill_attention
+from pallas_kernels.latent_prefill_attention import op as latents
 from pallas_kernels.page_write import write
+from pallas_kernels.paged_attention import op
 from pallas_kernels.paged_attention.cases import DecodeCase
-from pallas_kernels.paged_attention.op import paged_attention, unsupported_reason
+from pallas_kernels.paged_attention.op import unsupported_reason
 from pallas_kernels.ragged_prefill_attention.cases import PrefillCase
 from tests.kernels import test_paged_attention, test_ragged_prefill_attention
+from tests.kernels.compiled import compiled
 from tests.kernels.poisoned_pool import LAYER
 
+paged_attention, latent_prefill_attention = compiled(op.paged_attention), compiled(latents.latent_prefill_attention)
 EVERY_CODE = np.arange(256, dtype=np.uint8)
 
 

@@ -1,6 +1,7 @@
 """Products with 12-bit matrices beside packed bfloat16 ones, bit by bit; what packs, and what survives it."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -8,16 +9,20 @@ import numpy as np
 import pytest
 
 from pallas_kernels.llvm import host
-from pallas_kernels.lossless_matmul import llvm_cpu, op
+from pallas_kernels.lossless_matmul import layout, llvm_cpu, op
 from pallas_kernels.lossless_matmul.cases import CASES, LosslessMatmulCase
-from pallas_kernels.lossless_matmul.layout import MOST_ESCAPES, num_misfits, output_values, tile_steps, unpack
-from pallas_kernels.lossless_matmul.op import lossless_matmul, pack
+from pallas_kernels.lossless_matmul.layout import MOST_ESCAPES, num_misfits, tile_steps
+from pallas_kernels.lossless_matmul.op import lossless_matmul
 from pallas_kernels.packed_matmul import layout as packed_layout
 from pallas_kernels.packed_matmul import llvm_cpu as packed_llvm_cpu
 from pallas_kernels.packed_matmul import op as packed_op
 from pallas_kernels.packed_matmul.op import packed_matmul
 
 BFLOAT16 = jnp.dtype(jnp.bfloat16)
+# One program each, as loading has it.
+pack = jax.jit(op.pack, static_argnums=(1, 2), static_argnames="backend")
+unpack, output_values = jax.jit(layout.unpack), jax.jit(layout.output_values)
+pack_plain = partial(jax.jit, static_argnums=1)(packed_layout.pack)
 BACKENDS = ["llvm_cpu", "reference"]
 
 pytestmark = pytest.mark.skipif(op.unsupported_reason() is not None, reason=str(op.unsupported_reason()))
@@ -39,7 +44,7 @@ def bits(values: jax.Array) -> np.ndarray:
 
 
 def by_packed(x: jax.Array, matrix: jax.Array) -> np.ndarray:
-    return np.asarray(packed_matmul(x, packed_layout.pack(matrix, BFLOAT16)[None], jnp.int32(0)))
+    return np.asarray(packed_matmul(x, pack_plain(matrix, BFLOAT16)[None], jnp.int32(0)))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -108,9 +113,9 @@ def test_several_axes_of_outputs_and_inputs():
 @pytest.mark.parametrize("shape", [(24, 8), (16, 6)])
 def test_what_can_not_be_packed_is_refused(shape):
     with pytest.raises(ValueError, match="pack"):
-        pack(jnp.zeros(shape, BFLOAT16))
+        op.pack(jnp.zeros(shape, BFLOAT16))
     with pytest.raises(ValueError, match="must be bfloat16"):
-        pack(jnp.zeros((16, 8), jnp.float16))
+        op.pack(jnp.zeros((16, 8), jnp.float16))
 
 
 @pytest.mark.parametrize(
@@ -142,10 +147,10 @@ def test_code_for_processors_without(lacks, monkeypatch):
         monkeypatch.setattr(module, "NAME", f"{module.NAME}_without_{lacks[-1]}")
     for case in CASES[:2]:
         x, matrices = arguments(case)
-        np.testing.assert_array_equal(lossless_matmul(x, pack(matrices[0])[None], jnp.int32(0)), by_packed(x, matrices[0]))
+        np.testing.assert_array_equal(lossless_matmul(x, op.pack(matrices[0])[None], jnp.int32(0)), by_packed(x, matrices[0]))
 
 
 def test_a_processor_without_avx2_is_refused_in_words(monkeypatch):
     monkeypatch.setattr(op, "host_target", lambda: replace(host.host_target(), avx2=False))
     with pytest.raises(ValueError, match="no AVX2"):
-        pack(jnp.zeros((16, 4), BFLOAT16))
+        op.pack(jnp.zeros((16, 4), BFLOAT16))

@@ -1,6 +1,7 @@
 """Packed products against plain ones."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -8,11 +9,13 @@ import numpy as np
 import pytest
 
 from pallas_kernels.llvm import host
-from pallas_kernels.packed_matmul import llvm_cpu, op
+from pallas_kernels.packed_matmul import layout, llvm_cpu, op
 from pallas_kernels.packed_matmul.cases import CASES, PackedMatmulCase
-from pallas_kernels.packed_matmul.layout import pack, unpack
 from pallas_kernels.packed_matmul.op import packed_matmul, unsupported_reason
 
+# One program each, as loading has it.
+pack = partial(jax.jit, static_argnums=(1, 2))(layout.pack)
+unpack = partial(jax.jit, static_argnums=1)(layout.unpack)
 KINDS = ("float32", "bfloat16", "int8")
 
 

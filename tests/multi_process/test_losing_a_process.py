@@ -14,6 +14,8 @@ import pytest
 from jaxinfer.multi_process.peer_failure import PROCESS_LOST
 from tests.multi_process.test_two_processes import ROOT, free_port
 
+pytestmark = pytest.mark.processes
+
 SECONDS = 60  # that anything here may take where the machine is busy
 HEARTBEAT = 2.0
 

@@ -34,6 +34,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.processes
 def test_processes_with_other_settings_are_refused_and_both_sides_say_why():
     address = f"127.0.0.1:{free_port()}"
     with ThreadPoolExecutor(1) as pool:

@@ -12,10 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from tests.conftest import QUICK_COMPILATION, TINY
 from tests.engine.workload import tokens_of, workload
 from tests.multi_process.leader import FEW
+
+pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 240  # that anything here may take where the machine is busy; on a quiet one all of it takes 20

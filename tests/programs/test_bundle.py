@@ -92,6 +92,7 @@ def run(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=300, check=False)
 
 
+@pytest.mark.processes
 def test_a_start_with_shipped_programs_compiles_nothing(tiny_model_path: Path, tmp_path: Path) -> None:
     """In another process, for a user whose cache is empty. Other settings compile what they need, and are told."""
     key, folder = tmp_path / "key", tmp_path / "programs"

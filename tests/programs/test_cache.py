@@ -205,6 +205,7 @@ print(json.dumps([token_ids, lowered, stats.num_programs, stats.num_compilations
 """
 
 
+@pytest.mark.processes
 def test_another_process_starts_from_what_one_kept_custom_calls_too(tiny_model_path, tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"} | {
         "XDG_CACHE_HOME": str(tmp_path)

@@ -13,6 +13,8 @@ import pytest
 
 import server
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(server.__file__).parent.parent
 
 # `jaxinfer serve` itself, over an engine that takes a twentieth of a second a token.

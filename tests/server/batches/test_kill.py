@@ -17,6 +17,8 @@ from tests.server.batches.conftest import line
 from tests.server.batches.forks import Forks
 from tests.server.batches.life import NUM_LINES, TENANT, live_one_batch
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture(scope="module")
 def forks() -> Iterator[Forks]:

@@ -20,6 +20,8 @@ from tests.conftest import MakeLLM
 from tests.server.workers.cluster import Cluster, Stream
 from tests.server.workers.trace_collector import TraceCollector, collecting
 
+pytestmark = pytest.mark.processes
+
 ROUTERS = ("router", "second router")
 NUM_TOKENS = 300
 RANDOM = np.random.default_rng(5)
