@@ -15,6 +15,7 @@ _PUBLIC = {
     "Engine": "jaxinfer.engine",
     "EngineConfig": "jaxinfer.config",
     "SamplingParams": "jaxinfer.request",
+    "StructuredOutputs": "jaxinfer.request",
     "RequestOutput": "jaxinfer.request",
     "OutputDelta": "jaxinfer.request",
     "RequestError": "jaxinfer.request",
@@ -36,6 +37,7 @@ __all__ = [
     "RequestError",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputs",
 ]
 
 

@@ -136,6 +136,7 @@ class CacheConfig:
 @dataclass(frozen=True, slots=True)
 class ScheduleConfig:
     max_batch_size: int = _flag(32, "most sequences in the decode batch")
+    structured_outputs: bool = _flag(True, "answers held to a JSON schema, a regular expression or a grammar, where requests ask for it")
     decode_buckets: tuple[int, ...] = _flag((1, 8, 32), "batch sizes that decode programs are compiled for")
     prefill_chunk_size: int = _flag(
         512, "most prompt tokens in one prefill step; longer prompts are prefilled in chunks, with decode steps between them"

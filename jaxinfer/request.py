@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import enum
+import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Protocol, Self, TypeVar
 
 MAX_TOP_LOGPROBS = 20  # alternatives a step can report; the compiled programs return this many, OpenAI's limit too
@@ -16,6 +17,7 @@ MAX_STOP_TOKENS = 32  # entries of `stop_token_ids`
 MAX_BAD_WORDS = 100  # entries of `bad_words`
 MAX_BAD_WORD = 200  # characters of one
 MIN_REPETITION_PENALTY = 1e-30  # scores divided by it stay within float32
+MAX_GRAMMAR = 1_000_000  # characters of a schema, a regular expression, a grammar, or all choices together
 MAX_N = 128  # sequences of one request, OpenAI's limit
 
 
@@ -63,6 +65,45 @@ class FinishReason(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class StructuredOutputs:
+    """What an answer's text is held to: one of these. Checked on construction; grammars are compiled by the engine."""
+
+    json_schema: str | None = None  # its text; a mapping is written as one
+    json_object: bool = False  # any JSON object
+    regex: str | None = None  # of the whole answer, in Rust's syntax
+    choice: tuple[str, ...] = ()  # one of these texts
+    grammar: str | None = None  # in Lark's syntax, as llguidance reads it; the rule `start` is the answer
+
+    def __post_init__(self) -> None:
+        if isinstance(self.json_schema, Mapping | bool):
+            try:
+                object.__setattr__(self, "json_schema", json.dumps(self.json_schema))
+            except (RecursionError, TypeError, ValueError) as error:
+                raise RequestError(f"structured outputs: json_schema is no JSON: {error}", "structured_outputs") from error
+        if isinstance(self.choice, str) or not isinstance(self.choice, Iterable):
+            raise RequestError(f"choice is {self.choice!r}: it must be a list of texts", "structured_outputs")
+        object.__setattr__(self, "choice", tuple(self.choice))
+        given = [field.name for field in fields(self) if getattr(self, field.name) not in (None, False, ())]
+        if len(given) != 1:
+            raise RequestError(
+                f"structured outputs have {' and '.join(given) or 'nothing'}: give one of {', '.join(f.name for f in fields(self))}",
+                "structured_outputs",
+            )
+        texts = self.choice if self.choice else (() if self.json_object else (getattr(self, given[0]),))
+        if any(not isinstance(text, str) or not text for text in texts):
+            raise RequestError(f"structured outputs: {given[0]} must be text that is not empty", "structured_outputs")
+        if (size := sum(map(len, texts))) > MAX_GRAMMAR:
+            raise RequestError(
+                f"structured outputs: {given[0]} has {size:,} characters: at most {MAX_GRAMMAR:,}; send a smaller one", "structured_outputs"
+            )
+
+    @property
+    def kind(self) -> str:
+        """Which one it is, in words."""
+        return next(field.name for field in fields(self) if getattr(self, field.name)).replace("_", " ")
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one request's tokens are sampled. Checked on construction: `RequestError` names the field, its value and the
     range.
@@ -94,6 +135,7 @@ class SamplingParams:
     logprob_token_ids: tuple[int, ...] = ()  # log-probabilities of these instead of the likeliest
     skip_special_tokens: bool = True  # leave them out of the text
     include_stop_str_in_output: bool = False  # the text ends with the stop string, or the stop token's text
+    structured_outputs: StructuredOutputs | None = None  # what the answer's text is held to
     truncate_prompt_tokens: int | None = None  # keep that many last ones; -1: as many as fit beside max_tokens
 
     def __post_init__(self) -> None:
@@ -142,6 +184,10 @@ class SamplingParams:
         self._check_restrictions()
 
     def _check_restrictions(self) -> None:
+        if isinstance(self.structured_outputs, Mapping):
+            object.__setattr__(self, "structured_outputs", StructuredOutputs(**self.structured_outputs))
+        if self.structured_outputs is not None and self.allowed_token_ids is not None:
+            raise RequestError("structured_outputs and allowed_token_ids don't go together: give one", "allowed_token_ids")
         for name, most in (("allowed_token_ids", MAX_LOGIT_BIAS), ("logprob_token_ids", MAX_TOP_LOGPROBS)):
             value = getattr(self, name)
             if value is None and name == "allowed_token_ids":

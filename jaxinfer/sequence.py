@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from jaxinfer.request import DEFAULT_CONTEXT, DeviceUsage, RequestContext, SamplingParams, TokenLogprob
 from jaxinfer.segments import Prompt
+from jaxinfer.structured.grammars import Grammar
 from jaxinfer.tokenizer.detokenizer import IncrementalDetokenizer
 
 
@@ -94,6 +95,7 @@ class Sequence:
     needs_history: bool = False  # what they ban depends on tokens before the newest, which the host must have read
     level: int | None = None  # of urgency, at which it was last admitted: lower goes first
     passed_over_seconds: float = 0.0  # that others were preferred to it, until it was last admitted
+    grammar: Grammar | None = None  # what its output is held to, after the tokens that it has
     state: SequenceState = SequenceState.WAITING
     epoch: int = 0  # counts preemptions and roll-backs: results of steps of an earlier epoch are ignored
     prefill: PrefillProgress = field(default_factory=PrefillProgress)
@@ -142,5 +144,7 @@ class Sequence:
         """Forget the last tokens of its output, and what is in flight after them. Where it runs is unchanged."""
         assert 0 < num_tokens <= self.num_output, (num_tokens, self.num_output)
         del self.token_ids[-num_tokens:]
+        if self.grammar is not None:
+            self.grammar.roll_back(num_tokens)
         self.epoch += 1
         self.decode.num_in_flight = 0

@@ -42,7 +42,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("jaxinfer.planner",),
     ("jaxinfer.prefill", "jaxinfer.decode", "jaxinfer.encode", "jaxinfer.kv_transfer"),
-    ("jaxinfer.sampling", "jaxinfer.pipeline"),
+    ("jaxinfer.sampling", "jaxinfer.pipeline", "jaxinfer.structured.mask"),
     ("jaxinfer.programs", "jaxinfer.weights"),
     ("jaxinfer.models",),
     ("jaxinfer.layers", "jaxinfer.weights.formats"),
@@ -59,6 +59,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "jaxinfer.stats",
         "jaxinfer.start_progress",
         "jaxinfer.tokenizer",
+        "jaxinfer.structured",
     ),
 )
 TWINS = tuple(permutations(("jaxinfer.prefill", "jaxinfer.decode", "jaxinfer.encode"), 2))  # none imports another
@@ -76,6 +77,7 @@ JAX_FREE = (
     "jaxinfer/stats.py",
     "jaxinfer/start_progress.py",
     "jaxinfer/sequence.py",
+    "jaxinfer/structured/grammars.py",
     "jaxinfer/engine/intake.py",
     "jaxinfer/engine/output.py",
     "jaxinfer/tokenizer/*.py",

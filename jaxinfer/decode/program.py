@@ -95,9 +95,14 @@ def sample_step(template: ModelTemplate) -> SampleStep:
     sampling parameters each row is sampled by its own, without them greedily. The state is donated."""
 
     def step(
-        weights: Weights, hidden: Float[Array, "B D"], rows: Int[Array, "B 3"], state: DecodeState, sampling: SamplingRows | None = None
+        weights: Weights,
+        hidden: Float[Array, "B D"],
+        rows: Int[Array, "B 3"],
+        state: DecodeState,
+        sampling: SamplingRows | None = None,
+        mask: Int[Array, "B W"] | None = None,
     ) -> tuple[DecodeState, Sampled]:
-        return _sample(template.merge(weights), state, hidden, rows, sampling, is_chosen_by_host=True)
+        return _sample(template.merge(weights), state, hidden, rows, sampling, mask, is_chosen_by_host=True)
 
     return step
 
@@ -108,6 +113,7 @@ def _sample(
     hidden: Float[Array, "B D"],
     rows: Int[Array, "B 3"],
     sampling: SamplingRows | None,
+    mask: Int[Array, "B W"] | None = None,
     *,
     is_chosen_by_host: bool,
 ) -> tuple[DecodeState, Sampled]:
@@ -116,7 +122,7 @@ def _sample(
     assert state.tokens is not None
     slots, num_generated = rows[:, 0], rows[:, 1]
     newest = _fed(rows[:, 2:], state.tokens, slots)[:, 0]
-    sampled = sample(head, hidden, sampling, num_generated, state.counts, slots, newest, is_chosen_by_host=is_chosen_by_host)
+    sampled = sample(head, hidden, sampling, num_generated, state.counts, slots, newest, mask, is_chosen_by_host=is_chosen_by_host)
     counts = None if state.counts is None else add_sampled(state.counts, slots, sampled.tokens)
     return state._replace(tokens=state.tokens.at[slots].set(sampled.tokens), counts=counts), sampled
 

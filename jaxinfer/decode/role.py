@@ -91,6 +91,10 @@ class DecodeRole:
         """Start the next step; False if no sequence can take one."""
         return self.worker.launch(preempt)
 
+    def sample_launched(self) -> None:
+        """Start the sampling of steps that waited for the tokens before them: call it once these are appended."""
+        self.worker.sample_launched()
+
     def collect(self) -> list[Decoded]:
         """The tokens of the oldest step under way, which is waited for. They are the caller's to append."""
         return self.worker.collect()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int, Int32
 
 from jaxinfer.decode.batch import DecodeBatch, empty_batch
 from jaxinfer.decode.program import assign_slot, decode_step, forward_step, sample_step
@@ -34,14 +34,25 @@ _XLA_FLOAT32 = ModelWeightFormat(Plain(np.dtype("float32")))
 _EIGEN_OPTIONS = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"}
 
 
+class LaunchedForward(NamedTuple):
+    """A step whose sampling was not started yet."""
+
+    hidden: Float[Array, "B D"]
+    rows: Int[Array, "B 3"]  # from `forward_step`
+    micro_batch: int
+    launched_at: float  # seconds, of the stages' clock
+
+
 class DecodeRunner:
     """With pipeline stages, as many steps are in flight as there are stages, so that none waits. The batch is split
     into as many micro-batches, each with its own slots. `assign_slot` and `count_tokens` number the slots of all
     micro-batches consecutively; a step's batch numbers those of its micro-batch from 0."""
 
-    def __init__(self, stages: Sequence[Stage], buckets: tuple[int, ...], max_model_len: int, clock: StageClock | None = None) -> None:
-        """`clock`: gets the steps of pipeline stages."""
-        self._stages, self._clock = tuple(stages), clock
+    def __init__(
+        self, stages: Sequence[Stage], buckets: tuple[int, ...], max_model_len: int, clock: StageClock | None = None, mask_words: int = 0
+    ) -> None:
+        """`clock`: gets the steps of pipeline stages. `mask_words`: 32-bit words of a row's mask."""
+        self._stages, self._clock, self.mask_words = tuple(stages), clock, mask_words
         self._first, self._last = self._stages[0], self._stages[-1]
         self.loads = ExpertLoads(stages)
         # In programs that the host chooses between: see `sampler._where_asked`.
@@ -69,49 +80,69 @@ class DecodeRunner:
         buckets = self.buckets if buckets is None else buckets
         sources = []
         for number, stage in enumerate(self._stages):
-            on_mesh, template, state = replicated(stage.mesh), stage.template, self._abstract[number]
-            weights, samples = template.abstract(stage.mesh, stage.rules), stage is self._last and not self._samples_apart
-            step = (decode_step if samples else forward_step)(template, stage.mesh, stage.attention)
-            for size in buckets:
-                batch = abstract_like(empty_batch(size, self.num_slots, self.num_groups), on_mesh)
-                pool = stage.pool
-                arguments = [
-                    weights,
-                    pool.abstract,
-                    pool.abstract_scales,
-                    state if samples else state.of_layers,
-                    batch,
-                    self.loads.abstract[number],
-                ]
-                if samples:
-                    arguments.append(abstract_like(neutral_rows(size), on_mesh))
-                if not template.is_first:
-                    arguments.append(abstract_hidden(stage, size))
-                elif not samples:
-                    arguments.append(jax.ShapeDtypeStruct((self.num_slots + 1,), np.int32, sharding=on_mesh))
-                name, options = program_name(f"decode/{size}", self._stages, number), _xla_options(size, stage.mesh, template.weight_format)
-                sources.append(ProgramSource(name, step, tuple(arguments), stage.mesh, donated=(1, 3), options=options))
-            slot_arguments = abstract_like(self._slot_arguments(0, ()), on_mesh)
-            name = program_name("decode/assign_slot", self._stages, number)
-            sources.append(ProgramSource(name, assign_slot, (state.page_table, *slot_arguments), stage.mesh, donated=(0,)))
+            samples = stage is self._last and not self._samples_apart
+            sources += [self._whole_step(size) if samples else self._forward_step(number, size) for size in buckets]
+            slot_arguments = abstract_like(self._slot_arguments(0, ()), replicated(stage.mesh))
+            name, table = program_name("decode/assign_slot", self._stages, number), self._abstract[number].page_table
+            sources.append(ProgramSource(name, assign_slot, (table, *slot_arguments), stage.mesh, donated=(0,)))
         if self._samples_apart:
-            sources += [program for size in buckets for program in self._programs_of_head(size)]
+            sources += [self._sampling_step(name, size) for size in buckets for name in ("greedy", "sample")]
         counts = self._abstract[-1].counts
         assert counts is not None
         return [*sources, reset_program("decode/reset", counts, self._max_model_len, self._last.mesh)]
 
-    def _programs_of_head(self, size: int) -> list[ProgramSource]:
+    def masked_programs(self, buckets: tuple[int, ...]) -> list[ProgramSource]:
+        """Those of steps that sample with masks, beside `programs`."""
+        forward = [] if self._samples_apart else [self._forward_step(len(self._stages) - 1, size) for size in buckets]
+        return forward + [self._sampling_step("masked", size) for size in buckets]
+
+    def _whole_step(self, size: int) -> ProgramSource:
+        """Of the last stage: the forward pass and sampling."""
+        stage, number = self._last, len(self._stages) - 1
+        known, batch, hidden, options = self._arguments(number, size)
+        rows = abstract_like(neutral_rows(size), replicated(stage.mesh))
+        arguments = (*known, self._abstract[-1], batch, self.loads.abstract[number], rows, *(() if stage is self._first else (hidden,)))
+        step = decode_step(stage.template, stage.mesh, stage.attention)
+        return ProgramSource(self._of_last(f"decode/{size}"), step, arguments, stage.mesh, donated=(1, 3), options=options)
+
+    def _forward_step(self, number: int, size: int) -> ProgramSource:
+        stage = self._stages[number]
+        known, batch, handed, options = self._arguments(number, size)
+        arguments = (*known, self._abstract[number].of_layers, batch, self.loads.abstract[number], handed)
+        name, step = self._name_of_forward(size, number), forward_step(stage.template, stage.mesh, stage.attention)
+        return ProgramSource(name, step, arguments, stage.mesh, donated=(1, 3), options=options)
+
+    def _arguments(self, number: int, size: int) -> tuple[tuple[Any, ...], Any, Any, dict[str, str]]:
+        """Of a stage's steps: weights and pages, the batch, what the stage before hands on; and XLA's options."""
+        stage, on_mesh = self._stages[number], replicated(self._stages[number].mesh)
+        known = stage.template.abstract(stage.mesh, stage.rules), stage.pool.abstract, stage.pool.abstract_scales
+        batch = abstract_like(empty_batch(size, self.num_slots, self.num_groups), on_mesh)
+        tokens = jax.ShapeDtypeStruct((self.num_slots + 1,), np.int32, sharding=on_mesh)
+        handed = tokens if stage.template.is_first else abstract_hidden(stage, size)
+        return known, batch, handed, _xla_options(size, stage.mesh, stage.template.weight_format)
+
+    def _sampling_step(self, name: str, size: int) -> ProgramSource:
+        """`name`: greedy, sample or masked."""
         stage, head, state = self._last, self._last.template.head, self._abstract[-1]
         on_mesh = replicated(stage.mesh)
         hidden = jax.ShapeDtypeStruct((size, head.config.hidden_size), head.activation_dtype, sharding=on_mesh)
         rows = jax.ShapeDtypeStruct((size, 3), np.int32, sharding=on_mesh)
-        known = (head.abstract(stage.mesh, stage.rules), hidden, rows)
-        greedy, sample = (*known, state.of_best_token), (*known, state.of_sampling, abstract_like(neutral_rows(size), on_mesh))
+        arguments: tuple[Any, ...] = (head.abstract(stage.mesh, stage.rules), hidden, rows)
+        if name == "greedy":
+            arguments += (state.of_best_token,)
+        else:
+            arguments += (state.of_sampling, abstract_like(neutral_rows(size), on_mesh))
+        if name == "masked":
+            arguments += (jax.ShapeDtypeStruct((size, self.mask_words), np.int32, sharding=on_mesh),)
         options = _xla_options(size, stage.mesh, head.weight_format) | options_of_sampling(stage.mesh)
-        return [
-            ProgramSource(self._of_last(f"decode/{name}/{size}"), sample_step(head), arguments, stage.mesh, donated=(3,), options=options)
-            for name, arguments in (("greedy", greedy), ("sample", sample))
-        ]
+        return ProgramSource(
+            self._of_last(f"decode/{name}/{size}"), sample_step(head), arguments, stage.mesh, donated=(3,), options=options
+        )
+
+    def _name_of_forward(self, size: int, number: int) -> str:
+        """The name of a stage's program that doesn't sample."""
+        is_whole = self._samples_apart or self._stages[number] is not self._last
+        return program_name(f"decode/{size}" if is_whole else f"decode/forward/{size}", self._stages, number)
 
     def _of_last(self, name: str) -> str:
         return program_name(name, self._stages, len(self._stages) - 1)
@@ -128,6 +159,10 @@ class DecodeRunner:
         """Use these programs from now on."""
         self._programs |= programs
         self.buckets = tuple(sorted({*self.buckets, size}))
+
+    def add_programs(self, programs: dict[str, Executable]) -> None:
+        """Use these too from now on."""
+        self._programs |= programs
 
     def set_weights(self, weights: StagedWeights) -> None:
         """The weights of later steps; empty while there are none."""
@@ -153,55 +188,82 @@ class DecodeRunner:
         states, arguments = self._states[micro_batch], reset_arguments(local_slot, token_ids, num_prompt, self._max_model_len)
         states[-1] = states[-1]._replace(counts=self._programs["decode/reset"](states[-1].counts, *arguments))
 
-    def put(self, rows: SamplingRows, num_generated: Int[Any, " B"]) -> SamplingRows | None:
+    def put(self, rows: SamplingRows, num_generated: Int[Any, " B"], *, has_masks: bool = False) -> SamplingRows | None:
         """Sampling parameters on the last stage's devices, for all steps that share them. None if the host chooses
-        between programs and all rows are greedy."""
-        return None if self._samples_apart and are_greedy(rows, num_generated) else place(rows, replicated(self._last.mesh))
+        between programs and all rows are greedy without masks."""
+        is_greedy = self._samples_apart and not has_masks and are_greedy(rows, num_generated)
+        return None if is_greedy else place(rows, replicated(self._last.mesh))
 
     def run(self, batch: DecodeBatch, rows: SamplingRows | None, micro_batch: int = 0) -> Sampled:
         """Start one step of a micro-batch, on every stage. Returns arrays that the last stage has yet to compute.
         `rows`: from `put`."""
-        states, handed = self._states[micro_batch], self._newest[micro_batch]
-        found: Array
-        launched_at = self._clock.now() if self._clock is not None else 0.0
-        for number, (stage, weights) in enumerate(zip(self._stages, self._weights, strict=True)):
-            program = self._programs[program_name(f"decode/{len(batch.slots)}", self._stages, number)]
-            state, loads = states[number], self.loads.counts[number]
-            if stage is self._last and not self._samples_apart:
-                hidden = () if stage is self._first else (handed,)
-                stage.pool.array, states[number], sampled, self.loads.counts[number] = program(
-                    weights, stage.pool.array, stage.pool.scales, state, batch, loads, rows, *hidden
-                )
-                found = sampled.packed
-            else:
-                stage.pool.array, changed, found, of_rows, self.loads.counts[number] = program(
-                    weights, stage.pool.array, stage.pool.scales, state.of_layers, batch, loads, handed
-                )
-                states[number] = state._replace(page_table=changed.page_table)
-                if stage is self._last:
-                    sampled = self._sample(states, found, of_rows, rows)
-                    found = sampled.packed
-            if self._clock is not None:
-                self._ended[micro_batch] = self._clock.launched(number, launched_at, found, self._ended[micro_batch])
-            if stage is not self._last:
-                handed = pass_on(found, self._stages[number + 1])
-        self._newest[micro_batch] = self._to_first(states[-1].tokens)
-        if self._is_on_accelerator:  # on CPU the host reads the array in place
-            sampled.packed.copy_to_host_async()
-        return sampled
+        if self._samples_apart:
+            return self.sample(self.forward(batch, micro_batch), rows)
+        launched_at, handed = self._through_stages(batch, micro_batch, self._stages[:-1])
+        number, stage, states = len(self._stages) - 1, self._last, self._states[micro_batch]
+        program = self._programs[self._of_last(f"decode/{len(batch.slots)}")]
+        hidden = () if stage is self._first else (handed,)
+        sampled: Sampled
+        stage.pool.array, states[number], sampled, self.loads.counts[number] = program(
+            self._weights[number], stage.pool.array, stage.pool.scales, states[number], batch, self.loads.counts[number], rows, *hidden
+        )
+        self._has_launched(number, launched_at, sampled.packed, micro_batch)
+        return self._sent(sampled, micro_batch)
 
-    def _sample(self, states: list[DecodeState], hidden: Array, of_rows: Array, rows: SamplingRows | None) -> Sampled:
-        """Sample with the program that the host chooses; replaces the last of a micro-batch's `states`."""
-        state = states[-1]
+    def forward(self, batch: DecodeBatch, micro_batch: int = 0) -> LaunchedForward:
+        """Start one step of a micro-batch without its sampling, which `sample` starts."""
+        launched_at, found = self._through_stages(batch, micro_batch, self._stages)
+        return LaunchedForward(found[0], found[1], micro_batch, launched_at)
+
+    def sample(self, step: LaunchedForward, rows: SamplingRows | None, masks: Int32[np.ndarray, "B W"] | None = None) -> Sampled:
+        """Start the sampling of a step, with the program that the host chooses. `rows`: from `put`; `masks`: see
+        `structured.grammars.masks_for`."""
+        states, state, hidden = self._states[step.micro_batch], self._states[step.micro_batch][-1], step.hidden
+        known = self._head_weights, hidden, step.rows
         sampled: Sampled
         if rows is None:
-            program = self._programs[self._of_last(f"decode/greedy/{len(hidden)}")]
-            changed, sampled = program(self._head_weights, hidden, of_rows, state.of_best_token)
+            changed, sampled = self._programs[self._of_last(f"decode/greedy/{len(hidden)}")](*known, state.of_best_token)
             states[-1] = state._replace(tokens=changed.tokens)
-        else:
-            program = self._programs[self._of_last(f"decode/sample/{len(hidden)}")]
-            changed, sampled = program(self._head_weights, hidden, of_rows, state.of_sampling, rows)
+        elif masks is None:
+            changed, sampled = self._programs[self._of_last(f"decode/sample/{len(hidden)}")](*known, state.of_sampling, rows)
             states[-1] = state._replace(tokens=changed.tokens, counts=changed.counts)
+        else:
+            changed, sampled = self._programs[self._of_last(f"decode/masked/{len(hidden)}")](*known, state.of_sampling, rows, masks)
+            states[-1] = state._replace(tokens=changed.tokens, counts=changed.counts)
+        self._has_launched(len(self._stages) - 1, step.launched_at, sampled.packed, step.micro_batch)
+        return self._sent(sampled, step.micro_batch)
+
+    def _through_stages(self, batch: DecodeBatch, micro_batch: int, stages: Sequence[Stage]) -> tuple[float, Any]:
+        """Start the forward pass on the first stages, or on all; when, and what comes out."""
+        states, handed = self._states[micro_batch], self._newest[micro_batch]
+        launched_at = self._clock.now() if self._clock is not None else 0.0
+        for number, stage in enumerate(stages):
+            program = self._programs[self._name_of_forward(len(batch.slots), number)]
+            stage.pool.array, changed, found, of_rows, self.loads.counts[number] = program(
+                self._weights[number],
+                stage.pool.array,
+                stage.pool.scales,
+                states[number].of_layers,
+                batch,
+                self.loads.counts[number],
+                handed,
+            )
+            states[number] = states[number]._replace(page_table=changed.page_table)
+            if stage is self._last:
+                return launched_at, (found, of_rows)
+            self._has_launched(number, launched_at, found, micro_batch)
+            handed = pass_on(found, self._stages[number + 1])
+        return launched_at, handed
+
+    def _has_launched(self, number: int, at: float, array: Array, micro_batch: int) -> None:
+        if self._clock is not None:
+            self._ended[micro_batch] = self._clock.launched(number, at, array, self._ended[micro_batch])
+
+    def _sent(self, sampled: Sampled, micro_batch: int) -> Sampled:
+        """On its way to the host; its tokens to the first stage."""
+        self._newest[micro_batch] = self._to_first(self._states[micro_batch][-1].tokens)
+        if self._is_on_accelerator:  # on CPU the host reads the array in place
+            sampled.packed.copy_to_host_async()
         return sampled
 
     def _to_first(self, tokens: Int[Array, " S+1"] | None) -> Int[Array, " S+1"]:

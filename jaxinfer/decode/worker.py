@@ -7,9 +7,10 @@ from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
+from jaxtyping import Int32
 
 from jaxinfer.decode.batch import ON_DEVICE, PAGES, BatchIncrements, DecodeBatch, empty_batch, increments_of
-from jaxinfer.decode.runner import DecodeRunner
+from jaxinfer.decode.runner import DecodeRunner, LaunchedForward
 from jaxinfer.decode.scheduler import DecodeScheduler, Preempt
 from jaxinfer.pipeline.device_clock import DeviceClock
 from jaxinfer.programs.buckets import bucket_for
@@ -19,6 +20,7 @@ from jaxinfer.sampling.logprob_readback import read_logprob
 from jaxinfer.sampling.params import SamplingRows, neutral_rows, set_row, uses_penalties
 from jaxinfer.sampling.sampler import Sampled
 from jaxinfer.sequence import Sequence, SequenceState
+from jaxinfer.structured.grammars import Grammar, masks_for
 
 
 @dataclass(slots=True)
@@ -32,15 +34,16 @@ class _Rows:
     increments: BatchIncrements
     sampling: SamplingRows | None  # what the runner put on the device
     wants_logprobs: bool
+    has_grammars: bool
     micro_batch: int
     num_in_flight: int = 0  # steps
     is_steady: bool = False  # after the first step
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _InFlightDecode:
     rows: _Rows
-    sampled: Sampled
+    launched: Sampled | LaunchedForward  # the latter until the masks of its rows are known
     launched_at: float  # seconds, of the mesh's clock
 
 
@@ -61,6 +64,7 @@ class DecodeWorker:
         self._rows: list[_Rows | None] = [None] * runner.num_micro_batches
         self._micro_batch = 0  # launched last
         self._bans: dict[int, list[Ban]] = {}  # by slot, in its row
+        self._num_unsampled = 0  # steps in flight whose sampling was not started
         self._num_with_history = 0  # running sequences whose bans change from token to token
 
     @property
@@ -114,6 +118,8 @@ class DecodeWorker:
         num_micro_batches = self.runner.num_micro_batches
         for _ in range(num_micro_batches):
             self._micro_batch = (self._micro_batch + 1) % num_micro_batches
+            if self._num_unsampled and self._is_unsampled(self._micro_batch):  # its next step takes what that gives
+                continue
             if sequences := self.scheduler.schedule(preempt, self._micro_batch):
                 break
         else:
@@ -122,12 +128,40 @@ class DecodeWorker:
             self._update_bans(sequences)
         rows = self._next_rows(sequences)
         launched_at = self._clock.now()
-        sampled = self.runner.run(rows.batch, rows.sampling, rows.micro_batch)
-        self._in_flight.append(_InFlightDecode(rows, sampled, launched_at))
+        launched: Sampled | LaunchedForward
+        if rows.has_grammars:
+            launched = self.runner.forward(rows.batch, rows.micro_batch)
+            self._num_unsampled += 1
+        else:
+            launched = self.runner.run(rows.batch, rows.sampling, rows.micro_batch)
+        self._in_flight.append(_InFlightDecode(rows, launched, launched_at))
         rows.num_in_flight += 1
         for sequence in sequences:
             sequence.decode.num_in_flight += 1
+        self.sample_launched()
         return True
+
+    def sample_launched(self) -> None:
+        """Start the sampling of steps whose masks are known by now: those of a micro-batch whose step before was read,
+        and its tokens accepted by the grammars. Meanwhile the device computes the step."""
+        if not self._num_unsampled:
+            return
+        before: set[int] = set()
+        for step in self._in_flight:
+            micro_batch = step.rows.micro_batch
+            if isinstance(step.launched, LaunchedForward) and micro_batch not in before:
+                step.launched = self.runner.sample(step.launched, step.rows.sampling, self._masks(step.rows))
+                self._num_unsampled -= 1
+            before.add(micro_batch)
+
+    def _masks(self, rows: _Rows) -> Int32[np.ndarray, "B W"]:
+        grammars: list[Grammar | None] = [None] * len(rows.sequences)
+        for row in self._current(rows):
+            grammars[row] = rows.sequences[row].grammar
+        return masks_for(grammars, len(rows.batch.slots), self.runner.mask_words)
+
+    def _is_unsampled(self, micro_batch: int) -> bool:
+        return any(isinstance(step.launched, LaunchedForward) and step.rows.micro_batch == micro_batch for step in self._in_flight)
 
     def _bans_for(self, sequence: Sequence) -> list[Ban]:
         """Bans for its next step. That step's input token is still on the device if a step is in flight; otherwise the
@@ -149,7 +183,8 @@ class DecodeWorker:
         """Wait for the oldest step in flight and read its tokens."""
         step = self._in_flight.popleft()
         step.rows.num_in_flight -= 1
-        sampled = Sampled(np.asarray(step.sampled.packed))
+        assert isinstance(step.launched, Sampled), "nothing is before the oldest step, so its sampling was started"
+        sampled = Sampled(np.asarray(step.launched.packed))
         tokens = sampled.tokens.tolist()
         self.step_seconds = self._clock.ended(step.launched_at)
         current = self._current(step.rows)
@@ -201,6 +236,6 @@ class DecodeWorker:
         sampling.packed[:num_rows] = self._slot_rows.packed[slots]
         increments = increments_of(batch, num_rows)
         epochs, wants_logprobs = [s.epoch for s in sequences], bool(sampling.wants_logprobs.any())
-        return _Rows(
-            sequences, epochs, batch, increments, self.runner.put(sampling, batch.num_generated), wants_logprobs, self._micro_batch
-        )
+        has_grammars = any(s.grammar is not None for s in sequences)
+        on_device = self.runner.put(sampling, batch.num_generated, has_masks=has_grammars)
+        return _Rows(sequences, epochs, batch, increments, on_device, wants_logprobs, has_grammars, self._micro_batch)

@@ -22,6 +22,7 @@ from jaxinfer.engine.later_programs import LaterBucket, LaterPrograms
 from jaxinfer.engine.served_weights import ServedWeights
 from jaxinfer.engine.shipped_programs import install_programs
 from jaxinfer.engine.start_report import mesh_names, report_start
+from jaxinfer.engine.structured_sampling import StructuredSampling
 from jaxinfer.engine.warmup import measure, warm_up
 from jaxinfer.kv_cache.pages import PagePool
 from jaxinfer.kv_cache.spec import LayerGroups
@@ -43,6 +44,7 @@ from jaxinfer.programs.compilation import COUNTER, ProgramSource, compile_progra
 from jaxinfer.programs.profile import named
 from jaxinfer.sampling_defaults import describe, read_sampling_defaults
 from jaxinfer.stats import EngineStats, ExpertLoad
+from jaxinfer.structured.grammars import Grammars
 from jaxinfer.tokenizer import Tokenizer
 from jaxinfer.weights.formats.weight_format import MatrixAxes, MisfitError
 from jaxinfer.weights.load import check_tensors
@@ -107,8 +109,9 @@ def _build(config: EngineConfig, stats: EngineStats, processes: Processes, incom
     stage_clocks = [StageClock(role.layout.pp) if role.layout.pp > 1 else None for role in roles]
     buckets = schedule.prefill_buckets, micro_batch_buckets(schedule, plan.decode.layout.pp)
     first = buckets if schedule.ready_when == "all" else tuple(sizes[-1:] for sizes in buckets)
-    prefill_runner = PrefillRunner(prefill_stages, first[0], plan.max_model_len, stage_clocks[0])
-    decode_runner = DecodeRunner(decode_stages, first[1], plan.max_model_len, stage_clocks[-1])
+    grammars = Grammars(tokenizer, plan.template.config.vocab_size)
+    prefill_runner = PrefillRunner(prefill_stages, first[0], plan.max_model_len, stage_clocks[0], grammars.mask_words)
+    decode_runner = DecodeRunner(decode_stages, first[1], plan.max_model_len, stage_clocks[-1], grammars.mask_words)
     sources = prefill_runner.programs() + decode_runner.programs()
     tiers = _tiers(config, plan, source)
     stage_transports = _stage_transports(plan, pools) if not plan.shares_mesh and plan.has_stages else None
@@ -130,6 +133,12 @@ def _build(config: EngineConfig, stats: EngineStats, processes: Processes, incom
     later_prefill, later_decode = _later_sources(prefill_runner, buckets[0], sources), _later_sources(decode_runner, buckets[1], sources)
     if config.devices.profile is not None:
         programs = named(programs)
+    structured = None
+    if schedule.structured_outputs and config.devices.num_processes == 1:
+        masked = prefill_runner.masked_programs(buckets[0]) + decode_runner.masked_programs(buckets[1])
+        structured = StructuredSampling(
+            grammars, (prefill_runner, decode_runner), masked, named if config.devices.profile is not None else dict
+        )
     prefill_runner, decode_runner = processes.share("prefill", prefill_runner), processes.share("decode", decode_runner)
     page_movers = {name: processes.share(name, PageMover(name, pool, programs)) for name, pool in _named_pools(roles, pools)}
     movers = [_host_mover(plan, role, page_movers) for role in roles] if moves_pages else []
@@ -182,7 +191,7 @@ def _build(config: EngineConfig, stats: EngineStats, processes: Processes, incom
     later_buckets = [LaterBucket(decode, *one) for one in later_decode] + [LaterBucket(prefill, *one) for one in later_prefill]
     later = LaterPrograms(later_buckets, named if config.devices.profile is not None else dict)
     later.start()
-    return EngineComponents(config, plan, tokenizer, prefill, decode, weights, encode, processes, later, sampling_defaults)
+    return EngineComponents(config, plan, tokenizer, prefill, decode, weights, encode, processes, later, structured, sampling_defaults)
 
 
 def _later_sources(

@@ -15,6 +15,7 @@ from jaxinfer.decode.worker import DecodeWorker
 from jaxinfer.encode.worker import EncodeWorker
 from jaxinfer.engine.later_programs import LaterPrograms
 from jaxinfer.engine.served_weights import ServedWeights
+from jaxinfer.engine.structured_sampling import StructuredSampling
 from jaxinfer.kv_cache.events import CacheEvents
 from jaxinfer.kv_cache.manager import KVManager
 from jaxinfer.kv_cache.spec import PageSpec
@@ -34,6 +35,7 @@ from jaxinfer.prefill.role import PrefillRole
 from jaxinfer.prefill.runner import PrefillRunner
 from jaxinfer.prefill.scheduler import PrefillScheduler
 from jaxinfer.prefill.worker import PrefillWorker
+from jaxinfer.structured.grammars import Grammars
 from jaxinfer.tokenizer import Tokenizer
 
 
@@ -48,8 +50,19 @@ class EngineComponents:
     encode: EncodeWorker | None = None  # on the prefill mesh
     processes: Processes = field(default_factory=SingleProcess)
     later: LaterPrograms = field(default_factory=lambda: LaterPrograms(()))
+    structured: StructuredSampling | None = None  # None: no structured outputs
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)  # of `SamplingParams`, by name
     clock: Callable[[], float] = time.monotonic  # seconds
+
+    @property
+    def grammars(self) -> Grammars | None:
+        return None if self.structured is None else self.structured.grammars
+
+    def stop_compiling(self) -> None:
+        """Compile no more in the background."""
+        self.later.stop()
+        if self.structured is not None:
+            self.structured.stop()
 
 
 @dataclass(frozen=True)

@@ -58,13 +58,12 @@ class Engine:
         self.sampling_defaults = components.sampling_defaults
         self.vocab_size, self.page_spec = components.plan.template.config.vocab_size, self._decode.manager.spec
         self.max_model_len, self.shares_mesh = components.plan.max_model_len, components.plan.shares_mesh
-        self._intake = RequestIntake(self.tokenizer, self.vocab_size, self.max_model_len, self._clock)
-        self.access = EngineAccess(lambda: self.has_requests)
-        roles = self._prefill, self._decode
+        self._intake = RequestIntake(self.tokenizer, self.vocab_size, self.max_model_len, self._clock, components.grammars)
+        self.access, roles = EngineAccess(lambda: self.has_requests), (self._prefill, self._decode)
         self._preemption = Preemption(*roles, self.shares_mesh, schedule.max_batch_size, self.stats)
         self._output, self._metrics = OutputBuilder(self.tokenizer, self.stats, schedule), EngineMetrics(self.stats, *roles)
         self._steps = StepRunner(*roles, self._preemption, self._metrics, schedule.max_batch_size, self.shares_mesh, self._clock)
-        self._remote = RemoteHandOffs(*roles, self._preemption, lambda: self._steps.has_slot, self.stats)
+        self._remote = RemoteHandOffs(*roles, self._preemption, lambda: self._steps.has_slot, self.stats, components.structured)
         self._requests = UnfinishedRequests(self._prefill, self._preemption, self._remote, self.stats)
         self._publishing = Publishing(self._prefill, self._requests, self._remote, self._output, self._metrics, self._clock)
         self._changes = WeightChanges(self.config, components.weights, *roles, self._preemption, self._requests, self._remote, self.stats)
@@ -96,7 +95,7 @@ class Engine:
                 self._profile.stop()
             if self._prefill.tiers is not None:
                 self._prefill.tiers.close()
-            self._components.later.stop()
+            self._components.stop_compiling()
             self._components.processes.close()
 
     def reference_forward(self) -> ReferenceForward:
@@ -185,6 +184,7 @@ class Engine:
             collected = self._steps.collect(launched)
             has_changed = launched.has_prompts or bool(deltas or collected.prefilled)
             deltas += self._publishing.collected(collected)
+            self._decode.sample_launched()
             self._metrics.end(deltas, launched_decode=launched.decode, has_changed=has_changed)
             return deltas
 

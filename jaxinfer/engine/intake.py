@@ -13,6 +13,7 @@ from jaxinfer.request import RequestContext, RequestError, SamplingParams
 from jaxinfer.sampling.bad_words import check_restrictions, needs_history, tokenize_bad_words
 from jaxinfer.segments import Prompt, TokenSegment
 from jaxinfer.sequence import Meter, PrefillProgress, Request, Sequence
+from jaxinfer.structured.grammars import Grammar, Grammars
 from jaxinfer.token_ids import checked_tokens
 from jaxinfer.tokenizer import Tokenizer
 
@@ -20,11 +21,14 @@ from jaxinfer.tokenizer import Tokenizer
 class RequestIntake:
     """`vocab_size`: of the model's embeddings. Any thread may call `validate`."""
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, max_model_len: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, vocab_size: int, max_model_len: int, clock: Callable[[], float], grammars: Grammars | None = None
+    ) -> None:
         self._tokenizer, self._max_model_len, self._clock = tokenizer, max_model_len, clock
         # Some checkpoints' tokenizers know more tokens than the model has embeddings for, some models have spare ones.
         self._vocab_size = min(tokenizer.vocab_size, vocab_size)
         self._num_arrived = 0
+        self._grammars = grammars
         self._bad_words = lru_cache(maxsize=256)(partial(tokenize_bad_words, tokenizer, self._vocab_size))
 
     def validate(self, prompt: Tokens[int] | Prompt, params: SamplingParams) -> Prompt:
@@ -35,6 +39,10 @@ class RequestIntake:
         if not length:
             raise RequestError("the prompt is empty: give at least one token", "prompt")
         check_restrictions(params, self._bad_words(params.bad_words), self._end_tokens(params))
+        if params.structured_outputs is not None:
+            if self._grammars is None:
+                raise RequestError("this engine has no structured outputs: start it without --no-structured-outputs", "structured_outputs")
+            self._grammars.check(params.structured_outputs)
         longest = self._max_model_len - (params.max_tokens != 0)
         if length > longest:
             room = "" if longest == self._max_model_len else ", for the answer needs room for one"
@@ -79,11 +87,18 @@ class RequestIntake:
                 meter,
                 bad_words,
                 needs_history(bad_words),
+                grammar=self._follow(params, output_ids),
                 prefill=PrefillProgress(sequences[0] if sequences else None),
             )
             sequences.append(sequence)
         self._num_arrived += params.n
         return sequences
+
+    def _follow(self, params: SamplingParams, output_ids: Tokens[int]) -> Grammar | None:
+        if params.structured_outputs is None:
+            return None
+        assert self._grammars is not None
+        return self._grammars.follow(params.structured_outputs, output_ids)
 
     def _end_tokens(self, params: SamplingParams) -> frozenset[int]:
         return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(self._tokenizer.eos_token_ids))

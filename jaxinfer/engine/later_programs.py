@@ -39,6 +39,7 @@ class LaterPrograms:
         self._done: queue.SimpleQueue[tuple[LaterBucket, Compiled]] = queue.SimpleQueue()
         self._is_stopped = threading.Event()
         self.num_left = len(self._waiting)  # buckets that are not in use yet
+        self.has_failed = False
 
     def start(self) -> None:
         """Begin to compile."""
@@ -65,6 +66,7 @@ class LaterPrograms:
             try:
                 self._done.put((bucket, self._named(compile_programs(bucket.sources))))
             except Exception as error:
+                self.has_failed = True
                 if not self._is_stopped.is_set():
                     logger.warning("programs of %d can't be compiled; larger ones stay in use: %s", bucket.size, error)
                 return

@@ -43,7 +43,9 @@ class OutputBuilder:
         sequence.token_ids.append(token_id)
         reason: FinishReason | None = None
         stop_reason: str | int | None = None
-        detokenizer = sequence.output.detokenizer
+        detokenizer, grammar = sequence.output.detokenizer, sequence.grammar
+        if grammar is not None:
+            grammar.accept((token_id,))
         if token_id in sequence.end_tokens:
             text = detokenizer.add(token_id) if sequence.params.include_stop_str_in_output else ""
             text, reason = text + detokenizer.flush(), FinishReason.STOP
@@ -54,6 +56,8 @@ class OutputBuilder:
                 reason, stop_reason = FinishReason.STOP, detokenizer.stopped
             elif len(sequence.token_ids) >= sequence.max_total_tokens:
                 text, reason = text + detokenizer.flush(), FinishReason.LENGTH
+            elif grammar is not None and grammar.is_over:
+                text, reason = text + detokenizer.flush(), FinishReason.STOP if grammar.error is None else FinishReason.LENGTH
         logprobs = () if logprob is None else (logprob,)
         delta = OutputDelta(sequence.request.request_id, sequence.index, text, (token_id,), logprobs, reason, stop_reason)
         if not sequence.output.is_started:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from jaxinfer.decode.role import DecodeRole
 from jaxinfer.engine.preemption import Preemption
+from jaxinfer.engine.structured_sampling import StructuredSampling
 from jaxinfer.kv_cache.spec import NULL_PAGE, PageSpec
 from jaxinfer.kv_transfer.handoff import HandOff, HandOffState
 from jaxinfer.kv_transfer.kv_receiver import FirstToken, KVReceiver
@@ -78,9 +79,15 @@ class RemoteHandOffs:
     """Used by the engine's thread. `has_slot()`: whether one more sequence may hold pages."""
 
     def __init__(
-        self, prefill: PrefillRole, decode: DecodeRole, preemption: Preemption, has_slot: Callable[[], bool], stats: EngineStats
+        self,
+        prefill: PrefillRole,
+        decode: DecodeRole,
+        preemption: Preemption,
+        has_slot: Callable[[], bool],
+        stats: EngineStats,
+        structured: StructuredSampling | None = None,
     ) -> None:
-        self._stats = stats
+        self._stats, self._structured = stats, structured
         self._prefill, self._decode, self._preemption, self._has_slot = prefill, decode, preemption, has_slot
         self._senders: dict[EngineSequence, KVSender] = {}
         self._num_sent: dict[EngineSequence, int] = {}  # tokens whose pages were added
@@ -89,6 +96,8 @@ class RemoteHandOffs:
 
     def add(self, sequence: EngineSequence, remote: Remote | None) -> None:
         """Take a new sequence on: another engine prefills it, or decodes it, or neither."""
+        if self._structured is not None and self._structured.holds(sequence, remote):
+            return
         if isinstance(remote, KVReceiver):
             sequence.level, remote.changed = sequence.context.priority, self._changed
             self._receivers[sequence] = remote, HandOff(sequence, remote.geometry, [], len(sequence.token_ids), 0)
@@ -104,6 +113,8 @@ class RemoteHandOffs:
 
     def remove(self, sequence: EngineSequence) -> bool:
         """Forget a sequence in either direction, and the pages that came for it. Whether that was all it had here."""
+        if self._structured is not None and self._structured.remove(sequence):
+            return True
         if (sender := self._senders.pop(sequence, None)) is not None:
             del self._num_sent[sequence]
             sender.fail("the prefill worker gave the request up")
@@ -118,6 +129,9 @@ class RemoteHandOffs:
         """Take what has room, write what has arrived; what has failed is prefilled here. Returns what is complete, each
         of which is to be joined or removed. An idle engine waits for a moment."""
         complete: list[Arrived] = []
+        if self._structured is not None:
+            for sequence, remote in self._structured.released(is_idle=is_idle):
+                self.add(sequence, remote)
         if is_idle and self._receivers:
             # Going round without waiting would keep the threads that receive from running.
             self._changed.wait(_IDLE_WAIT)

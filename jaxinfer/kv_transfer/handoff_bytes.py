@@ -15,7 +15,7 @@ import json
 import struct
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any
 
 import numpy as np
@@ -78,7 +78,7 @@ def _sequence_fields(sequence: RunningSequence, now: float) -> dict[str, Any]:
     return {
         "request_id": request.request_id,
         "age_seconds": now - request.arrival_time,
-        "params": {name: getattr(request.params, name) for name in _PARAMS},
+        "params": {name: value for name, value in asdict(request.params).items() if name in _PARAMS},
         "logit_bias": list(request.params.logit_bias.items()),
         "context": [context.tenant, context.namespace, context.session, context.priority],
         "seconds_left": None if context.deadline is None else context.deadline - now,
@@ -119,6 +119,8 @@ def _read(header: dict[str, Any], arrays: bytes, now: float, resume_output: Resu
 def _read_sequence(header: dict[str, Any], token_ids: list[int], now: float, resume_output: ResumeOutput) -> RunningSequence:
     prompt, seconds_left = _read_prompt(header["segments"], token_ids), header["seconds_left"]
     params = SamplingParams(**header["params"], logit_bias=dict(header["logit_bias"]))
+    if params.structured_outputs is not None:
+        raise ValueError("structured outputs are followed by the engine that answers: give it the request with its output tokens")
     deadline = None if seconds_left is None else now + seconds_left
     tenant, namespace, session, priority = header["context"]
     context = RequestContext(tenant, namespace, session, priority, deadline)

@@ -13,6 +13,7 @@ from jaxinfer.programs.buckets import QUERY_TILE, prefill_rows
 from jaxinfer.sampling.bad_words import bans_after
 from jaxinfer.sampling.params import SamplingRows, neutral_rows, set_row
 from jaxinfer.sequence import Sequence as EngineSequence
+from jaxinfer.structured.grammars import Grammar
 
 
 class PackedTokens(NamedTuple):
@@ -34,6 +35,7 @@ class PrefillBatch(NamedTuple):
     wants_prompt_logprobs: bool
     num_generated: Int32[Any, " R"]
     sampling: SamplingRows
+    grammars: Sequence[Grammar | None] = ()  # of the rows, if any has one
 
 
 def build_batch(chunks: Sequence[Chunk], num_tokens: int, table_width: int) -> PrefillBatch:
@@ -52,7 +54,7 @@ def build_batch(chunks: Sequence[Chunk], num_tokens: int, table_width: int) -> P
         if chunk.is_last:
             _set_row(batch.sampling, row, sequence)
         start += -(-chunk.length // QUERY_TILE) * QUERY_TILE
-    return batch._replace(wants_prompt_logprobs=any(chunk.sequence.needs_prompt_scores for chunk in chunks))
+    return batch._replace(wants_prompt_logprobs=any(chunk.sequence.needs_prompt_scores for chunk in chunks), grammars=grammars_for(chunks))
 
 
 def sampling_of_forks(forks: Sequence[Fork], num_rows: int) -> SamplingRows:
@@ -61,6 +63,12 @@ def sampling_of_forks(forks: Sequence[Fork], num_rows: int) -> SamplingRows:
     for row, fork in enumerate(forks):
         _set_row(rows, row, fork.sequence)
     return rows
+
+
+def grammars_for(chunks: Sequence[Chunk]) -> Sequence[Grammar | None]:
+    """Grammars of the rows whose first tokens are to be sampled; none if there is no grammar."""
+    grammars = [chunk.sequence.grammar if chunk.is_last else None for chunk in chunks]
+    return grammars if any(grammars) else ()
 
 
 def _set_row(rows: SamplingRows, row: int, sequence: EngineSequence) -> None:

@@ -75,11 +75,12 @@ def sample_step(template: ModelTemplate) -> Callable[..., Sampled]:
         counts: TokenCounts | None = None,
         num_generated: Int[Array, " R"] | None = None,
         sampling: SamplingRows | None = None,
+        mask: Int[Array, "R W"] | None = None,
     ) -> Sampled:
         # The host knows all tokens before, so no bias depends on the newest.
         slots, newest = jnp.arange(len(last)), jnp.zeros(len(last), jnp.int32)
         num_generated = newest if num_generated is None else num_generated
-        return sample(template.merge(weights), last, sampling, num_generated, counts, slots, newest, is_chosen_by_host=True)
+        return sample(template.merge(weights), last, sampling, num_generated, counts, slots, newest, mask, is_chosen_by_host=True)
 
     return step
 

@@ -21,6 +21,7 @@ from jaxinfer.programs.compilation import Executable, ProgramSource, abstract_li
 from jaxinfer.sampling.params import SamplingRows, are_greedy, neutral_rows
 from jaxinfer.sampling.sampler import Sampled
 from jaxinfer.sampling.token_counts import TokenCounts, abstract_counts, reset_arguments, reset_program
+from jaxinfer.structured.grammars import Grammar, masks_for
 from jaxinfer.weights.template import Weights
 from sharding.partition import place, replicated
 
@@ -34,9 +35,11 @@ class PrefillResult(NamedTuple):
 
 
 class PrefillRunner:
-    def __init__(self, stages: Sequence[Stage], buckets: tuple[int, ...], max_model_len: int, clock: StageClock | None = None) -> None:
-        """`clock`: gets the steps of pipeline stages."""
-        self._stages, self._clock = tuple(stages), clock
+    def __init__(
+        self, stages: Sequence[Stage], buckets: tuple[int, ...], max_model_len: int, clock: StageClock | None = None, mask_words: int = 0
+    ) -> None:
+        """`clock`: gets the steps of pipeline stages. `mask_words`: 32-bit words of a row's mask."""
+        self._stages, self._clock, self.mask_words = tuple(stages), clock, mask_words
         self.loads = ExpertLoads(stages)
         self.max_model_len = max_model_len
         self.buckets = buckets
@@ -105,6 +108,22 @@ class PrefillRunner:
             sources.append(ProgramSource(self._of_last(f"prefill/score/{size}"), score_step(head), arguments, stage.mesh))
         return sources
 
+    def masked_programs(self, buckets: tuple[int, ...]) -> list[ProgramSource]:
+        """Those that sample first tokens with masks, one for each number of rows."""
+        stage, head = self._last, self._last.template.head
+        on_mesh, weights, sources = replicated(stage.mesh), head.abstract(stage.mesh, stage.rules), []
+        for rows in sorted({prefill_rows(size) for size in buckets}):
+            hidden = jax.ShapeDtypeStruct((rows, head.config.hidden_size), head.activation_dtype, sharding=on_mesh)
+            given = np.zeros(rows, np.int32), neutral_rows(rows), np.zeros((rows, self.mask_words), np.int32)
+            arguments = (weights, hidden, self._abstract_counts, *abstract_like(given, on_mesh))
+            name, options = self._of_last(f"prefill/masked/{rows}"), options_of_sampling(stage.mesh)
+            sources.append(ProgramSource(name, sample_step(head), arguments, stage.mesh, options=options))
+        return sources
+
+    def add_programs(self, programs: dict[str, Executable]) -> None:
+        """Use these too from now on."""
+        self._programs |= programs
+
     def _of_last(self, name: str) -> str:
         return program_name(name, self._stages, self.num_stages - 1)
 
@@ -153,16 +172,20 @@ class PrefillRunner:
         return result
 
     def _finish(self, batch: PrefillBatch, hidden: Array, last: Array) -> PrefillResult:
-        sampled = self._sample(last, batch.num_generated, batch.sampling)
+        sampled = self._sample(last, batch.num_generated, batch.sampling, batch.grammars)
         if not batch.wants_prompt_logprobs:
             return PrefillResult(sampled, None, last)
         score = self._programs[self._of_last(f"prefill/score/{len(batch.next_token_ids)}")]
         return PrefillResult(sampled, score(self._head_weights, hidden, batch.next_token_ids), last)
 
-    def _sample(self, last: Array, num_generated: Int[Any, " R"], rows: SamplingRows) -> Sampled:
+    def _sample(self, last: Array, num_generated: Int[Any, " R"], rows: SamplingRows, grammars: Sequence[Grammar | None]) -> Sampled:
         """The host chooses the program: a branch on the device would block the host before its next launch."""
         sampled: Sampled
-        if are_greedy(rows, num_generated):
+        if grammars:  # followed while the device computes the prompts
+            masks = masks_for(grammars, len(num_generated), self.mask_words)
+            program = self._programs[self._of_last(f"prefill/masked/{len(num_generated)}")]
+            sampled = program(self._head_weights, last, self._counts, num_generated, rows, masks)
+        elif are_greedy(rows, num_generated):
             sampled = self._programs[self._of_last(f"prefill/greedy/{len(num_generated)}")](self._head_weights, last)
         else:
             program = self._programs[self._of_last(f"prefill/sample/{len(num_generated)}")]
@@ -173,9 +196,10 @@ class PrefillRunner:
         """One row of a step's last hidden states, copied `num_rows` times as `sample` takes it; stays on the device."""
         return self._programs[self._of_last(f"prefill/repeat/{len(last_hidden)}")](last_hidden, np.asarray(row, np.int32))
 
-    def sample(self, last_hidden: Array, rows: SamplingRows) -> Sampled:
-        """Start sampling the first tokens of sequences that share a prompt, from `repeat`'s result."""
-        sampled = self._sample(last_hidden, np.zeros(len(last_hidden), np.int32), rows)
+    def sample(self, last_hidden: Array, rows: SamplingRows, grammars: Sequence[Grammar | None] = ()) -> Sampled:
+        """Start sampling the first tokens of sequences that share a prompt, from `repeat`'s result. `grammars`: of the
+        first rows, if any has one."""
+        sampled = self._sample(last_hidden, np.zeros(len(last_hidden), np.int32), rows, grammars)
         sampled.packed.copy_to_host_async()
         return sampled
 

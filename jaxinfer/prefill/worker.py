@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxinfer.pipeline.device_clock import DeviceClock
-from jaxinfer.prefill.batch import build_batch, sampling_of_forks
+from jaxinfer.prefill.batch import build_batch, grammars_for, sampling_of_forks
 from jaxinfer.prefill.chunk_size import ChunkSizeController
 from jaxinfer.prefill.runner import PrefillResult, PrefillRunner
 from jaxinfer.prefill.scheduler import Chunk, Fork, Preempt, PreemptForAdmission, PrefillScheduler
@@ -85,7 +85,7 @@ class PrefillWorker:
         """Sample the first tokens of sequences that share a prompt."""
         self._count_tokens(forks)
         launched_at = self._clock.now()
-        sampled = self.runner.sample(forks[0].last_hidden, sampling_of_forks(forks, self.runner.num_rows))
+        sampled = self.runner.sample(forks[0].last_hidden, sampling_of_forks(forks, self.runner.num_rows), grammars_for(forks))
         self._in_flight.append(
             _InFlightPrefill(list(forks), [0] * len(forks), 0, PrefillResult(sampled, None, forks[0].last_hidden), launched_at)
         )

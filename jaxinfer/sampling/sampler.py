@@ -22,6 +22,7 @@ from jaxinfer.request import MAX_TOP_LOGPROBS
 from jaxinfer.sampling.params import SamplingRows, are_greedy, has_bias, has_penalty
 from jaxinfer.sampling.penalties import penalize
 from jaxinfer.sampling.token_counts import TokenCounts
+from jaxinfer.structured.mask import masked
 from pallas_kernels.mosaic.card import target_device
 
 _LANES = 128  # the vocabulary is summed in blocks of this size
@@ -80,6 +81,7 @@ def sample(
     counts: TokenCounts | None,
     slots: Int[Array, " B"],
     newest: Int[Array, " B"],
+    mask: Int[Array, "B W"] | None = None,
     *,
     is_chosen_by_host: bool,
 ) -> Sampled:
@@ -89,7 +91,7 @@ def sample(
     if rows is None:
         return _best(head, hidden)
     assert counts is not None
-    others = partial(sample_from_logits, rows=rows, num_generated=num_generated, counts=counts, slots=slots, newest=newest)
+    others = partial(sample_from_logits, rows=rows, num_generated=num_generated, counts=counts, slots=slots, newest=newest, mask=mask)
     if is_chosen_by_host:
         return others(head.logits(hidden))
     return jax.lax.cond(are_greedy(rows, num_generated), lambda: _best(head, hidden), lambda: others(head.logits(hidden)))
@@ -108,11 +110,14 @@ def sample_from_logits(
     counts: TokenCounts,
     slots: Int[Array, " B"],
     newest: Int[Array, " B"],
+    mask: Int[Array, "B W"] | None = None,
 ) -> Sampled:
     """One token a row. `num_generated`: tokens before it. Together with the seed it alone decides the random number, so
     a sequence's tokens depend neither on the rest of the batch nor on preemptions. `counts`: for penalties, by slot.
-    `newest`: the row's previous token, on which a bias may depend."""
-    return shard_over_vocab(_sample_on_shard, logits, 1, logits, rows, num_generated, counts, slots, newest)
+    `newest`: the row's previous token, on which a bias may depend. `mask`: see `structured.mask`."""
+    return shard_over_vocab(
+        _sample_on_shard, logits, 1, logits, rows, num_generated, counts, slots, newest, *(() if mask is None else (mask,))
+    )
 
 
 def _sample_on_shard(
@@ -123,11 +128,14 @@ def _sample_on_shard(
     counts: TokenCounts,
     slots: Int[Array, " B"],
     newest: Int[Array, " B"],
+    mask: Int[Array, "B W"] | None = None,
 ) -> Sampled:
     scores = jax.lax.cond(has_penalty(rows).any(), lambda: penalize(logits, counts, slots, rows), lambda: logits)
     scores = jax.lax.cond(
         has_bias(rows, num_generated).any(), lambda: _add_biases(shard, scores, rows, num_generated, newest), lambda: scores
     )
+    if mask is not None:
+        scores = masked(shard, scores, mask)
     greedy = argmax_over_shards(shard, scores)
 
     def drawn() -> Int[Array, " B"]:

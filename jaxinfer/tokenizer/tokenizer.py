@@ -56,10 +56,14 @@ class Tokenizer:
         self.token_bytes = functools.cache(self._token_bytes)  # called for every token of every sequence
         self.token_text = functools.cache(self._token_text)
 
+    def to_json(self) -> str:
+        """As a tokenizer.json has it."""
+        return self._backend.to_str()
+
     @functools.cached_property
     def digest(self) -> str:
         """The same for tokenizers that give the same ids."""
-        return hashlib.sha256(self._backend.to_str().encode()).hexdigest()[:16]
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
     @classmethod
     def from_source(cls, source: TensorSource) -> Tokenizer:

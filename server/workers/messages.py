@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import fields
+from dataclasses import asdict, fields
 
 from jaxinfer.engine_access import EngineClosedError
 from jaxinfer.kv_cache.block_keys import DIGEST_BYTES
@@ -25,7 +25,7 @@ def params_text(params: SamplingParams) -> str:
     given = {name: getattr(params, name) for name in _DEFAULTS if getattr(params, name) != _DEFAULTS[name]}
     if "logit_bias" in given:
         given["logit_bias"] = list(given["logit_bias"].items())
-    return json.dumps(given)
+    return json.dumps(given, default=asdict)
 
 
 def read_params(text: str) -> SamplingParams:

@@ -30,7 +30,7 @@ class Recorder:
     def assign_slot(self, slot: int, page_ids: list[int]) -> None:
         pass
 
-    def put(self, rows: SamplingRows, num_generated: np.ndarray) -> SamplingRows:
+    def put(self, rows: SamplingRows, num_generated: np.ndarray, *, has_masks: bool = False) -> SamplingRows:
         return rows
 
     def run(self, batch: DecodeBatch, rows: SamplingRows, micro_batch: int) -> Sampled:

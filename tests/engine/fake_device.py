@@ -205,7 +205,7 @@ class FakePrefill(FakeRunner):
     def repeat(self, last_hidden: list[list[int]], row: int) -> list[int]:
         return last_hidden[row]
 
-    def sample(self, last_hidden: list[int], rows: SamplingRows) -> Sampled:
+    def sample(self, last_hidden: list[int], rows: SamplingRows, grammars: Sequence[Any] = ()) -> Sampled:
         assert len(rows.packed) == self.num_rows
         is_in_use = [any(row) for row in rows.seed]
         tokens = [self.next(last_hidden, rows, row, row) if is_in_use[row] else 0 for row in range(self.num_rows)]
@@ -222,7 +222,7 @@ class FakeDecode(FakeRunner):
         self._page_table[slot] = 0
         self._page_table[slot, : len(page_ids)] = page_ids
 
-    def put(self, rows: SamplingRows, num_generated: np.ndarray) -> SamplingRows:
+    def put(self, rows: SamplingRows, num_generated: np.ndarray, *, has_masks: bool = False) -> SamplingRows:
         return rows
 
     def run(self, batch: DecodeBatch, rows: SamplingRows, micro_batch: int) -> Sampled:
