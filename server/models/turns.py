@@ -1,0 +1,223 @@
+"""ModelTurns: requests for several models in one memory wait until theirs is awake; models are woken and put to sleep
+as the policy decides."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+
+from jaxinfer.config import format_bytes
+from server.backend import InFlight, Unavailable
+from server.models.policy import Decision, Limits, decide
+from server.models.resident import Resident, Waiter
+
+logger = logging.getLogger(__name__)
+
+RETRY_SECONDS = 10.0  # what clients are told to wait where a model can't be woken now
+
+
+class TurnTimeout(Exception):
+    """The request's deadline passed while it waited for its model."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnSettings:
+    """`sleep_level`: see `Engine.sleep`. `most_waiting`: seconds for which a request waits for its model at most."""
+
+    limits: Limits
+    sleep_level: int = 1
+    most_waiting: float = 300.0
+
+
+class ModelTurns:
+    """Belongs to the event loop. One model changes at a time; the others serve meanwhile."""
+
+    def __init__(self, models: Sequence[Resident], settings: TurnSettings) -> None:
+        self._models, self._settings = tuple(models), settings
+        self._changed = asyncio.Event()
+        self._one_change = asyncio.Lock()
+        self._task: asyncio.Task[None] | None = None
+        self._is_stopping = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it was started and not closed."""
+        return self._task is not None and not self._is_stopping
+
+    async def start(self) -> None:
+        """Wakes models in their order while there is room; raises what waking raises."""
+        for model in self._models:
+            if model.num_bytes > self._settings.limits.room - self._num_bytes_awake():
+                logger.info("%s starts asleep: it needs %s awake, %s are free", model.name, format_bytes(model.num_bytes), self._free())
+                continue
+            await model.control().wake()
+            model.is_awake, model.woken_at = True, time.monotonic()
+        self._task = asyncio.create_task(self._run())
+
+    def close(self) -> None:
+        """Refuses those who wait and those who come from now on; changes nothing any more."""
+        self._is_stopping = True
+        if self._task is not None:
+            self._task.cancel()
+        for model in self._models:
+            model.refuse(Unavailable("the server is shutting down"))
+
+    @asynccontextmanager
+    async def inside(self, model: Resident, deadline: float | None = None) -> AsyncIterator[None]:
+        """A request's time, from when its model is awake and takes it. `deadline`: time.monotonic(). Raises
+        `TurnTimeout` after it, and `Unavailable` where the model can't be woken."""
+        await self._enter(model, deadline)
+        try:
+            yield
+        finally:
+            model.leave(time.monotonic())
+            self._look()
+
+    async def sleep(self, model: Resident, level: int, in_flight: InFlight) -> None:
+        """Puts a model to sleep until it is woken by `wake` or gets other weights: requests don't wake it."""
+        was_held, model.is_held = model.is_held, True
+        model.refuse(Unavailable(model.asleep_by_hand))
+        try:
+            if in_flight == "finish" and model.is_awake:
+                await model.is_quiet.wait()
+            async with self._one_change:
+                await model.control().sleep(level, "pause")
+                model.is_awake = False
+        except BaseException:
+            model.is_held = was_held
+            raise
+        finally:
+            self._look()
+
+    async def wake(self, model: Resident) -> None:
+        """Wakes a model when its turn comes. Raises `Unavailable`."""
+        model.is_held = False
+        async with self.inside(model):
+            pass
+
+    async def update_weights(self, model: Resident, path: str, in_flight: InFlight) -> int:
+        """Wakes a model when its turn comes and gives it other weights; returns their version."""
+        model.is_held = False
+        async with self.inside(model):
+            try:
+                return await model.control().update_weights(path, in_flight)
+            finally:
+                model.is_awake = not model.is_asleep()
+
+    async def _enter(self, model: Resident, deadline: float | None) -> None:
+        if self._is_stopping:
+            raise Unavailable("the server is shutting down")
+        if model.is_held:
+            raise Unavailable(model.asleep_by_hand)
+        now = time.monotonic()
+        waiter = model.wait(now)
+        self._look()
+        ends = now + self._settings.most_waiting
+        try:
+            if not waiter.entered.done():
+                await asyncio.wait([waiter.entered], timeout=max(0.0, min(ends, ends if deadline is None else deadline) - now))
+        except asyncio.CancelledError:
+            self._give_up(model, waiter)
+            raise
+        if waiter.entered.done():
+            waiter.entered.result()
+            return
+        self._give_up(model, waiter)
+        if deadline is not None and deadline <= ends:
+            raise TurnTimeout
+        waited = f"{self._settings.most_waiting:g} s (--models-wait)"
+        raise Unavailable(f"the model {model.name} sleeps, and there was no room to wake it within {waited}", RETRY_SECONDS)
+
+    def _give_up(self, model: Resident, waiter: Waiter) -> None:
+        if not waiter.entered.done():
+            model.waiting.remove(waiter)
+        elif waiter.entered.exception() is None:  # it was let in, and cancelled before it knew
+            model.leave(time.monotonic())
+        self._look()
+
+    def _look(self) -> None:
+        """Something has changed: let in who may go on, and let the task see to the rest."""
+        if not self._is_stopping:
+            self._decide()
+            self._changed.set()
+
+    def _decide(self) -> Decision:
+        """The decision, with those let in whom it lets in."""
+        now = time.monotonic()
+        decision = decide([model.state() for model in self._models if not model.is_held or model.is_awake], self._settings.limits, now)
+        for model in self._models:
+            is_open = model.is_awake and not model.is_changing and model.name not in decision.closed
+            if is_open and decision.sleep != model.name:
+                model.let_in(now)
+        return decision
+
+    async def _run(self) -> None:
+        while True:
+            self._changed.clear()
+            async with self._one_change:
+                decision = self._decide()
+                if await self._carry_out(decision):
+                    continue
+            timeout = None if decision.look_at is None else max(0.0, decision.look_at - time.monotonic())
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), timeout)
+
+    async def _carry_out(self, decision: Decision) -> bool:
+        """Whether there was anything to do."""
+        for model in self._models:
+            if model.name == decision.sleep:
+                await self._put_to_sleep(model)
+                return True
+            if model.name == decision.wake:
+                await self._wake(model)
+                return True
+            if model.name == decision.refuse:
+                needed, free = format_bytes(model.num_bytes), self._free()
+                message = f"the model {model.name} sleeps, and can't be woken: it needs {needed}, and {free} can be had"
+                model.refuse(Unavailable(message, RETRY_SECONDS))
+                return True
+        return False
+
+    async def _put_to_sleep(self, model: Resident) -> None:
+        level, now = self._settings.sleep_level, time.monotonic()
+        model.is_changing = True
+        try:
+            await model.control().sleep(level, "pause")  # there is nothing to pause
+            model.is_awake = False
+            model.num_sleeps += 1
+            idle, took = now - model.last_used, time.monotonic() - now
+            logger.info("%s sleeps (level %d), %.0f s after its last request; it took %.2f s", model.name, level, idle, took)
+        except Exception as error:
+            model.is_pinned = True  # its memory is not to be had
+            logger.exception("%s can't be put to sleep, and stays where it is: %s", model.name, error)
+        finally:
+            model.is_changing = False
+
+    async def _wake(self, model: Resident) -> None:
+        now, num_waiting = time.monotonic(), len(model.waiting)
+        model.is_changing = model.is_awake = True  # its memory is taken from now on
+        model.woken_at = now
+        try:
+            await model.control().wake()
+            model.num_wakes += 1
+            model.woken_at = time.monotonic()
+            logger.info(
+                "%s is awake for %d waiting requests; it took %.2f s; awake now: %s, %s free",
+                *(model.name, num_waiting, model.woken_at - now, ", ".join(one.name for one in self._models if one.is_awake), self._free()),
+            )
+        except Exception as error:
+            model.is_awake = False
+            logger.exception("%s can't be woken; its %d waiting requests are refused: %s", model.name, len(model.waiting), error)
+            model.refuse(Unavailable(f"the model {model.name} sleeps, and can't be woken: {error}", RETRY_SECONDS))
+        finally:
+            model.is_changing = False
+
+    def _num_bytes_awake(self) -> int:
+        return sum(model.num_bytes for model in self._models if model.is_awake)
+
+    def _free(self) -> str:
+        return format_bytes(self._settings.limits.room - self._num_bytes_awake())
