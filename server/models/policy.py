@@ -45,13 +45,14 @@ def decide(models: Sequence[ModelState], limits: Limits, now: float) -> Decision
     """What is to be done next. The model whose request has waited longest is woken first; there is room for it, or
     others make room: those without requests, the least recently used first, and where these are not enough, busy ones
     after their turn, the one longest awake first. A busy model is never put to sleep: it takes no more requests until
-    it has none."""
-    asleep = [model for model in models if not model.is_awake and model.waiting_since is not None]
+    it has none. Meanwhile others are woken that take no room from it."""
+    asleep = sorted([model for model in models if not model.is_awake and model.waiting_since is not None], key=_since)
     if not asleep:
         return Decision()
-    wanted = min(asleep, key=_since)
+    wanted, *later = asleep
     awake = [model for model in models if model.is_awake]
-    missing = wanted.num_bytes - (limits.room - sum(model.num_bytes for model in awake))
+    free = limits.room - sum(model.num_bytes for model in awake)
+    missing = wanted.num_bytes - free
     if missing <= 0:
         return Decision(wake=wanted.name)
     idle = [model for model in awake if not model.is_pinned and not _is_busy(model)]
@@ -62,11 +63,13 @@ def decide(models: Sequence[ModelState], limits: Limits, now: float) -> Decision
     woken_last = max((model.woken_at for model in leaving if _is_busy(model)), default=None)
     if woken_last is None:
         return Decision(sleep=leaving[0].name)
+    spare = min(free, sum(model.num_bytes for model in leaving) - missing)
+    beside = next((model.name for model in later if model.num_bytes <= spare), None)
     turn_ends = max(woken_last, _since(wanted)) + limits.turn
     if now < turn_ends:
-        return Decision(look_at=turn_ends)
+        return Decision(wake=beside, look_at=turn_ends)
     done = next((model.name for model in leaving if not model.num_running), None)
-    return Decision(sleep=done, closed=frozenset(model.name for model in leaving))
+    return Decision(sleep=done, wake=None if done else beside, closed=frozenset(model.name for model in leaving))
 
 
 def _is_busy(model: ModelState) -> bool:

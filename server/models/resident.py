@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from jaxinfer.stats import EngineStats
 from server.backend import WeightControl
 from server.models.policy import ModelState
 
@@ -22,13 +23,13 @@ class Waiter:
 
 @dataclass(slots=True, eq=False)
 class Resident:
-    """Mutable, and the event loop's. `num_bytes`: on a device while it is awake. `control`: of its engine;
-    `is_asleep`: what that says. `is_held`: it was put to sleep by hand, and requests don't wake it."""
+    """Mutable, and the event loop's. `num_bytes`: on a device while it is awake. `control`, `stats`:
+    of its engine. `is_held`: it was put to sleep by hand, and requests don't wake it."""
 
     name: str
     num_bytes: int
     control: Callable[[], WeightControl]
-    is_asleep: Callable[[], bool]
+    stats: EngineStats
     is_awake: bool = False
     is_changing: bool = False  # it is being woken, or put to sleep
     is_held: bool = False

@@ -34,7 +34,7 @@ class SeveralModels:
                     f"models_memory is {format_bytes(room)}, but {name} alone needs {format_bytes(num_bytes)} for its weights and KV pages: "
                     "give more, or less kv_memory"
                 )
-            self._residents.append(Resident(name, num_bytes, backend.weight_control, lambda stats=backend.stats(): stats.is_asleep))
+            self._residents.append(Resident(name, num_bytes, backend.weight_control, backend.stats()))
         self._turns = ModelTurns(self._residents, settings)
         for resident, backend in zip(self._residents, inner.values(), strict=True):
             max_waiting = engines[resident.name].config.schedule.max_queue_size

@@ -51,6 +51,7 @@ class ModelTurns:
     async def start(self) -> None:
         """Wakes models in their order while there is room; raises what waking raises."""
         for model in self._models:
+            model.last_used = time.monotonic()
             if model.num_bytes > self._settings.limits.room - self._num_bytes_awake():
                 logger.info("%s starts asleep: it needs %s awake, %s are free", model.name, format_bytes(model.num_bytes), self._free())
                 continue
@@ -106,7 +107,7 @@ class ModelTurns:
             try:
                 return await model.control().update_weights(path, in_flight)
             finally:
-                model.is_awake = not model.is_asleep()
+                model.is_awake = not model.stats.is_asleep
 
     async def _enter(self, model: Resident, deadline: float | None) -> None:
         if self._is_stopping:
@@ -190,7 +191,7 @@ class ModelTurns:
             model.is_awake = False
             model.num_sleeps += 1
             idle, took = now - model.last_used, time.monotonic() - now
-            logger.info("%s sleeps (level %d), %.0f s after its last request; it took %.2f s", model.name, level, idle, took)
+            logger.info("%s sleeps (level %d), unused for %.1f s; it took %.2f s", model.name, level, idle, took)
         except Exception as error:
             model.is_pinned = True  # its memory is not to be had
             logger.exception("%s can't be put to sleep, and stays where it is: %s", model.name, error)
@@ -206,7 +207,7 @@ class ModelTurns:
             model.num_wakes += 1
             model.woken_at = time.monotonic()
             logger.info(
-                "%s is awake for %d waiting requests; it took %.2f s; awake now: %s, %s free",
+                "%s is awake, requests waiting: %d; it took %.2f s; awake now: %s; %s free",
                 *(model.name, num_waiting, model.woken_at - now, ", ".join(one.name for one in self._models if one.is_awake), self._free()),
             )
         except Exception as error:

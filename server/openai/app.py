@@ -70,9 +70,7 @@ def create_app(
     config = config.without_secrets()
     usage = UsageMeter(keys.tenants or [ANONYMOUS], usage_log)
     created = int(time.time())
-    beside = [
-        Service(other.backend, other.tokenizer, replace(config, served_model_name=other.names), created, usage) for other in others
-    ]
+    beside = [Service(other.backend, other.tokenizer, replace(config, served_model_name=other.names), created, usage) for other in others]
     service = Service(first or backend, tokenizer, config, created, usage, tuple(beside))
     runner = None if store is None else BatchRunner(service, store, lambda: backend.is_ready() and not traffic.is_closing, backend)
 

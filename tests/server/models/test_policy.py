@@ -42,6 +42,10 @@ def asleep(name: str, size: int = 4, *, waits: float | None = None) -> ModelStat
         ([awake("a", 8, running=0, woken=8, waits=1), asleep("b", waits=2)], 8.0, Decision(look_at=13.0)),
         # The longest awake goes first.
         ([awake("a", running=1, woken=2), awake("b", running=1, woken=1), asleep("c", waits=0)], 9.0, Decision(closed=frozenset("b"))),
+        # A later one is woken meanwhile, where it takes no room from the first.
+        ([awake("a", 8, running=1), asleep("b", 6, waits=0), asleep("c", 2, waits=1)], 2.0, Decision(wake="c", look_at=5.0)),
+        ([awake("a", 8, running=1), asleep("b", 10, waits=0), asleep("c", 2, waits=1)], 2.0, Decision(look_at=5.0)),
+        ([awake("a", 8, running=1), asleep("b", 6, waits=0), asleep("c", 2, waits=1)], 6.0, Decision(wake="c", closed=frozenset("a"))),
         # No room will come.
         ([asleep("a", 11, waits=0)], 0, Decision(refuse="a")),
         ([replace(awake("a", 8), is_pinned=True), asleep("b", waits=0)], 9.0, Decision(refuse="b")),
