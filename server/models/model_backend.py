@@ -10,7 +10,6 @@ from jaxinfer.request import DEFAULT_CONTEXT, FinishReason, OutputDelta, Request
 from jaxinfer.segments import Prompt
 from jaxinfer.stats import EngineStats
 from server.backend import InFlight, Overloaded, Unavailable
-from server.local_backend import LocalBackend
 from server.models.resident import Resident
 from server.models.turns import RETRY_SECONDS, ModelTurns, TurnTimeout
 from server.queue_room import WaitingRequest, has_room
@@ -20,8 +19,9 @@ class ModelBackend:
     """See `Backend`. What wakes and ends it is `SeveralModels`. `max_waiting`: requests that may wait for it to be
     awake, shared by tenants as the queue of an engine is."""
 
-    def __init__(self, inner: LocalBackend, resident: Resident, turns: ModelTurns, max_waiting: int) -> None:
-        self._inner, self._resident, self._turns, self._max_waiting = inner, resident, turns, max_waiting
+    def __init__(self, resident: Resident, turns: ModelTurns, max_waiting: int) -> None:
+        self._resident, self._turns, self._max_waiting = resident, turns, max_waiting
+        self._inner = inner = resident.backend
         self.max_model_len, self.max_batch_size = inner.max_model_len, inner.max_batch_size
         self.sampling_defaults, self.text_reader = inner.sampling_defaults, inner.text_reader
         self._waiting: dict[str, WaitingRequest] = {}  # by request id
@@ -86,7 +86,7 @@ class ModelBackend:
 
     def is_ready(self) -> bool:
         """Whether it takes requests, which may have to wait for it."""
-        return self.failure() is None and not self._resident.is_held
+        return self.failure() is None and not self._resident.is_kept_asleep
 
     def failure(self) -> str | None:
         """See `Backend`."""

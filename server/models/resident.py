@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from jaxinfer.stats import EngineStats
-from server.backend import WeightControl
+from server.backend import Backend, WeightControl
 from server.models.policy import ModelState
 
 
@@ -23,16 +21,15 @@ class Waiter:
 
 @dataclass(slots=True, eq=False)
 class Resident:
-    """Mutable, and the event loop's. `num_bytes`: on a device while it is awake. `control`, `stats`:
-    of its engine. `is_held`: it was put to sleep by hand, and requests don't wake it."""
+    """Mutable, and the event loop's. `num_bytes`: on a device while it is awake. `backend`: its engine's.
+    `is_kept_asleep`: it was put to sleep by hand, and requests don't wake it. `is_pinned`: it can't be put to sleep."""
 
     name: str
     num_bytes: int
-    control: Callable[[], WeightControl]
-    stats: EngineStats
+    backend: Backend
     is_awake: bool = False
     is_changing: bool = False  # it is being woken, or put to sleep
-    is_held: bool = False
+    is_kept_asleep: bool = False
     is_pinned: bool = False
     waiting: deque[Waiter] = field(default_factory=deque)
     num_running: int = 0
@@ -44,6 +41,13 @@ class Resident:
 
     def __post_init__(self) -> None:
         self.is_quiet.set()
+
+    @property
+    def control(self) -> WeightControl:
+        """Of its engine, which was started."""
+        found = self.backend.weight_control()
+        assert found is not None
+        return found
 
     @property
     def asleep_by_hand(self) -> str:

@@ -6,14 +6,11 @@ import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
-from jaxinfer.config import ConfigError, format_bytes
 from jaxinfer.encode.text_batching import Embedded, TextReader, TokenIds
-from jaxinfer.engine import Engine
 from jaxinfer.request import DEFAULT_CONTEXT, OutputDelta, RequestContext, SamplingParams
 from jaxinfer.segments import Prompt
 from jaxinfer.stats import EngineStats
-from server.backend import ModelReport
-from server.local_backend import LocalBackend
+from server.backend import Backend, ModelReport
 from server.models.memory import bytes_awake
 from server.models.model_backend import ModelBackend, ModelWeightControl
 from server.models.resident import Resident
@@ -23,22 +20,13 @@ from server.models.turns import ModelTurns, TurnSettings
 class SeveralModels:
     """See `Backend`. What concerns one model is the first's; `each` has all of them, in their order."""
 
-    def __init__(self, engines: Mapping[str, Engine], settings: TurnSettings) -> None:
-        """`engines`: by name, all of them asleep. Raises `ConfigError` for one that needs more than all the room."""
-        self._residents, self.each = [], list[ModelBackend]()
-        inner = {name: LocalBackend(engine) for name, engine in engines.items()}
-        for name, backend in inner.items():
-            num_bytes, room = bytes_awake(backend.stats()), settings.limits.room
-            if num_bytes > room:
-                raise ConfigError(
-                    f"models_memory is {format_bytes(room)}, but {name} alone needs {format_bytes(num_bytes)} for its weights and KV pages: "
-                    "give more, or less kv_memory"
-                )
-            self._residents.append(Resident(name, num_bytes, backend.weight_control, backend.stats()))
+    def __init__(self, backends: Mapping[str, Backend], settings: TurnSettings, max_waiting: int) -> None:
+        """`backends`: each model's by name, all of them asleep; each fits by itself. `max_waiting`: see
+        `ModelBackend`."""
+        self._residents = [Resident(name, bytes_awake(backend.stats()), backend) for name, backend in backends.items()]
+        assert all(resident.num_bytes <= settings.limits.room for resident in self._residents)
         self._turns = ModelTurns(self._residents, settings)
-        for resident, backend in zip(self._residents, inner.values(), strict=True):
-            max_waiting = engines[resident.name].config.schedule.max_queue_size
-            self.each.append(ModelBackend(backend, resident, self._turns, max_waiting))
+        self.each = [ModelBackend(resident, self._turns, max_waiting) for resident in self._residents]
         self._first = self.each[0]
         self._sums = EngineStats()
         self.max_model_len, self.max_batch_size = self._first.max_model_len, self._first.max_batch_size

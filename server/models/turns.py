@@ -55,7 +55,7 @@ class ModelTurns:
             if model.num_bytes > self._settings.limits.room - self._num_bytes_awake():
                 logger.info("%s starts asleep: it needs %s awake, %s are free", model.name, format_bytes(model.num_bytes), self._free())
                 continue
-            await model.control().wake()
+            await model.control.wake()
             model.is_awake, model.woken_at = True, time.monotonic()
         self._task = asyncio.create_task(self._run())
 
@@ -80,39 +80,39 @@ class ModelTurns:
 
     async def sleep(self, model: Resident, level: int, in_flight: InFlight) -> None:
         """Puts a model to sleep until it is woken by `wake` or gets other weights: requests don't wake it."""
-        was_held, model.is_held = model.is_held, True
+        was_kept_asleep, model.is_kept_asleep = model.is_kept_asleep, True
         model.refuse(Unavailable(model.asleep_by_hand))
         try:
             if in_flight == "finish" and model.is_awake:
                 await model.is_quiet.wait()
             async with self._one_change:
-                await model.control().sleep(level, "pause")
+                await model.control.sleep(level, "pause")
                 model.is_awake = False
         except BaseException:
-            model.is_held = was_held
+            model.is_kept_asleep = was_kept_asleep
             raise
         finally:
             self._look()
 
     async def wake(self, model: Resident) -> None:
         """Wakes a model when its turn comes. Raises `Unavailable`."""
-        model.is_held = False
+        model.is_kept_asleep = False
         async with self.inside(model):
             pass
 
     async def update_weights(self, model: Resident, path: str, in_flight: InFlight) -> int:
         """Wakes a model when its turn comes and gives it other weights; returns their version."""
-        model.is_held = False
+        model.is_kept_asleep = False
         async with self.inside(model):
             try:
-                return await model.control().update_weights(path, in_flight)
+                return await model.control.update_weights(path, in_flight)
             finally:
-                model.is_awake = not model.stats.is_asleep
+                model.is_awake = not model.backend.stats().is_asleep
 
     async def _enter(self, model: Resident, deadline: float | None) -> None:
         if self._is_stopping:
             raise Unavailable("the server is shutting down")
-        if model.is_held:
+        if model.is_kept_asleep:
             raise Unavailable(model.asleep_by_hand)
         now = time.monotonic()
         waiter = model.wait(now)
@@ -149,7 +149,9 @@ class ModelTurns:
     def _decide(self) -> Decision:
         """The decision, with those let in whom it lets in."""
         now = time.monotonic()
-        decision = decide([model.state() for model in self._models if not model.is_held or model.is_awake], self._settings.limits, now)
+        decision = decide(
+            [model.state() for model in self._models if not model.is_kept_asleep or model.is_awake], self._settings.limits, now
+        )
         for model in self._models:
             is_open = model.is_awake and not model.is_changing and model.name not in decision.closed
             if is_open and decision.sleep != model.name:
@@ -187,7 +189,7 @@ class ModelTurns:
         level, now = self._settings.sleep_level, time.monotonic()
         model.is_changing = True
         try:
-            await model.control().sleep(level, "pause")  # there is nothing to pause
+            await model.control.sleep(level, "pause")  # there is nothing to pause
             model.is_awake = False
             model.num_sleeps += 1
             idle, took = now - model.last_used, time.monotonic() - now
@@ -203,7 +205,7 @@ class ModelTurns:
         model.is_changing = model.is_awake = True  # its memory is taken from now on
         model.woken_at = now
         try:
-            await model.control().wake()
+            await model.control.wake()
             model.num_wakes += 1
             model.woken_at = time.monotonic()
             logger.info(

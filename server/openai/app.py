@@ -64,8 +64,8 @@ def create_app(
 ) -> FastAPI:
     """The whole HTTP front. `app.state.traffic` counts requests and begins a shutdown, `app.state.abort` ends what
     did not finish in its time, `app.state.key_rings` can read their files again. `store` has files and batches; without
-    it there are none. Of several models `backend` starts, watches and ends all; `tokenizer` and the names in `config` are
-    the first's, as is `first`, the backend that its requests go to; `others` are those beside it."""
+    it there are none. Of several models `backend` starts, watches and ends all; `tokenizer` and the names in `config`
+    are the first's, as is `first`, the backend that its requests go to; `others` are those beside it."""
     traffic, keys, metrics_keys = ActiveRequests(), KeyRing.api_keys(config), KeyRing.metrics_keys(config)
     config = config.without_secrets()
     usage = UsageMeter(keys.tenants or [ANONYMOUS], usage_log)

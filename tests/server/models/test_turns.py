@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,7 +23,8 @@ class Books:
 
     def __init__(self, name: str, num_bytes: int, all_books: list[Books], room: int) -> None:
         self.stats = EngineStats(is_asleep=True)
-        self.resident = Resident(name, num_bytes, lambda: self, self.stats)
+        backend = SimpleNamespace(weight_control=lambda: self, stats=lambda: self.stats)
+        self.resident = Resident(name, num_bytes, backend)
         self._all, self._room = all_books, room
         self.error: Exception | None = None
         self.num_inside = 0
@@ -31,7 +33,7 @@ class Books:
 
     async def sleep(self, level: int, in_flight: InFlight) -> None:
         await self._change()
-        assert not self.num_inside or self.resident.is_held
+        assert not self.num_inside or self.resident.is_kept_asleep
         self.stats.is_asleep = True
         self.levels.append(level)
 
@@ -154,7 +156,7 @@ def test_a_wait_has_an_end() -> None:
             async with turns.inside(a.resident):
                 with pytest.raises(TurnTimeout):
                     await use(turns, b, deadline=time.monotonic() + 0.01)
-                with pytest.raises(Unavailable, match="no room to wake it within 0.05 s") as refused:
+                with pytest.raises(Unavailable, match=r"no room to wake it within 0\.05 s") as refused:
                     await use(turns, b)
                 assert refused.value.retry_after is not None
             assert not b.resident.waiting
