@@ -88,6 +88,7 @@ class ModelTurns:
             async with self._one_change:
                 await model.control.sleep(level, "pause")
                 model.is_awake = False
+                logger.info("%s sleeps (level %d) until it is woken by hand", model.name, level)
         except BaseException:
             model.is_kept_asleep = was_kept_asleep
             raise
