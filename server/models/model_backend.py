@@ -9,7 +9,8 @@ from jaxinfer.encode.text_batching import Embedded, TokenIds
 from jaxinfer.request import DEFAULT_CONTEXT, FinishReason, OutputDelta, RequestContext, SamplingParams
 from jaxinfer.segments import Prompt
 from jaxinfer.stats import EngineStats
-from server.backend import InFlight, Overloaded, Unavailable
+from server.backend import Overloaded, Unavailable
+from server.models.model_weight_control import ModelWeightControl
 from server.models.resident import Resident
 from server.models.turns import RETRY_SECONDS, ModelTurns, TurnTimeout
 from server.queue_room import WaitingRequest, has_room
@@ -108,22 +109,3 @@ class ModelBackend:
     async def stop(self) -> None:
         """See `Backend`."""
         await self._inner.stop()
-
-
-class ModelWeightControl:
-    """See `WeightControl`: what wakes a model waits for room as its requests do."""
-
-    def __init__(self, turns: ModelTurns, resident: Resident) -> None:
-        self._turns, self._resident = turns, resident
-
-    async def sleep(self, level: int, in_flight: InFlight) -> None:
-        """Until `wake` or `update_weights`: requests don't wake it."""
-        await self._turns.sleep(self._resident, level, in_flight)
-
-    async def wake(self) -> None:
-        """See `Engine.wake`."""
-        await self._turns.wake(self._resident)
-
-    async def update_weights(self, model: str, in_flight: InFlight) -> int:
-        """See `Engine.update_weights`; returns the version."""
-        return await self._turns.update_weights(self._resident, model, in_flight)

@@ -31,6 +31,7 @@ class Resident:
     is_changing: bool = False  # it is being woken, or put to sleep
     is_kept_asleep: bool = False
     is_pinned: bool = False
+    new_weights: str | None = None  # that it wakes with, in place of those it had
     waiting: deque[Waiter] = field(default_factory=deque)
     num_running: int = 0
     last_used: float = 0.0

@@ -12,7 +12,8 @@ from jaxinfer.segments import Prompt
 from jaxinfer.stats import EngineStats
 from server.backend import Backend, ModelReport
 from server.models.memory import bytes_awake
-from server.models.model_backend import ModelBackend, ModelWeightControl
+from server.models.model_backend import ModelBackend
+from server.models.model_weight_control import ModelWeightControl
 from server.models.resident import Resident
 from server.models.turns import ModelTurns, TurnSettings
 
@@ -80,8 +81,8 @@ class SeveralModels:
         return self.failure() is None and any(model.is_ready() for model in self.each) and self._turns.is_open
 
     def failure(self) -> str | None:
-        """The first model's that failed: only a restart mends it."""
-        return next(filter(None, (model.failure() for model in self.each)), None)
+        """Of the first model that failed, or of their turns: only a restart mends it."""
+        return next(filter(None, (self._turns.failure, *(model.failure() for model in self.each))), None)
 
     def iteration_seconds(self) -> float:
         """See `Backend`."""

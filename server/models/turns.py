@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
 from jaxinfer.config import format_bytes
-from server.backend import InFlight, Unavailable
+from server.backend import Unavailable
 from server.models.policy import Decision, Limits, decide
 from server.models.resident import Resident, Waiter
 
@@ -39,9 +39,10 @@ class ModelTurns:
     def __init__(self, models: Sequence[Resident], settings: TurnSettings) -> None:
         self._models, self._settings = tuple(models), settings
         self._changed = asyncio.Event()
-        self._one_change = asyncio.Lock()
+        self.one_change = asyncio.Lock()  # held while a model is woken or put to sleep
         self._task: asyncio.Task[None] | None = None
         self._is_stopping = False
+        self.failure: str | None = None  # why no model is woken any more
 
     @property
     def is_open(self) -> bool:
@@ -65,7 +66,7 @@ class ModelTurns:
         if self._task is not None:
             self._task.cancel()
         for model in self._models:
-            model.refuse(Unavailable("the server is shutting down"))
+            model.refuse(self._refusal())
 
     @asynccontextmanager
     async def inside(self, model: Resident, deadline: float | None = None) -> AsyncIterator[None]:
@@ -76,48 +77,16 @@ class ModelTurns:
             yield
         finally:
             model.leave(time.monotonic())
-            self._look()
-
-    async def sleep(self, model: Resident, level: int, in_flight: InFlight) -> None:
-        """Puts a model to sleep until it is woken by `wake` or gets other weights: requests don't wake it."""
-        was_kept_asleep, model.is_kept_asleep = model.is_kept_asleep, True
-        model.refuse(Unavailable(model.asleep_by_hand))
-        try:
-            if in_flight == "finish" and model.is_awake:
-                await model.is_quiet.wait()
-            async with self._one_change:
-                await model.control.sleep(level, "pause")
-                model.is_awake = False
-                logger.info("%s sleeps (level %d) until it is woken by hand", model.name, level)
-        except BaseException:
-            model.is_kept_asleep = was_kept_asleep
-            raise
-        finally:
-            self._look()
-
-    async def wake(self, model: Resident) -> None:
-        """Wakes a model when its turn comes. Raises `Unavailable`."""
-        model.is_kept_asleep = False
-        async with self.inside(model):
-            pass
-
-    async def update_weights(self, model: Resident, path: str, in_flight: InFlight) -> int:
-        """Wakes a model when its turn comes and gives it other weights; returns their version."""
-        model.is_kept_asleep = False
-        async with self.inside(model):
-            try:
-                return await model.control.update_weights(path, in_flight)
-            finally:
-                model.is_awake = not model.backend.stats().is_asleep
+            self.look()
 
     async def _enter(self, model: Resident, deadline: float | None) -> None:
         if self._is_stopping:
-            raise Unavailable("the server is shutting down")
+            raise self._refusal()
         if model.is_kept_asleep:
             raise Unavailable(model.asleep_by_hand)
         now = time.monotonic()
         waiter = model.wait(now)
-        self._look()
+        self.look()
         ends = now + self._settings.most_waiting
         try:
             if not waiter.entered.done():
@@ -134,14 +103,17 @@ class ModelTurns:
         waited = f"{self._settings.most_waiting:g} s (--models-wait)"
         raise Unavailable(f"the model {model.name} sleeps, and there was no room to wake it within {waited}", RETRY_SECONDS)
 
+    def _refusal(self) -> Unavailable:
+        return Unavailable(self.failure or "the server is shutting down")
+
     def _give_up(self, model: Resident, waiter: Waiter) -> None:
         if not waiter.entered.done():
             model.waiting.remove(waiter)
         elif waiter.entered.exception() is None:  # it was let in, and cancelled before it knew
             model.leave(time.monotonic())
-        self._look()
+        self.look()
 
-    def _look(self) -> None:
+    def look(self) -> None:
         """Something has changed: let in who may go on, and let the task see to the rest."""
         if not self._is_stopping:
             self._decide()
@@ -160,9 +132,17 @@ class ModelTurns:
         return decision
 
     async def _run(self) -> None:
+        try:
+            await self._take_turns()
+        except Exception as error:
+            logger.critical("models take no turns any more; nothing is served until a restart", exc_info=error)
+            self.failure = f"models can't take turns ({type(error).__name__}: {error}); restart the server"
+            self.close()
+
+    async def _take_turns(self) -> None:
         while True:
             self._changed.clear()
-            async with self._one_change:
+            async with self.one_change:
                 decision = self._decide()
                 if await self._carry_out(decision):
                     continue
@@ -206,7 +186,11 @@ class ModelTurns:
         model.is_changing = model.is_awake = True  # its memory is taken from now on
         model.woken_at = now
         try:
-            await model.control.wake()
+            if model.new_weights is None:
+                await model.control.wake()
+            else:
+                await model.control.update_weights(model.new_weights, "pause")
+                model.new_weights = None
             model.num_wakes += 1
             model.woken_at = time.monotonic()
             logger.info(
@@ -216,7 +200,9 @@ class ModelTurns:
         except Exception as error:
             model.is_awake = False
             logger.exception("%s can't be woken; its %d waiting requests are refused: %s", model.name, len(model.waiting), error)
-            model.refuse(Unavailable(f"the model {model.name} sleeps, and can't be woken: {error}", RETRY_SECONDS))
+            refusal = Unavailable(f"the model {model.name} sleeps, and can't be woken: {error}", RETRY_SECONDS)
+            refusal.__cause__ = error
+            model.refuse(refusal)
         finally:
             model.is_changing = False
 

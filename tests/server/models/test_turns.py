@@ -11,8 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from checkpoints.source import CheckpointError
 from jaxinfer.stats import EngineStats
 from server.backend import InFlight, Unavailable
+from server.models.model_weight_control import ModelWeightControl
 from server.models.policy import Limits
 from server.models.resident import Resident
 from server.models.turns import ModelTurns, TurnSettings, TurnTimeout
@@ -43,7 +45,10 @@ class Books:
         assert sum(one.resident.num_bytes for one in self._all if not one.stats.is_asleep) <= self._room
 
     async def update_weights(self, model: str, in_flight: InFlight) -> int:
-        assert not self.stats.is_asleep
+        await asyncio.sleep(0.001)
+        if model == "wrong":
+            raise CheckpointError("wrong: another model")
+        self.stats.is_asleep = False
         self.stats.weights_version += 1
         return self.stats.weights_version
 
@@ -195,18 +200,40 @@ def test_by_hand_a_model_sleeps_until_it_is_woken_by_hand() -> None:
     async def run() -> None:
         async with turns_of([8, 8]) as (turns, books):
             a, b = books
+            by_hand = ModelWeightControl(turns, a.resident)
             under_way = asyncio.create_task(use(turns, a, 0.02))
             await asyncio.sleep(0.005)
-            await turns.sleep(a.resident, 1, "finish")
+            await by_hand.sleep(1, "finish")
             assert under_way.done()
             with pytest.raises(Unavailable, match="/v1/models/a/wake"):
                 await use(turns, a)
             await use(turns, b)
-            await turns.wake(a.resident)
+            await by_hand.wake()
             assert awake(books) == "a"
-            await use(turns, b)
-            assert await turns.update_weights(a.resident, "folder", "finish") == 2
-            assert awake(books) == "a"
+            assert await by_hand.update_weights("folder", "finish") == 2
+
+    asyncio.run(run())
+
+
+def test_a_model_that_sleeps_wakes_with_the_weights_it_is_given() -> None:
+    """Those before may be gone. Weights that don't fit are its caller's error, and it stays asleep."""
+
+    async def run() -> None:
+        async with turns_of([8, 8]) as (turns, books):
+            a, b = books
+            by_hand = ModelWeightControl(turns, b.resident)
+            b.error = CheckpointError("the folder is gone")
+            with pytest.raises(Unavailable, match="the folder is gone"):
+                await use(turns, b)
+            with pytest.raises(CheckpointError, match="wrong: another model"):
+                await by_hand.update_weights("wrong", "finish")
+            assert awake(books) == ""
+            assert await by_hand.update_weights("folder", "finish") == 2
+            assert awake(books) == "b"
+            b.error = None
+            await use(turns, a)
+            await asyncio.gather(by_hand.update_weights("one", "finish"), by_hand.update_weights("two", "pause"))
+            assert b.stats.weights_version == 4
 
     asyncio.run(run())
 
@@ -221,6 +248,23 @@ def test_at_the_end_those_who_wait_are_told() -> None:
                 with pytest.raises(Unavailable, match="shutting down"):
                     await waiting
             with pytest.raises(Unavailable, match="shutting down"):
+                await use(turns, a)
+
+    asyncio.run(run())
+
+
+def test_a_fault_in_taking_turns_is_told_and_nobody_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        async with turns_of([8, 8]) as (turns, (a, b)):
+            async with turns.inside(a.resident):
+                waiting = asyncio.create_task(use(turns, b))
+                await asyncio.sleep(0.01)
+                monkeypatch.setattr("server.models.turns.decide", lambda *_: 1 / 0)
+                turns._changed.set()
+                with pytest.raises(Unavailable, match="ZeroDivisionError"):
+                    await waiting
+            assert turns.failure is not None
+            with pytest.raises(Unavailable, match="restart the server"):
                 await use(turns, a)
 
     asyncio.run(run())
