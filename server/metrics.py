@@ -51,6 +51,7 @@ _GAUGES = {
     "num_prefilling": ("requests_prefilling", "Requests whose prompt is being computed"),
     "num_incoming": ("requests_incoming", "Sequences that another engine prefills for this one"),
     "num_running": ("requests_running", "Sequences in the decode batch"),
+    "device_bytes": ("device_memory_bytes", "Memory that one of its devices has; a CPU's is the machine's"),
     "load_seconds": ("load_seconds", "Seconds that loading the weights took"),
     "compile_seconds": ("compile_seconds", "Seconds that compiling the programs took"),
     "weights_version": ("weights_version", "How often the weights were replaced, and 1"),

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from safetensors.numpy import save_file
 
@@ -108,6 +109,11 @@ def test_requests_of_both_at_once_get_the_tokens_of_a_server_of_their_own(api: h
     states = api.get("/ready").json()["models"]
     assert sorted(states.values()) == ["asleep", "awake"], states
     assert metric(api, "jaxinfer_compilations_after_ready_total", "first") == 0
+    families = list(text_string_to_metric_families(api.get("/metrics").text))
+    assert len(families) == len({family.name for family in families})
+    unnamed = {family.name for family in families if not all("model" in sample.labels for sample in family.samples)}
+    prefixes = ("jaxinfer_http_", "jaxinfer_tenant_", "jaxinfer_batch_", "jaxinfer_build_info", "process_")
+    assert [name for name in unnamed if not name.startswith(prefixes)] == []
 
 
 def test_a_model_that_slept_has_no_keys_and_values_of_before(api: httpx.Client, wanted: dict[str, list[str]]) -> None:
