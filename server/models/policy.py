@@ -17,6 +17,7 @@ class ModelState:
     waiting_since: float | None = None  # when the request came that has waited longest to be let in
     last_used: float = 0.0  # when a request last came in or ended
     woken_at: float = 0.0
+    wake_seconds: float = 0.0  # how long waking it took
     is_pinned: bool = False  # it can't be put to sleep
 
 
@@ -45,7 +46,10 @@ def decide(models: Sequence[ModelState], limits: Limits, now: float) -> Decision
     """What is to be done next. The model whose request has waited longest is woken first; there is room for it, or
     others make room: those without requests, the least recently used first, and where these are not enough, busy ones
     after their turn, the one longest awake first. A busy model is never put to sleep: it takes no more requests until
-    it has none. Meanwhile others are woken that take no room from it."""
+    it has none. Meanwhile others are woken that take no room from it.
+
+    Within its turn a model without requests stays for as long as waking it took: its next request may be on its way, and
+    changing twice costs more than that wait."""
     asleep = sorted([model for model in models if not model.is_awake and model.waiting_since is not None], key=_since)
     if not asleep:
         return Decision()
@@ -60,11 +64,13 @@ def decide(models: Sequence[ModelState], limits: Limits, now: float) -> Decision
     leaving = _enough([*sorted(idle, key=lambda model: model.last_used), *sorted(busy, key=lambda model: model.woken_at)], missing)
     if not leaving:
         return Decision(refuse=wanted.name)
-    woken_last = max((model.woken_at for model in leaving if _is_busy(model)), default=None)
-    if woken_last is None:
-        return Decision(sleep=leaving[0].name)
     spare = min(free, sum(model.num_bytes for model in leaving) - missing)
     beside = next((model.name for model in later if model.num_bytes <= spare), None)
+    woken_last = max((model.woken_at for model in leaving if _is_busy(model)), default=None)
+    if woken_last is None:
+        first = leaving[0]
+        stays = min(first.last_used + first.wake_seconds, first.woken_at + limits.turn)
+        return Decision(wake=beside, look_at=stays) if now < stays else Decision(sleep=first.name)
     turn_ends = max(woken_last, _since(wanted)) + limits.turn
     if now < turn_ends:
         return Decision(wake=beside, look_at=turn_ends)

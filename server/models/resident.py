@@ -36,6 +36,7 @@ class Resident:
     num_running: int = 0
     last_used: float = 0.0
     woken_at: float = 0.0
+    wake_seconds: float = 0.0  # how long waking it took the last time
     num_wakes: int = 0  # for requests
     num_sleeps: int = 0  # to make room
     is_quiet: asyncio.Event = field(default_factory=asyncio.Event)  # no request was let in that has not ended
@@ -72,6 +73,7 @@ class Resident:
             self.waiting[0].since if self.waiting else None,
             self.last_used,
             self.woken_at,
+            self.wake_seconds,
             self.is_pinned,
         )
 

@@ -192,10 +192,11 @@ class ModelTurns:
                 await model.control.update_weights(model.new_weights, "pause")
                 model.new_weights = None
             model.num_wakes += 1
-            model.woken_at = time.monotonic()
+            model.woken_at = model.last_used = time.monotonic()
+            model.wake_seconds = model.woken_at - now
             logger.info(
                 "%s is awake, requests waiting: %d; it took %.2f s; awake now: %s; %s free",
-                *(model.name, num_waiting, model.woken_at - now, ", ".join(one.name for one in self._models if one.is_awake), self._free()),
+                *(model.name, num_waiting, model.wake_seconds, ", ".join(one.name for one in self._models if one.is_awake), self._free()),
             )
         except Exception as error:
             model.is_awake = False

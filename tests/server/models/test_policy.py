@@ -30,6 +30,11 @@ def asleep(name: str, size: int = 4, *, waits: float | None = None) -> ModelStat
         ([awake("a", used=2), awake("b", used=1), asleep("c", waits=3)], 3, Decision(sleep="b")),  # least recently used
         # A busy one stays though it was used before the idle one.
         ([awake("a", running=1, used=1), awake("b", used=2), asleep("c", waits=3)], 3, Decision(sleep="b")),
+        # Within its turn an idle one stays for as long as waking it took, and no longer.
+        ([replace(awake("a", 8, used=4, woken=2), wake_seconds=2), asleep("b", waits=3)], 5.5, Decision(look_at=6.0)),
+        ([replace(awake("a", 8, used=4, woken=2), wake_seconds=2), asleep("b", waits=3)], 6.0, Decision(sleep="a")),
+        ([replace(awake("a", 8, used=6.5, woken=2), wake_seconds=2), asleep("b", waits=3)], 6.6, Decision(look_at=7.0)),
+        ([replace(awake("a", 8, used=6.5, woken=2), wake_seconds=2), asleep("b", waits=3)], 7.0, Decision(sleep="a")),
         # Two must go, the least recently used first; one that the other makes superfluous stays.
         ([awake("a", 4, used=2), awake("b", 4, used=1), asleep("c", 10, waits=3)], 3, Decision(sleep="b")),
         ([awake("a", 2, used=1), awake("b", 6, used=2), asleep("c", 8, waits=3)], 3, Decision(sleep="b")),
