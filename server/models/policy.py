@@ -48,8 +48,8 @@ def decide(models: Sequence[ModelState], limits: Limits, now: float) -> Decision
     after their turn, the one longest awake first. A busy model is never put to sleep: it takes no more requests until
     it has none. Meanwhile others are woken that take no room from it.
 
-    Within its turn a model without requests stays for as long as waking it took: its next request may be on its way, and
-    changing twice costs more than that wait."""
+    Within its turn a model without requests stays for as long as waking it took: its next request may be on its way,
+    and changing twice costs more than that wait."""
     asleep = sorted([model for model in models if not model.is_awake and model.waiting_since is not None], key=_since)
     if not asleep:
         return Decision()

@@ -101,7 +101,7 @@ class ModelTurns:
         if deadline is not None and deadline <= ends:
             raise TurnTimeout
         waited = f"{self._settings.most_waiting:g} s (--models-wait)"
-        raise Unavailable(f"the model {model.name} sleeps, and there was no room to wake it within {waited}", RETRY_SECONDS)
+        raise Unavailable(f"the model {model.name} had no turn within {waited}: others have the memory", RETRY_SECONDS)
 
     def _refusal(self) -> Unavailable:
         return Unavailable(self.failure or "the server is shutting down")

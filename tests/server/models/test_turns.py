@@ -161,7 +161,7 @@ def test_a_wait_has_an_end() -> None:
             async with turns.inside(a.resident):
                 with pytest.raises(TurnTimeout):
                     await use(turns, b, deadline=time.monotonic() + 0.01)
-                with pytest.raises(Unavailable, match=r"no room to wake it within 0\.05 s") as refused:
+                with pytest.raises(Unavailable, match=r"had no turn within 0\.05 s") as refused:
                     await use(turns, b)
                 assert refused.value.retry_after is not None
             assert not b.resident.waiting
