@@ -12,12 +12,18 @@ class StartProgress:
 
     def __init__(self, first: str = "opening the model") -> None:
         self._between = first  # shown while there is no task
+        self._about = ""
         self._tasks: dict[int, Callable[[], str]] = {}
         self._lock = threading.Lock()
 
     def describe(self) -> str:
         """As text, such as 'loading weights 40%, compiling 3 of 12'."""
-        return ", ".join([describe() for describe in list(self._tasks.values())]) or self._between
+        doing = ", ".join([describe() for describe in list(self._tasks.values())]) or self._between
+        return f"{self._about}: {doing}" if self._about else doing
+
+    def about(self, what: str) -> None:
+        """Name what is started from now on, one of several."""
+        self._about = what
 
     def note(self, text: str) -> None:
         """Name a task without a measure of progress."""

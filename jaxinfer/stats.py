@@ -96,6 +96,7 @@ class EngineStats:
     kv_tokens: int = 0  # the longest context that the decode mesh's pages hold
     # Memory in bytes by use and mesh, such as "prefill weights"
     memory: dict[str, int] = field(default_factory=dict)
+    device_bytes: int = 0  # memory that a device has; a CPU's is the machine's
     prefill_devices: tuple[str, ...] = ()
     decode_devices: tuple[str, ...] = ()
     prefill_layout: str = "tp=1"

@@ -4,6 +4,7 @@ many."""
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from jaxinfer.encode.text_batching import Embedded, TextReader, TokenIds
@@ -22,7 +23,12 @@ class Overloaded(Exception):
 
 
 class Unavailable(Exception):
-    """The backend is stopping, or has failed: it accepts no more requests; the message says why."""
+    """The backend is stopping, or has failed: it accepts no more requests; the message says why. `retry_after`: seconds
+    after which it may accept this one, where that is known."""
+
+    def __init__(self, message: str, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 InFlight = Literal["pause", "finish"]
@@ -44,6 +50,17 @@ class WeightControl(Protocol):
     async def update_weights(self, model: str, in_flight: InFlight) -> int:
         """See `Engine.update_weights`; returns the version."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class ModelReport:
+    """One of several models. `status`: awake, asleep, changing, or why it has failed. `stats`: its engine's, live."""
+
+    status: str
+    stats: EngineStats
+    num_waiting: int  # requests that wait until it is awake
+    num_wakes: int  # for requests, since the start
+    num_sleeps: int  # to make room for others
 
 
 class Backend(Protocol):
@@ -90,6 +107,10 @@ class Backend(Protocol):
 
     def cluster(self) -> ClusterStats | None:
         """A router's workers; None for an engine in this process."""
+        ...
+
+    def models(self) -> Mapping[str, ModelReport] | None:
+        """Of several models in one process, by name, the first one first; None where one is served."""
         ...
 
     def weight_control(self) -> WeightControl | None:

@@ -18,6 +18,9 @@ def _secret(instead: str, variable: str) -> Any:
     return field(default=(), repr=False, metadata={"instead": f"--{instead.replace('_', '-')} FILE or the environment, {variable}"})
 
 
+OF_SEVERAL_MODELS = ("models_memory", "models_sleep_level", "models_turn", "models_wait")
+
+
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
     host: str = _flag("127.0.0.1", "address to listen on; 0.0.0.0 for every interface")
@@ -60,6 +63,18 @@ class ServerConfig:
     max_body_size: str = _flag("4MiB", "largest request body; larger ones get 413 (a body is parsed while nothing else runs)")
     batch_dir: str | None = _flag(None, "folder for /v1/files and /v1/batches, used by one server only; default: both are off")
     max_file_size: str = _flag("200MiB", "largest upload to /v1/files")
+    models_memory: str = _flag(
+        "auto",
+        "with several models: bytes on each device for the weights and KV pages of those that are awake, such as 8GiB; for a model that "
+        "sleeps, others are put to sleep; auto: 85% of the device's memory",
+    )
+    models_sleep_level: int = _flag(
+        1, "with several models: 1 keeps the weights of those that sleep in host memory, 2 reads them again to wake them", choices=(1, 2)
+    )
+    models_turn: float = _flag(
+        10.0, "with several models: seconds for which a busy one stays awake though requests wait for another; then it takes no more"
+    )
+    models_wait: float = _flag(300.0, "with several models: most seconds that a request waits for its model to be awake; then it gets 503")
     weight_control: bool = _flag(False, "serve /v1/models/ID/sleep, /wake and /update_weights, for priority keys where there are some")
     strict_parameters: bool = _flag(
         False, "refuse unknown parameters and those without effect; off: those that can't change the answer are ignored and reported"
@@ -94,13 +109,16 @@ class ServerConfig:
         for name in ("max_prompts", "max_connections"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}: it must be at least 1")
-        for name in ("head_timeout", "body_timeout", "idle_timeout", "write_timeout"):
+        for name in ("head_timeout", "body_timeout", "idle_timeout", "write_timeout", "models_turn", "models_wait"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} is {getattr(self, name):g}: give seconds above 0")
         if not self.watchdog_timeout > 0:
             raise ConfigError(f"watchdog_timeout is {self.watchdog_timeout}: give seconds above 0")
         if self.shutdown_timeout < 0:
             raise ConfigError(f"shutdown_timeout is {self.shutdown_timeout}: give seconds, 0 or more")
+        if self.models_memory != "auto":
+            object.__setattr__(self, "models_memory", size_text(self.models_memory))
+            parse_bytes("models_memory", self.models_memory)
         for name in ("max_body_size", "max_file_size"):
             object.__setattr__(self, name, size_text(getattr(self, name)))
             if parse_bytes(name, getattr(self, name)) < 1:
@@ -117,6 +135,11 @@ class ServerConfig:
     @property
     def max_file_bytes(self) -> int:
         return parse_bytes("max_file_size", self.max_file_size)
+
+    @property
+    def models_bytes(self) -> int | None:
+        """Bytes on each device for the models that are awake; None: as much as the device has."""
+        return None if self.models_memory == "auto" else parse_bytes("models_memory", self.models_memory)
 
     @property
     def model_name(self) -> str:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 Field = dataclasses.Field[Any]
 
 
-def add_flags(parser: argparse.ArgumentParser, title: str, fields: Iterable[Field]) -> None:
+def add_flags(parser: argparse.ArgumentParser, title: str, fields: Iterable[Field], repeated: Collection[str] = ()) -> None:
     """Adds one flag to `parser` for each field, named after it, but for those that a command sets itself. A flag that
-    isn't given leaves no entry in the namespace."""
+    isn't given leaves no entry in the namespace. Those of the `repeated` fields may be given several times, and leave a
+    list."""
     group = parser.add_argument_group(title)
     options: dict[str, Any]
     for field in fields:
@@ -31,6 +32,10 @@ def add_flags(parser: argparse.ArgumentParser, title: str, fields: Iterable[Fiel
             continue
         reader, metavar = _READERS[kind]
         choices = field.metadata.get("choices")
+        if field.name in repeated:
+            options["action"] = "append"
+        elif field.name == "model":
+            options["action"] = OnlyOne
         group.add_argument(name, type=reader, choices=choices, metavar=None if choices else metavar, **options)
 
 
@@ -43,6 +48,19 @@ class _RefuseFlag(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: object, values: object, option_string: str | None = None) -> None:
         parser.error(f"{option_string} would show secrets to every user of this machine: give {self.const}")
+
+
+class OnlyOne(argparse.Action):
+    """A model's flag where a command takes one: a second model ends the command, and isn't taken for the first."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: object, values: object, option_string: str | None = None) -> None:
+        given = f"{self.dest}_is_given"
+        if hasattr(namespace, given):
+            parser.error(
+                f"{option_string} is given more than once: one process of this command has one model; `jaxinfer serve` takes several"
+            )
+        setattr(namespace, self.dest, values)
+        setattr(namespace, given, True)
 
 
 def given_flags(arguments: argparse.Namespace, fields: Iterable[Field]) -> dict[str, Any]:

@@ -60,6 +60,9 @@ class LocalBackend:
     def cluster(self) -> None:
         return None
 
+    def models(self) -> None:
+        return None
+
     def heartbeat(self) -> Heartbeat:
         """When the engine's thread last finished an iteration, and whether it has work. After `start`."""
         assert self._engine_loop is not None

@@ -24,11 +24,18 @@ class LoggedRequest:
     tenant: str | None = None  # until its key is known
     error: str | None = None  # the code of the error that it was answered with
     is_recorded: bool = False  # in the usage log
+    model: str | None = None  # which of several
     traceparent: str = ""  # of the step that it is, where traces are recorded; see `server.tracing`
 
 
 # tasks and threads of a request inherit it
 current_request: ContextVar[LoggedRequest | None] = ContextVar("current_request", default=None)
+
+
+def note_model(name: str | None) -> None:
+    """The current request, if there is one, is for this one of several models."""
+    if (request := current_request.get()) is not None:
+        request.model = name
 
 
 def request_id(sent: str | None) -> str:

@@ -14,6 +14,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from prometheus_client.registry import Collector
 
 from jaxinfer.stats import TIME_BUCKETS, EngineStats, ExpertLoad, Histogram, TierStats
+from server.backend import ModelReport
 from server.batches.runner import BatchCounts
 from server.cluster_stats import ClusterStats
 from server.usage import Outcome, TenantTotals
@@ -50,6 +51,7 @@ _GAUGES = {
     "num_prefilling": ("requests_prefilling", "Requests whose prompt is being computed"),
     "num_incoming": ("requests_incoming", "Sequences that another engine prefills for this one"),
     "num_running": ("requests_running", "Sequences in the decode batch"),
+    "device_bytes": ("device_memory_bytes", "Memory that one of its devices has; a CPU's is the machine's"),
     "load_seconds": ("load_seconds", "Seconds that loading the weights took"),
     "compile_seconds": ("compile_seconds", "Seconds that compiling the programs took"),
     "weights_version": ("weights_version", "How often the weights were replaced, and 1"),
@@ -92,11 +94,11 @@ _TENANT_COUNTERS = {
 }
 
 
-class _StatsCollector(Collector):
-    """Reads the stats when they are scraped, so that the engine never waits for an exporter."""
+class _EngineCollector(Collector):
+    """Reads an engine's stats when they are scraped, so that the engine never waits for an exporter."""
 
-    def __init__(self, stats: EngineStats, answered: Answered, usage: UsageByTenant, batches: BatchCounts | None) -> None:
-        self._stats, self._answered, self._usage, self._batches = stats, answered, usage, batches
+    def __init__(self, stats: EngineStats) -> None:
+        self._stats = stats
 
     def collect(self) -> Iterable[Metric]:
         stats = self._stats
@@ -109,13 +111,10 @@ class _StatsCollector(Collector):
         yield from self._labelled()
         yield from self._stages()
         yield from self._targets()
-        yield from self._by_tenant()
         if stats.read_expert_loads is not None:
             yield _expert_metrics(stats.read_expert_loads())
         if stats.read_tiers is not None:
             yield from _tier_metrics(stats.read_tiers())
-        if self._batches is not None:
-            yield from self._batch_metrics(self._batches)
 
     def _labelled(self) -> Iterable[Metric]:
         stats = self._stats
@@ -134,10 +133,7 @@ class _StatsCollector(Collector):
         finished = CounterMetricFamily("jaxinfer_sequences_finished", "Sequences finished, by reason", labels=["reason"])
         for reason, count in dict(stats.finished).items():
             finished.add_metric([str(reason)], count)
-        answered = CounterMetricFamily("jaxinfer_http_requests", "HTTP requests answered", labels=["method", "route", "code"])
-        for (method, route, code), count in dict(self._answered).items():
-            answered.add_metric([method, route, str(code)], count)
-        yield from (used, cached, total, devices, memory, finished, answered)
+        yield from (used, cached, total, devices, memory, finished)
 
     def _stages(self) -> Iterable[Metric]:
         stages = ("mesh", "stage")
@@ -160,6 +156,48 @@ class _StatsCollector(Collector):
             if share is not None:
                 met.add_metric([name], share)
         yield from (seconds, met)
+
+
+class _ModelsCollector(Collector):
+    """Of several models: what an engine has of each, with its name as a label, and who waits for it to be awake."""
+
+    def __init__(self, models: Mapping[str, ModelReport]) -> None:
+        self._models = models
+
+    def collect(self) -> Iterable[Metric]:
+        families: dict[str, Metric] = {}
+        for name, model in self._models.items():
+            for metric in _EngineCollector(model.stats).collect():
+                metric.samples = [sample._replace(labels={"model": name, **sample.labels}) for sample in metric.samples]
+                if metric.name in families:
+                    families[metric.name].samples += metric.samples
+                else:
+                    families[metric.name] = metric
+        yield from families.values()
+        waiting = GaugeMetricFamily("jaxinfer_model_requests_waiting", "Requests that wait until their model is awake", labels=["model"])
+        wakes = CounterMetricFamily("jaxinfer_model_wakes", "How often a model was woken for requests", labels=["model"])
+        sleeps = CounterMetricFamily("jaxinfer_model_sleeps", "How often a model was put to sleep to make room", labels=["model"])
+        for name, model in self._models.items():
+            waiting.add_metric([name], model.num_waiting)
+            wakes.add_metric([name], model.num_wakes)
+            sleeps.add_metric([name], model.num_sleeps)
+        yield from (waiting, wakes, sleeps)
+
+
+class _ServerCollector(Collector):
+    """HTTP, batches and tenants."""
+
+    def __init__(self, answered: Answered, usage: UsageByTenant, batches: BatchCounts | None) -> None:
+        self._answered, self._usage, self._batches = answered, usage, batches
+
+    def collect(self) -> Iterable[Metric]:
+        answered = CounterMetricFamily("jaxinfer_http_requests", "HTTP requests answered", labels=["method", "route", "code"])
+        for (method, route, code), count in dict(self._answered).items():
+            answered.add_metric([method, route, str(code)], count)
+        yield answered
+        yield from self._by_tenant()
+        if self._batches is not None:
+            yield from self._batch_metrics(self._batches)
 
     def _batch_metrics(self, batches: BatchCounts) -> Iterable[Metric]:
         lines = CounterMetricFamily("jaxinfer_batch_lines", "Lines of batches answered, by whether with an error", labels=["outcome"])
@@ -264,15 +302,16 @@ class _ClusterCollector(Collector):
 
 
 def metrics_text(
-    stats: EngineStats,
+    stats: EngineStats | Mapping[str, ModelReport],
     answered: Answered,
     usage: UsageByTenant,
     batches: BatchCounts | None = None,
     cluster: ClusterStats | None = None,
 ) -> tuple[bytes, str]:
-    """Prometheus' text format, and its content type."""
+    """Prometheus' text format, and its content type. `stats`: of several models, a report of each by name."""
     registry = CollectorRegistry()
-    registry.register(_StatsCollector(stats, answered, usage, batches))
+    registry.register(_EngineCollector(stats) if isinstance(stats, EngineStats) else _ModelsCollector(stats))
+    registry.register(_ServerCollector(answered, usage, batches))
     registry.register(_BuildCollector())
     if cluster is not None:
         registry.register(_ClusterCollector(cluster))

@@ -11,7 +11,7 @@ from jaxinfer.config import EngineConfig, ScheduleConfig
 from jaxinfer.kv_cache.pages import PagePool
 from jaxinfer.pipeline.stage import program_name
 from jaxinfer.planner.engine_plan import Plan
-from jaxinfer.planner.kv_memory import max_context_tokens
+from jaxinfer.planner.kv_memory import device_bytes, max_context_tokens
 from jaxinfer.programs.buckets import prefill_rows
 from jaxinfer.programs.compilation import Executable
 from jaxinfer.stats import EngineStats
@@ -28,6 +28,7 @@ def report_start(
 ) -> None:
     """Fill in what `stats` reports of the start. `pools`: of each mesh's stages."""
     stats.num_programs += len(programs)
+    stats.device_bytes = device_bytes(plan.decode.devices[0])
     stats.prefill_devices, stats.decode_devices = tuple(map(str, plan.prefill.devices)), tuple(map(str, plan.decode.devices))
     stats.prefill_layout, stats.decode_layout = str(plan.prefill.layout), str(plan.decode.layout)
     stats.prefill_pages, stats.decode_pages = plan.prefill.num_pages - 1, plan.decode.num_pages - 1

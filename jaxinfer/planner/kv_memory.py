@@ -37,6 +37,12 @@ def machine_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def device_bytes(device: jax.Device) -> int:
+    """Memory that a device has for JAX."""
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    return int(stats["bytes_limit"]) if stats else machine_bytes()
+
+
 def max_context_tokens(spec: PageSpec, num_pages: int, chunk_size: int, wanted: int) -> int:
     """Tokens of the longest context that this many pages hold when it is prefilled in chunks of `chunk_size`; at most
     a page more than `wanted`."""

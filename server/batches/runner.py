@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from server.backend import Unavailable
+from server.backend import Backend, Unavailable
 from server.batches.answer_writer import AnswerWriter
 from server.batches.batch_admission import BatchAdmission, Permit
 from server.batches.batch_store import Answer, BatchStore, StoredBatch, answer_id
@@ -42,10 +42,11 @@ class BatchCounts:
 class BatchRunner:
     """The store is authoritative, also for cancelled batches; `look` notifies the runner of changes there."""
 
-    def __init__(self, service: Service, store: BatchStore, may_ask: Callable[[], bool]) -> None:
-        """`may_ask`: whether lines may be run now."""
+    def __init__(self, service: Service, store: BatchStore, may_ask: Callable[[], bool], backend: Backend | None = None) -> None:
+        """`may_ask`: whether lines may be run now. `backend`: all that runs beside them, where that is more than the
+        service's."""
         self._service, self._store = service, store
-        self._admission = BatchAdmission(service.backend, may_ask)
+        self._admission = BatchAdmission(backend or service.backend, may_ask)
         self._writer = AnswerWriter(store.keep)
         self._tasks: list[asyncio.Task[None]] = []
         self._lives: dict[str, asyncio.Task[None]] = {}  # of each open batch

@@ -17,8 +17,8 @@ from server.cli.listener import listening_socket
 from server.cli.model_name import check_name
 from server.cli.server_config import names_of, router_config
 from server.cli.trace_flag import start_tracing
-from server.config import ServerConfig
-from server.flags import add_flags
+from server.config import OF_SEVERAL_MODELS, ServerConfig
+from server.flags import OnlyOne, add_flags
 from server.logs import configure
 from server.tls import Tls
 from server.usage_log import UsageLog
@@ -28,13 +28,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_LEFT_OUT = ("embedding_truncate", "served_embedding_name", "batch_dir", "watchdog_timeout")
+_LEFT_OUT = ("embedding_truncate", "served_embedding_name", "batch_dir", "watchdog_timeout", *OF_SEVERAL_MODELS)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Its own settings and the HTTP server's."""
     group = parser.add_argument_group("router")
-    group.add_argument("--model", default="default", help="the workers' model, whose tokenizer is read here (default: default)")
+    group.add_argument(
+        "--model", action=OnlyOne, default="default", help="the workers' model, whose tokenizer is read here (default: default)"
+    )
     group.add_argument("--workers-port", type=int, default=8100, metavar="N", help="port that workers register at (default: 8100)")
     group.add_argument("--workers-host", default="127.0.0.1", metavar="TEXT", help="address of that port (default: 127.0.0.1)")
     group.add_argument(

@@ -17,7 +17,8 @@ from jaxinfer.start_progress import StartProgress
 from server.api_keys import KeyRing
 from server.cli.engine_start import engine_config, start_engine
 from server.cli.listener import listening_socket
-from server.cli.server_config import server_config
+from server.cli.server_config import fitted, server_config
+from server.cli.several_models import REPEATED, ModelSettings, for_each_model, other_models
 from server.cli.trace_flag import start_tracing
 from server.config import ServerConfig
 from server.flags import add_flags
@@ -36,16 +37,18 @@ FLUSH_SECONDS = 1.0  # for the usage log where the process ends at once
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The server's settings and the engine's."""
-    add_flags(parser, "server", dataclasses.fields(ServerConfig))
-    add_flags(parser, "engine", flat_fields())
+    add_flags(parser, "server", dataclasses.fields(ServerConfig), REPEATED)
+    add_flags(parser, "engine", flat_fields(), REPEATED)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Serves until it is stopped. The socket is open before anything heavy is imported; clients get an answer as soon
     as the event loop runs."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the event loop has a handler that reloads
-    engine_settings = engine_config(arguments)
-    config = server_config(arguments, engine_settings)
+    first, *rest = for_each_model(arguments)
+    engine_settings = engine_config(first)
+    config = server_config(first, engine_settings)
+    others = other_models([first, *rest], engine_settings, config)
     configure(config.log_level, config.log_format)
     start_tracing(config.otlp_endpoint, "jaxinfer serve")
     # errors in their files are reported before the long start
@@ -71,19 +74,21 @@ def run(arguments: argparse.Namespace) -> int:
 
             from rich.console import Console
 
+            from server.cli.models_app import models_app
             from server.local_backend import LocalBackend
             from server.openai.app import create_app
             from server.openai.text_work import start_with
             from server.summary import summary_table
 
             console = Console(stderr=True, quiet=config.log_format == "json")
+            if others:
+                return models_app(
+                    [ModelSettings(config.model_names, engine_settings), *others], config, console, progress, usage_log, store
+                )
             engine = start_engine(engine_settings, console, progress)
             start_with(lambda: engine.tokenizer.encode("a"))
             console.print(summary_table(engine.stats))
-            # More prompts than may wait would always be too many.
-            max_prompts = min(config.max_prompts, engine.config.schedule.max_queue_size)
-            of_app = dataclasses.replace(config, max_prompts=max_prompts)
-            return create_app(LocalBackend(engine), engine.tokenizer, of_app, usage_log, store)
+            return create_app(LocalBackend(engine), engine.tokenizer, fitted(config, engine.config), usage_log, store)
 
         def flush() -> None:
             if usage_log is not None:
@@ -91,7 +96,8 @@ def run(arguments: argparse.Namespace) -> int:
 
         host, port = listener.getsockname()[:2]
         url = f"{'http' if config.ssl_certfile is None else 'https'}://{f'[{host}]' if ':' in host else host}:{port}"
-        message = f"{config.model_name} is ready on {url}"
+        are_ready = " and ".join([config.model_name, *(other.names[0] for other in others)]) + (" are" if others else " is")
+        message = f"{are_ready} ready on {url}"
         raise_file_limit(config.max_connections)
         app = StartingApp(
             build,

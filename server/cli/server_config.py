@@ -36,6 +36,11 @@ def router_config(arguments: argparse.Namespace, names: tuple[str, ...]) -> Serv
     return ServerConfig(**fields)
 
 
+def fitted(config: ServerConfig, engine: EngineConfig) -> ServerConfig:
+    """With no more prompts in a request than may wait: those would always be too many."""
+    return dataclasses.replace(config, max_prompts=min(config.max_prompts, engine.schedule.max_queue_size))
+
+
 def _add_keys(fields: dict[str, Any]) -> None:
     if keys := os.environ.pop(KEYS_VARIABLE, None):
         fields.setdefault("api_keys", tuple(key.strip() for key in keys.split(",")))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import Any
 
@@ -43,17 +44,35 @@ from server.usage import UsageMeter
 from server.usage_log import UsageLog
 
 
+@dataclass(frozen=True, slots=True)
+class OtherModel:
+    """A model beside the first, with its names in the API."""
+
+    names: tuple[str, ...]
+    backend: Backend
+    tokenizer: Tokenizer
+
+
 def create_app(
-    backend: Backend, tokenizer: Tokenizer, config: ServerConfig, usage_log: UsageLog | None = None, store: BatchStore | None = None
+    backend: Backend,
+    tokenizer: Tokenizer,
+    config: ServerConfig,
+    usage_log: UsageLog | None = None,
+    store: BatchStore | None = None,
+    first: Backend | None = None,
+    others: Sequence[OtherModel] = (),
 ) -> FastAPI:
     """The whole HTTP front. `app.state.traffic` counts requests and begins a shutdown, `app.state.abort` ends what
     did not finish in its time, `app.state.key_rings` can read their files again. `store` has files and batches; without
-    it there are none."""
+    it there are none. Of several models `backend` starts, watches and ends all; `tokenizer` and the names in `config`
+    are the first's, as is `first`, the backend that its requests go to; `others` are those beside it."""
     traffic, keys, metrics_keys = ActiveRequests(), KeyRing.api_keys(config), KeyRing.metrics_keys(config)
     config = config.without_secrets()
     usage = UsageMeter(keys.tenants or [ANONYMOUS], usage_log)
-    service = Service(backend, tokenizer, config, int(time.time()), usage)
-    runner = None if store is None else BatchRunner(service, store, lambda: backend.is_ready() and not traffic.is_closing)
+    created = int(time.time())
+    beside = [Service(other.backend, other.tokenizer, replace(config, served_model_name=other.names), created, usage) for other in others]
+    service = Service(first or backend, tokenizer, config, created, usage, tuple(beside))
+    runner = None if store is None else BatchRunner(service, store, lambda: backend.is_ready() and not traffic.is_closing, backend)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -171,7 +190,8 @@ def _add_operations(
         is_ready = backend.is_ready() and not traffic.is_closing and failure is None
         waiting = "asleep" if backend.stats().is_asleep else "starting"
         status = "ready" if is_ready else failure or ("shutting down" if traffic.is_closing else waiting)
-        return JSONResponse({"status": status}, 200 if is_ready else 503)
+        models = {} if (reports := backend.models()) is None else {"models": {name: model.status for name, model in reports.items()}}
+        return JSONResponse({"status": status} | models, 200 if is_ready else 503)
 
     @app.get("/version")
     async def version() -> Version:
@@ -185,14 +205,18 @@ def _add_operations(
     @app.get("/metrics", responses={200: {"content": {"text/plain": {}}}}, response_class=Response)
     async def metrics() -> Response:
         text, content_type = metrics_text(
-            backend.stats(), traffic.num_answered, usage.totals, runner.counts() if runner else None, backend.cluster()
+            backend.models() or backend.stats(), traffic.num_answered, usage.totals, runner.counts() if runner else None, backend.cluster()
         )
         return Response(text, headers={"content-type": content_type})
 
     @app.get("/stats", include_in_schema=False)
-    async def stats() -> Response:
-        """The chat page's live numbers."""
-        return JSONResponse(live_numbers(backend.stats(), backend.cluster()))
+    async def stats(model: str | None = None) -> Response:
+        """The chat page's live numbers; of several models, those of one, or of the first."""
+        reports = backend.models()
+        if reports is None:
+            return JSONResponse(live_numbers(backend.stats(), backend.cluster()))
+        shown = reports.get(model or "", next(iter(reports.values())))
+        return JSONResponse(live_numbers(shown.stats) | {"models": {name: report.status for name, report in reports.items()}})
 
     @app.get("/", include_in_schema=False)
     async def page() -> Response:

@@ -50,7 +50,6 @@ class _ChatJob:
 
 
 async def _prepare(service: Service, body: ChatRequest, caller: Caller) -> _ChatJob:
-    service.check_model(body.model)
     context = caller.context(body)
     params = body.sampling_params(service.backend.sampling_defaults)
     text = await work_on(size_for_template(body.messages), partial(_render, service.tokenizer, body))
@@ -93,6 +92,7 @@ def _variables(tokenizer: Tokenizer, body: ChatRequest) -> dict[str, Any] | None
 
 async def respond(service: Service, body: ChatRequest, caller: Caller = UNKNOWN) -> ChatCompletion:
     """The whole answer. Raises what `errors.from_exception` knows."""
+    service = service.of_model(body.model)
     chat = await _prepare(service, body, caller)
     output = RequestOutput.empty(chat.id, None, chat.prompt.token_ids.tolist(), chat.params)
     with chat.usage:
@@ -126,6 +126,7 @@ async def respond(service: Service, body: ChatRequest, caller: Caller = UNKNOWN)
 async def stream(service: Service, body: ChatRequest, caller: Caller = UNKNOWN) -> AsyncGenerator[ChatChunk]:
     """The answer in chunks: for each choice its role, then text, then its finish reason; last the usage where
     requested."""
+    service = service.of_model(body.model)
     chat = await _prepare(service, body, caller)
     started: set[int] = set()
     tier = tier_of(chat.context)

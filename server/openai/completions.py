@@ -35,7 +35,6 @@ class _Job:
 
 
 async def _prepare(service: Service, body: CompletionRequest, caller: Caller) -> _Job:
-    service.check_model(body.model)
     context = caller.context(body)
     params = body.sampling_params(service.backend.sampling_defaults)
     if len(body.prompts) > service.config.max_prompts:
@@ -108,6 +107,7 @@ async def _pieces(service: Service, job: _Job) -> AsyncGenerator[CompletionChoic
 
 async def respond(service: Service, body: CompletionRequest, caller: Caller = UNKNOWN) -> Completion:
     """The whole answer. Raises what `errors.from_exception` knows."""
+    service = service.of_model(body.model)
     job = await _prepare(service, body, caller)
     texts: list[list[str]] = [[] for _ in range(len(job.prompts) * job.params.n)]
     choices = [CompletionChoice(index=i, text="", logprobs=_no_logprobs(job), finish_reason=None) for i in range(len(texts))]
@@ -137,6 +137,7 @@ async def respond(service: Service, body: CompletionRequest, caller: Caller = UN
 
 async def stream(service: Service, body: CompletionRequest, caller: Caller = UNKNOWN) -> AsyncGenerator[Completion]:
     """The answer in chunks, each with a piece of one choice; last the usage where requested."""
+    service = service.of_model(body.model)
     job = await _prepare(service, body, caller)
     tier = tier_of(job.context)
 

@@ -48,7 +48,8 @@ def from_exception(error: Exception) -> ApiError:
             seconds = max(1, math.ceil(error.retry_after))
             return ApiError(429, str(error), code="rate_limit_exceeded", type="rate_limit_error", headers={"Retry-After": str(seconds)})
         case Unavailable():
-            return ApiError(503, str(error), code="service_unavailable", type="server_error")
+            after = None if error.retry_after is None else {"Retry-After": str(max(1, math.ceil(error.retry_after)))}
+            return ApiError(503, str(error), code="service_unavailable", type="server_error", headers=after)
         case HTTPException():
             return ApiError(error.status_code, str(error.detail), headers=error.headers)
     logger.error("a request failed unexpectedly", exc_info=error)

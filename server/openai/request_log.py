@@ -69,7 +69,10 @@ class RequestLog:
         client, *_ = scope.get("client") or ("-",)
         shown = path[:200].encode("unicode_escape").decode()  # without the query, which may be private
         fields = {"client": client, "method": method, "path": shown, "status": status, "seconds": round(seconds, 6)}
+        if request.model is not None:
+            fields["model"] = request.model
         if request.error is not None:
             fields["error"] = request.error
         error = "" if request.error is None else f" {request.error}"
-        logger.log(level, "%s %s %s %d%s in %.3f s", client, method, shown, status, error, seconds, extra={"fields": fields})
+        model = "" if request.model is None else f" by {request.model}"
+        logger.log(level, "%s %s %s %d%s%s in %.3f s", client, method, shown, status, error, model, seconds, extra={"fields": fields})

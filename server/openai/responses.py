@@ -200,6 +200,7 @@ class ModelList(BaseModel):
 
 class Health(BaseModel):
     status: str
+    models: OrAbsent[dict[str, str]] = None  # of several: awake, asleep, changing, or why one has failed
 
 
 class WeightState(BaseModel):

@@ -1,4 +1,4 @@
-"""What the handlers of both APIs share: the backend, the tokenizer, and the checks of every prompt."""
+"""What the handlers of both APIs share of a model: its backend, its tokenizer, and the checks of every prompt."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from jaxinfer.token_ids import TokenIdError
 from jaxinfer.tokenizer import TextTooLong, Tokenizer
 from server.backend import Backend, Unavailable
 from server.config import ServerConfig
+from server.logs import note_model
 from server.openai.errors import ApiError
 from server.openai.responses import FinishedBy, Model
 from server.usage import UsageMeter
@@ -25,11 +26,16 @@ class Service:
     config: ServerConfig
     created: int  # Unix time at which serving of the model began
     usage: UsageMeter = field(default_factory=UsageMeter)
+    others: tuple[Service, ...] = ()  # of the models beside it, each with names of its own in its `config`
 
-    def check_model(self, name: str) -> None:
-        """Raises `ApiError` 404 for a model that isn't served."""
-        if name not in self.config.model_names:
-            raise _no_model(name, "served here is", self.config.model_names)
+    def of_model(self, name: str) -> Service:
+        """The service of the model with this name: this one, or one beside it. Raises `ApiError` 404 for a model that
+        isn't served."""
+        for service in (self, *self.others):
+            if name in service.config.model_names:
+                note_model(service.config.model_name if self.others else None)
+                return service
+        raise _no_model(name, "served here is", [name for service in (self, *self.others) for name in service.config.model_names])
 
     def embedding_reader(self, name: str) -> TextReader:
         """The text reader of the embedding model with this name. Raises `ApiError` 404 where it, or any at all, isn't
@@ -44,7 +50,11 @@ class Service:
 
     def models(self) -> list[Model]:
         """Each name of each model."""
-        listed = [Model(id=name, created=self.created, max_model_len=self.backend.max_model_len) for name in self.config.model_names]
+        listed = [
+            Model(id=name, created=service.created, max_model_len=service.backend.max_model_len)
+            for service in (self, *self.others)
+            for name in service.config.model_names
+        ]
         if (reader := self.backend.text_reader) is not None:
             listed += [Model(id=name, created=self.created, max_model_len=reader.max_tokens) for name in self.config.embedding_names]
         return listed

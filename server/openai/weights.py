@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field
 
 from jaxinfer.config import ConfigError
 from jaxinfer.engine_access import EngineClosedError
-from server.backend import InFlight, Unavailable, WeightControl
+from server.backend import Backend, InFlight, Unavailable, WeightControl
 from server.openai.api_error import ApiError
 from server.openai.body import read
 from server.openai.responses import WeightState
@@ -38,19 +38,19 @@ WEIGHT_REQUESTS: list[type[BaseModel]] = [SleepRequest, WakeRequest, UpdateWeigh
 
 def add_weights(app: FastAPI, service: Service) -> None:
     """These paths, which a server has with --weight-control."""
-    config, backend = service.config, service.backend
+    config = service.config
     errors = documented_errors(400, 401, 403, 404, 409, 503)
 
-    def control(request: Request, model_id: str) -> WeightControl:
+    def control(request: Request, model_id: str) -> tuple[Backend, WeightControl]:
         if not request.state.caller.may_go_ahead:
             raise ApiError(403, "this API key may not change the model: use one of --priority-key-file", code="not_allowed")
-        service.check_model(model_id)
+        backend = service.of_model(model_id).backend
         found = backend.weight_control()
         if found is None:
             raise ApiError(409, "weights are changed at an engine's own server, not at a router", code="not_possible")
-        return found
+        return backend, found
 
-    async def state(change: Awaitable[object]) -> WeightState:
+    async def state(backend: Backend, change: Awaitable[object]) -> WeightState:
         try:
             await change
         except EngineClosedError as error:
@@ -65,17 +65,17 @@ def add_weights(app: FastAPI, service: Service) -> None:
     @app.post("/v1/models/{model_id:path}/sleep", responses=errors, openapi_extra=documented_body(SleepRequest))
     async def sleep(request: Request, model_id: str) -> WeightState:
         """Give the memory of weights and KV pages back until the model is woken."""
-        found, body = control(request, model_id), await read(request, config, SleepRequest)
-        return await state(found.sleep(body.level or 1, body.in_flight or "finish"))
+        (backend, found), body = control(request, model_id), await read(request, config, SleepRequest)
+        return await state(backend, found.sleep(body.level or 1, body.in_flight or "finish"))
 
     @app.post("/v1/models/{model_id:path}/wake", responses=errors, openapi_extra=documented_body(WakeRequest))
     async def wake(request: Request, model_id: str) -> WeightState:
-        found = control(request, model_id)
+        backend, found = control(request, model_id)
         await read(request, config, WakeRequest)
-        return await state(found.wake())
+        return await state(backend, found.wake())
 
     @app.post("/v1/models/{model_id:path}/update_weights", responses=errors, openapi_extra=documented_body(UpdateWeightsRequest))
     async def update_weights(request: Request, model_id: str) -> WeightState:
         """Serve other weights of the same model from now on."""
-        found, body = control(request, model_id), await read(request, config, UpdateWeightsRequest)
-        return await state(found.update_weights(body.path, body.in_flight or "finish"))
+        (backend, found), body = control(request, model_id), await read(request, config, UpdateWeightsRequest)
+        return await state(backend, found.update_weights(body.path, body.in_flight or "finish"))

@@ -326,6 +326,9 @@ class RouterBackend:
         known = [worker.stats(self._workers.prefixes.num_held(worker.info.worker_id)) for worker in self._workers.all]
         return ClusterStats(tuple(known), self.num_migrations, dict(self.num_routed))
 
+    def models(self) -> None:
+        return None
+
     def weight_control(self) -> None:
         return None
 

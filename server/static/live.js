@@ -20,7 +20,10 @@ export function startLive() {
 async function update() {
   let now;
   try {
-    now = { at: performance.now(), ...(await getJson("stats", element("key").value)) };
+    const chosen = element("models").value; // of several models; another one's counts begin elsewhere
+    if (chosen !== before?.chosen) before = null;
+    const path = chosen ? `stats?model=${encodeURIComponent(chosen)}` : "stats";
+    now = { at: performance.now(), chosen, ...(await getJson(path, element("key").value)) };
   } catch (error) {
     before = null;
     return setState("bad", error.code === "starting" ? error.message : "no connection to the server");

@@ -155,8 +155,10 @@ function submit() {
 async function findModel() {
   try {
     const { data } = await getJson("v1/models", element("key").value);
-    model = data[0].id;
-    element("model").textContent = `${model} · context of ${data[0].max_model_len.toLocaleString()} tokens`;
+    await showModels();
+    model = element("models").value || data[0].id;
+    const { max_model_len: context } = data.find(({ id }) => id === model) ?? data[0];
+    element("model").textContent = `${model} · context of ${context.toLocaleString()} tokens`;
   } catch (error) {
     model = null;
     element("model").textContent = error instanceof ApiError ? error.message : "the server can't be reached";
@@ -165,6 +167,16 @@ async function findModel() {
   showSendable();
 }
 
+// Where the server has several models: one to choose from.
+async function showModels() {
+  const { models } = await getJson("stats", element("key").value).catch(() => ({})), select = element("models");
+  const names = Object.keys(models ?? {}), chosen = select.value;
+  select.replaceChildren(...names.map((name) => make("option", "", name)));
+  if (names.includes(chosen)) select.value = chosen;
+  select.hidden = names.length < 2;
+}
+
+element("models").addEventListener("change", findModel);
 element("composer").addEventListener("submit", (event) => {
   event.preventDefault();
   submit();

@@ -72,6 +72,9 @@ class FakeBackend:
     def cluster(self) -> None:
         return None
 
+    def models(self) -> None:
+        return None
+
     def is_ready(self) -> bool:
         return self.started and not self.stopped and self.failed is None
 

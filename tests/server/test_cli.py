@@ -18,6 +18,7 @@ from server import cli
 from server.cli.demo import WordWrap
 from server.cli.parser import parse as parse_command
 from server.cli.server_config import KEYS_VARIABLE, PRIORITY_KEYS_VARIABLE, server_config
+from server.cli.several_models import for_each_model
 from server.config import ServerConfig
 from server.flags import add_flags, given_flags
 from tests.server.scripted_engine import ScriptedEngine
@@ -43,6 +44,8 @@ def run(*arguments):
         cli.main(arguments)
     return exit.value.code
 
+
+TWO_MODELS = ("serve", "--model", "default", "--model", "default", "--served-model-name", "a", "--served-model-name", "b")
 
 # What takes 0.1 s to import, or seconds.
 HEAVY = {"jax", "flax", "numpy", "pydantic", "fastapi", "uvicorn", "rich", "huggingface_hub", "tokenizers", "safetensors", "asyncio"}
@@ -81,6 +84,19 @@ def test_help_is_quick_because_nothing_heavy_is_imported(arguments, shows):
         (("serve", "--port", "0", "--embedding-model", "nowhere"), "model 'nowhere' does not exist"),
         (("serve", "--prefill-parallel", "tp=x"), "prefill_parallel is 'tp=x'"),
         (("serve", "--prefill-parallel", "tp=2", "--prefill-devices", "0"), "prefill_parallel is tp=2, for 2 device(s)"),
+        (
+            ("serve", "--model", "default", "--model", "default"),
+            "two models would have the name 'SmolLM2-135M-Instruct': give --served-model-name",
+        ),
+        (
+            ("serve", "--served-model-name", "a", "--served-model-name", "b"),
+            "--served-model-name is given 2 times for 1 model(s): give it once",
+        ),
+        ((*TWO_MODELS, "--kv-host-memory", "1GiB", "--kv-disk", "kv.bin:1GiB"), "kv_disk is kv.bin:1GiB, but there are 2 models (--model)"),
+        ((*TWO_MODELS, "--num-processes", "2", "--coordinator", "a:1"), "num_processes is 2, but there are 2 models (--model)"),
+        ((*TWO_MODELS, "--profile", "folder"), "profile is folder, but there are 2 models (--model)"),
+        ((*TWO_MODELS, "--models-memory", "big"), "models_memory is 'big': give a size such as 512MiB"),
+        ((*TWO_MODELS, "--models-turn", "0"), "models_turn is 0: give seconds above 0"),
         (("serve", "--decode-devices", "2", "--cpu-devices", "2"), "device 2 does not exist: this machine has 2 cpu device(s)"),
         (("inspect", "{folder}/nowhere.gguf"), "nowhere.gguf' does not exist"),
     ],
@@ -125,6 +141,14 @@ def test_a_clusters_mistakes_are_told_before_a_model_is_loaded(monkeypatch, argu
         (("serve", "--prot", "80"), "jaxinfer serve: error: unknown flag --prot: did you mean --port?"),
         (("batch", "--max-batch", "3"), "jaxinfer batch: error: unknown flag --max-batch: did you mean --max-batch-size?"),
         (("generate", "--colour=red", "hi"), "jaxinfer generate: error: unknown flag --colour"),
+        *(
+            (
+                (command, *needed, "--model", "a", "--model", "b"),
+                f"jaxinfer {command}: error: --model is given more than once: one process of this command has one model; "
+                "`jaxinfer serve` takes several",
+            )
+            for command, *needed in (("worker", "--router", "a:1"), ("router",), ("generate", "x"))
+        ),
         (("serve", "default"), "jaxinfer serve: error: unexpected argument default"),
         (("serve", "--port", "x"), "jaxinfer serve: error: argument --port: invalid int value: 'x'"),
         (("sreve",), "jaxinfer: error: unknown command 'sreve': did you mean serve?"),
@@ -159,7 +183,8 @@ def test_every_setting_is_a_flag_with_its_help_and_default(command, capsys, monk
 def configured(*flags):
     """The ServerConfig of `jaxinfer serve` with these flags."""
     _, arguments = parse_command(["serve", *flags])
-    return server_config(arguments, EngineConfig.of(**given_flags(arguments, flat_fields())))  # of models that need not be there
+    (first,) = for_each_model(arguments)
+    return server_config(first, EngineConfig.of(**given_flags(first, flat_fields())))  # of models that need not be there
 
 
 def parse(*arguments):
@@ -344,6 +369,17 @@ def test_an_embedding_model_has_names_of_its_own(flags, names):
     config = configured(*flags)
     assert config.embedding_names == names
     assert config.model_names == ("SmolLM2-135M-Instruct", "default")
+
+
+def test_each_of_several_models_has_its_names_in_the_order_of_the_flags():
+    flags = ("--model", "org/A", "--model", "org/B", "--embedding-model", "minilm")
+    _, arguments = parse_command(["serve", *flags])
+    assert [(one.model, getattr(one, "embedding_model", None)) for one in for_each_model(arguments)] == [
+        ("org/A", "minilm"),
+        ("org/B", None),
+    ]
+    _, arguments = parse_command(["serve", *flags, "--served-model-name", "a,b", "--served-model-name", "c"])
+    assert [one.served_model_name for one in for_each_model(arguments)] == [("a", "b"), ("c",)]
 
 
 def test_api_keys_may_come_from_the_environment(monkeypatch):
