@@ -4,7 +4,7 @@ ignores."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxinfer.prompts import Message
@@ -16,8 +16,19 @@ _SURE_ROLES = ("system", "user", "assistant")  # every template reads these, or 
 _FIRST_MARK, _NUM_MARKS = 0x100000, 0xFFFE  # private-use characters
 
 
-def render_conversation(tokenizer: Tokenizer, messages: Sequence[Message], **template: Any) -> PromptText:
-    """The prompt of a conversation. `template`: further arguments of `Tokenizer.render_chat`.
+Calls = Sequence[tuple[str, Any]]  # names and arguments, which are an object but for malformed ones
+
+
+def calls_as_json(calls: Calls) -> str:
+    """A line of JSON for each call."""
+    return "\n".join(json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False) for name, arguments in calls)
+
+
+def render_conversation(
+    tokenizer: Tokenizer, messages: Sequence[Message], *, calls_as_text: Callable[[Calls], str] = calls_as_json, **template: Any
+) -> PromptText:
+    """The prompt of a conversation. `template`: further arguments of `Tokenizer.render_chat`. `calls_as_text` writes
+    the calls of a message for a template that has no tools.
 
     Arguments of tool calls may be JSON text; templates get them as objects where possible. A template that doesn't
     support tool calls gets them, and their results, as text. Raises `RequestError` as `render_chat` does, and for a
@@ -28,7 +39,7 @@ def render_conversation(tokenizer: Tokenizer, messages: Sequence[Message], **tem
         return tokenizer.render_chat(messages, **template)
     ways: list[Sequence[Message]] = [[*map(_with_objects, messages)], messages] if has_calls else [messages]
     if has_calls and not tokenizer.template_mentions("tool_calls", template.get("tools")):
-        ways.append(_as_text(messages))
+        ways.append(_as_text(messages, calls_as_text))
     first: RequestError | None = None
     for way in ways:
         try:
@@ -67,8 +78,8 @@ def _with_object(call: Mapping[str, Any]) -> Mapping[str, Any]:
         return call
 
 
-def _as_text(messages: Sequence[Message]) -> list[Message]:
-    """Tool calls as JSON in assistant messages, results as user messages. Consecutive results, and the user message
+def _as_text(messages: Sequence[Message], calls_as_text: Callable[[Calls], str]) -> list[Message]:
+    """Tool calls as text in assistant messages, results as user messages. Consecutive results, and the user message
     after them, become one message: some templates require alternating roles."""
     names: dict[Any, Any] = {}
     made: list[dict[str, Any]] = []
@@ -78,8 +89,8 @@ def _as_text(messages: Sequence[Message]) -> list[Message]:
         if calls := _calls(message):
             functions = [call["function"] for call in map(_with_object, calls)]
             names |= {call.get("id"): function.get("name") for call, function in zip(calls, functions, strict=True)}
-            lines = [json.dumps({key: function.get(key) for key in ("name", "arguments")}, ensure_ascii=False) for function in functions]
-            made.append({"role": "assistant", "content": "\n".join([message["content"], *lines] if message.get("content") else lines)})
+            text = calls_as_text([(function.get("name"), function.get("arguments")) for function in functions])
+            made.append({"role": "assistant", "content": f"{message['content']}\n{text}" if message.get("content") else text})
         elif is_result:
             name = names.get(message.get("tool_call_id")) or message.get("name") or message.get("tool_call_id")
             text = f"Result of {name}:\n{_text(message.get('content'))}"

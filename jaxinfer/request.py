@@ -93,6 +93,7 @@ class SamplingParams:
     bad_words: tuple[str, ...] = ()  # whose tokens never follow each other in the output, with or without a space first
     logprob_token_ids: tuple[int, ...] = ()  # log-probabilities of these instead of the likeliest
     skip_special_tokens: bool = True  # leave them out of the text
+    kept_special_tokens: tuple[int, ...] = ()  # but for these, which whoever reads the text needs: markers of tool calls, say
     include_stop_str_in_output: bool = False  # the text ends with the stop string, or the stop token's text
     truncate_prompt_tokens: int | None = None  # keep that many last ones; -1: as many as fit beside max_tokens
 
@@ -167,6 +168,7 @@ class SamplingParams:
         if len(words) > MAX_BAD_WORDS or any(len(word) > MAX_BAD_WORD for word in words):
             message = f"bad_words has {len(words)} words, the longest of {max(map(len, words))} characters: at most {MAX_BAD_WORDS} of {MAX_BAD_WORD}"
             raise RequestError(message, "bad_words")
+        object.__setattr__(self, "kept_special_tokens", tuple(self.kept_special_tokens))
         if self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens != -1:
             _integer("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, 2**31 - 1)
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxinfer.config import ConfigError, parse_bytes, size_text
+from server.tools.formats import FORMATS, NO_FORMAT
+from server.tools.reasoning import REASONING_FORMATS
 
 
 def _flag(default: Any, help: str, **extra: Any) -> Any:
@@ -61,6 +63,16 @@ class ServerConfig:
     batch_dir: str | None = _flag(None, "folder for /v1/files and /v1/batches, used by one server only; default: both are off")
     max_file_size: str = _flag("200MiB", "largest upload to /v1/files")
     weight_control: bool = _flag(False, "serve /v1/models/ID/sleep, /wake and /update_weights, for priority keys where there are some")
+    tool_format: str = _flag(
+        "auto",
+        "format in which the model writes tool calls: from its chat template, none (they stay text), or a name",
+        choices=("auto", NO_FORMAT, *FORMATS),
+    )
+    reasoning_format: str = _flag(
+        "auto",
+        "markers around the model's thoughts: from its chat template, none (they stay text), or a name",
+        choices=("auto", NO_FORMAT, *REASONING_FORMATS),
+    )
     strict_parameters: bool = _flag(
         False, "refuse unknown parameters and those without effect; off: those that can't change the answer are ignored and reported"
     )

@@ -159,6 +159,16 @@ class Tokenizer:
         except UnicodeDecodeError:
             return None
 
+    @functools.cached_property
+    def special_tokens(self) -> dict[str, int]:
+        """Ids of special tokens, by their text."""
+        return {token.content: i for i, token in self._backend.get_added_tokens_decoder().items() if token.special}
+
+    @property
+    def template_text(self) -> str:
+        """The chat template as it is written, of several all; empty if there is none."""
+        return self._template.text
+
     @property
     def reads_tools(self) -> bool:
         """Whether the chat template may depend on `tools`."""

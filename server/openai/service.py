@@ -13,6 +13,7 @@ from jaxinfer.token_ids import TokenIdError
 from jaxinfer.tokenizer import TextTooLong, Tokenizer
 from server.backend import Backend, Unavailable
 from server.config import ServerConfig
+from server.openai.answer_syntax import AnswerSyntax
 from server.openai.errors import ApiError
 from server.openai.responses import FinishedBy, Model
 from server.usage import UsageMeter
@@ -25,6 +26,10 @@ class Service:
     config: ServerConfig
     created: int  # Unix time at which serving of the model began
     usage: UsageMeter = field(default_factory=UsageMeter)
+    syntax: AnswerSyntax = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "syntax", AnswerSyntax.of(self.tokenizer, self.config))
 
     def check_model(self, name: str) -> None:
         """Raises `ApiError` 404 for a model that isn't served."""

@@ -90,7 +90,11 @@ LLAMA3 = ToolFormat(
     parallel=False,
 )
 HERMES = ToolFormat("hermes", (_TAGGED_JSON, _TAGGED_LIST), signs=(("<tool_call>",),))  # Qwen 2.5 and 3, SmolLM3, Hermes
-SMOLLM2 = ToolFormat("smollm2", (_TAGGED_LIST, _TAGGED_JSON), signs=(("named SmolLM",),))
+SMOLLM2 = ToolFormat(
+    "smollm2",  # the smallest leave the tags out
+    (_TAGGED_LIST, _TAGGED_JSON, Layout((_JSON,)), Layout((_JSON,), ("[",), ",", ("]",))),
+    signs=(("named SmolLM",),),
+)
 GENERIC = ToolFormat(
     "json",
     (

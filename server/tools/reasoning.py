@@ -76,7 +76,8 @@ class ReasoningSplitter:
             self._held, self._state, self._is_trimming = rest, "answer", True
             return thoughts.rstrip()
         # White space may come before the end, and what looks like its beginning may be it.
-        start = next(at for at in range(len(thoughts) + 1) if self._end.startswith(thoughts[at:]))
+        first = max(0, len(thoughts) - len(self._end) + 1)
+        start = next(at for at in range(first, len(thoughts) + 1) if self._end.startswith(thoughts[at:]))
         certain = thoughts[:start].rstrip()
         self._held = self._held[len(certain) :]
         return certain

@@ -21,7 +21,9 @@ def is_text(schema: Any) -> bool:
     return schema.get("type") == "string" or (isinstance(values, list) and all(isinstance(value, str) for value in values))
 
 
-def read_tagged(text: Characters, part: TaggedArguments, schema: Mapping[str, Any], on_open: Callable[[], None], emit: Emit) -> Reading[None]:
+def read_tagged(
+    text: Characters, part: TaggedArguments, schema: Mapping[str, Any], on_open: Callable[[], None], emit: Emit
+) -> Reading[None]:
     """The elements up to their end, emitted as one JSON object. `on_open` is called before the first. Raises `Damaged`
     for anything else."""
     properties = schema.get("properties")
