@@ -41,7 +41,7 @@ def check_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> None:
         name = tool.function.name
         if first_with.setdefault(name, number) != number:
             message = f"tools[{number}] has the name {quoted(name)}, as tools[{first_with[name]}] has: give each tool its own"
-            raise RequestError(message, f"tools[{number}].function.name")
+            raise RequestError(message, "tools")
     if isinstance(choice, NamedTool) and choice.function.name not in first_with:
         message = f"tool_choice names {quoted(choice.function.name)}, which is none of the tools: name one of them, or send it in tools"
         raise RequestError(message, "tool_choice")

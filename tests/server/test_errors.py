@@ -92,7 +92,7 @@ BAD_CHATS = [
     ),
     (
         {"tools": [TOOL, TOOL]},
-        "tools[1].function.name",
+        "tools",
         "invalid_value",
         "tools[1] has the name 'f', as tools[0] has: give each tool its own",
     ),
