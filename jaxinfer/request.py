@@ -93,7 +93,7 @@ class SamplingParams:
     bad_words: tuple[str, ...] = ()  # whose tokens never follow each other in the output, with or without a space first
     logprob_token_ids: tuple[int, ...] = ()  # log-probabilities of these instead of the likeliest
     skip_special_tokens: bool = True  # leave them out of the text
-    kept_special_tokens: tuple[int, ...] = ()  # but for these, which whoever reads the text needs: markers of tool calls, say
+    kept_special_tokens: tuple[int, ...] = ()  # but for these: markers that a reader of the text needs
     include_stop_str_in_output: bool = False  # the text ends with the stop string, or the stop token's text
     truncate_prompt_tokens: int | None = None  # keep that many last ones; -1: as many as fit beside max_tokens
 

@@ -22,7 +22,7 @@ class AnswerSyntax:
     """How a model writes thoughts and tool calls. None: they stay text."""
 
     calls: ToolFormat | None
-    thoughts: ReasoningFormat | None
+    reasoning: ReasoningFormat | None
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, config: ServerConfig) -> AnswerSyntax:
@@ -37,16 +37,16 @@ class AnswerSyntax:
     def with_markers(self, params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
         """The parameters, with special tokens that are markers kept in the text."""
         texts = frozenset() if self.calls is None else self.calls.texts
-        if self.thoughts is not None:
-            texts |= {self.thoughts.begin, self.thoughts.end}
+        if self.reasoning is not None:
+            texts |= {self.reasoning.begin, self.reasoning.end}
         ids = sorted(token_id for text, token_id in tokenizer.special_tokens.items() if text in texts)
         return replace(params, kept_special_tokens=tuple(ids)) if ids else params
 
     def new_parser(self, body: ChatRequest, prompt: str) -> AnswerParser | None:
         """A parser of one answer to this prompt; None where there is nothing to read in it."""
         splitter = calls = None
-        if self.thoughts is not None:
-            splitter = ReasoningSplitter(self.thoughts, is_open=_is_thinking(self.thoughts, body, prompt))
+        if self.reasoning is not None:
+            splitter = ReasoningSplitter(self.reasoning, is_open=_is_thinking(self.reasoning, body, prompt))
         if self.calls is not None and body.tools:
             rules = CallRules({tool.function.name: tool.function.parameters or {} for tool in body.tools}, random_id)
             calls = ToolCallParser(self.calls, rules, max_calls=1 if body.parallel_tool_calls is False else None)

@@ -17,9 +17,8 @@ from server.openai.responses import (
     WrittenToolCall,
 )
 from server.openai.service import finished_by
-from server.tools.answer import AnswerParser, Piece, Thoughts
-from server.tools.calls import ArgumentText, CallOpened
-from server.tools.parser import Content
+from server.tools.answer import AnswerParser
+from server.tools.events import AnswerEvent, ArgumentText, CallOpened, ContentText, ReasoningText
 
 
 @dataclass(slots=True)
@@ -40,11 +39,11 @@ class AnswerReader:
         pieces = self.parser.feed(text) + (self.parser.finish() if is_last else [])
         return [self._delta(piece) for piece in pieces]
 
-    def _delta(self, piece: Piece) -> ChatDelta:
+    def _delta(self, piece: AnswerEvent) -> ChatDelta:
         match piece:
-            case Thoughts(text):
+            case ReasoningText(text):
                 return ChatDelta(reasoning_content=text)
-            case Content(text):
+            case ContentText(text):
                 return ChatDelta(content=text)
             case CallOpened(id, name):
                 self._num_calls += 1

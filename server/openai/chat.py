@@ -17,10 +17,10 @@ from server.openai.answers import AnswerReader, chat_finished_by, whole_message
 from server.openai.caller import UNKNOWN, Caller, request_identity, tier_of
 from server.openai.logprobs import TokenNames, chat_logprobs, prompt_logprobs_by_id
 from server.openai.messages import for_template, size_for_template
-from server.openai.parameter_policy import IGNORED, not_implemented
 from server.openai.protocol import ChatRequest
 from server.openai.responses import ChatChoice, ChatChunk, ChatChunkChoice, ChatCompletion, ChatDelta, ChatLogprobs, Usage
 from server.openai.service import Service, new_id
+from server.openai.template_variables import template_variables
 from server.openai.text_work import work_on
 from server.tools.answer import AnswerParser
 from server.tools.formats import GENERIC
@@ -82,28 +82,8 @@ def _render(service: Service, body: ChatRequest) -> str:
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=bool(body.continue_final_message),
         tools=tools,
-        chat_template_kwargs=_variables(tokenizer, body),
+        chat_template_kwargs=template_variables(tokenizer, body),
     )
-
-
-def _variables(tokenizer: Tokenizer, body: ChatRequest) -> dict[str, Any] | None:
-    """The template's variables, with those about reasoning that the template reads: elsewhere they can't change the
-    answer."""
-    given: dict[str, Any] = {}
-    is_thinking = False if body.enable_thinking is None and body.reasoning_effort == "none" else body.enable_thinking
-    wishes: dict[str, dict[str, Any]] = {
-        "reasoning_effort": {"reasoning_effort": None if body.reasoning_effort == "none" else body.reasoning_effort},
-        "enable_thinking": {"enable_thinking": is_thinking, "thinking": is_thinking},  # two names of one switch
-    }
-    for parameter, variables in wishes.items():
-        read = {name: value for name, value in variables.items() if value is not None and tokenizer.template_reads(name)}
-        given |= read
-        if not read and variables[parameter] is not None and getattr(body, parameter) is not None:
-            if body.policy.is_strict:
-                raise not_implemented([parameter])
-            body.policy.ignore("", parameter)
-            IGNORED.log([parameter])
-    return given | (body.chat_template_kwargs or {}) if given else body.chat_template_kwargs
 
 
 async def respond(service: Service, body: ChatRequest, caller: Caller = UNKNOWN) -> ChatCompletion:
@@ -162,7 +142,8 @@ async def stream(service: Service, body: ChatRequest, caller: Caller = UNKNOWN) 
             async for delta in deltas:
                 chat.usage.add(delta)
                 reader = started.get(delta.index) or AnswerReader(chat.new_parser())
-                choices = _choices(service, chat, delta, reader)  # raises for an aborted request, before its role is sent
+                # First: it raises for an aborted request, before its role is sent.
+                choices = _choices(service, chat, delta, reader)
                 if delta.index not in started:
                     role = ChatDelta(role="assistant", content="")
                     choice = ChatChunkChoice(index=delta.index, delta=role, logprobs=None, finish_reason=None)

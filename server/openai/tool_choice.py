@@ -53,7 +53,7 @@ def check_enforceable(tools: Sequence[Tool], choice: ToolChoice | None) -> None:
     """Raises `RequestError` for what only a grammar could promise: a call that has to come, arguments that have to keep
     to their schema.
 
-    The one place where that is decided: with grammars, `server.tools.grammar.call_grammar` gives the one to sample with.
+    The one place where that is decided: `server.tools.grammar.call_grammar` has the grammar to sample with.
     """
     if isinstance(choice, NamedTool) or choice == "required":
         what = "a named function" if isinstance(choice, NamedTool) else "'required'"

@@ -2,22 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
-from server.tools.calls import ArgumentText, CallOpened
-from server.tools.parser import Content, ToolCallParser
+from server.tools.events import AnswerEvent, ContentText, ReasoningText
+from server.tools.parser import ToolCallParser
 from server.tools.reasoning import ReasoningSplitter
-
-
-@dataclass(frozen=True, slots=True)
-class Thoughts:
-    """More of what the model thinks."""
-
-    text: str
-
-
-Piece = Thoughts | Content | CallOpened | ArgumentText
 
 
 class AnswerParser:
@@ -31,21 +18,18 @@ class AnswerParser:
     def has_calls(self) -> bool:
         return self._calls is not None and self._calls.num_calls > 0
 
-    def feed(self, text: str) -> list[Piece]:
+    def feed(self, text: str) -> list[AnswerEvent]:
         """What is certain after this piece."""
         thoughts, answer = self._splitter.feed(text) if self._splitter is not None else ("", text)
         return self._pieces(thoughts, answer)
 
-    def finish(self) -> list[Piece]:
+    def finish(self) -> list[AnswerEvent]:
         """What was held back, at the end of the text."""
         thoughts, answer = self._splitter.finish() if self._splitter is not None else ("", "")
         return self._pieces(thoughts, answer) + list(self._calls.finish() if self._calls is not None else ())
 
-    def _pieces(self, thoughts: str, answer: str) -> list[Piece]:
-        pieces: list[Piece] = [Thoughts(thoughts)] if thoughts else []
+    def _pieces(self, thoughts: str, answer: str) -> list[AnswerEvent]:
+        pieces: list[AnswerEvent] = [ReasoningText(thoughts)] if thoughts else []
         if self._calls is None:
-            return pieces + ([Content(answer)] if answer else [])
+            return pieces + ([ContentText(answer)] if answer else [])
         return pieces + list(self._calls.feed(answer))
-
-
-NewAnswerParser = Callable[[], AnswerParser]

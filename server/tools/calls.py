@@ -9,8 +9,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from server.tools.characters import END, Characters, Damaged, Reading
-from server.tools.layout import CallIndex, JsonArguments, JsonCall, KeywordArguments, Layout, Name, Part, TaggedArguments, WrittenId
+from server.tools.characters import END, Characters, Damaged, Parsing
+from server.tools.events import ArgumentText, CallOpened
+from server.tools.keywords import read_keywords
+from server.tools.layout import CallIndex, Element, JsonArguments, JsonCall, KeywordArguments, Layout, Name, TaggedArguments, WrittenId
 from server.tools.tagged import read_tagged
 from server.tools.values import read_string, read_value
 
@@ -18,21 +20,6 @@ _ALPHABET = string.ascii_letters + string.digits
 _ID_CHARACTERS = frozenset(_ALPHABET)
 _MAX_KEY = 64  # characters of JSON
 _MAX_INDEX = 9  # digits
-
-
-@dataclass(frozen=True, slots=True)
-class CallOpened:
-    """A tool is called; its arguments follow."""
-
-    id: str
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class ArgumentText:
-    """More of the arguments' JSON text, of the call that was opened last."""
-
-    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +58,7 @@ class SectionReader:
     _id: str | None = None
     _held: str = ""  # arguments of a call that isn't opened yet
 
-    def read(self) -> Reading[None]:
+    def read(self) -> Parsing[None]:
         """The whole section. Raises `Damaged` where the text is something else; what was opened before stays."""
         for number, begin in enumerate(self.layout.begin):
             if number:
@@ -90,14 +77,14 @@ class SectionReader:
             yield from self.text.space()
             yield from self.text.expect(end)
 
-    def _read_call(self) -> Reading[None]:
+    def _read_call(self) -> Parsing[None]:
         self._name, self._index, self._id, self._held = "", "", None, ""
         for number, part in enumerate(self.layout.call):
             if number or self.layout.begin:
                 yield from self.text.space()
             yield from self._read_part(part)
 
-    def _read_part(self, part: Part) -> Reading[None]:
+    def _read_part(self, part: Element) -> Parsing[None]:
         match part:
             case str():
                 yield from self.text.expect(part)
@@ -112,7 +99,7 @@ class SectionReader:
             case JsonCall():
                 yield from self._read_json_call(part)
             case KeywordArguments():
-                yield from self._read_keywords()
+                yield from read_keywords(self.text, self._open, self._emit)
             case TaggedArguments():
                 yield from read_tagged(self.text, part, self.rules.schemas[self._name], self._open, self._emit)
 
@@ -130,7 +117,7 @@ class SectionReader:
         else:
             self.events.append(ArgumentText(text))
 
-    def _read_run(self, characters: str | frozenset[str], length: int) -> Reading[str]:
+    def _read_run(self, characters: str | frozenset[str], length: int) -> Parsing[str]:
         run = ""
         while len(run) < length and (character := (yield from self.text.peek())) != END and character in characters:
             run += yield from self.text.take()
@@ -138,14 +125,14 @@ class SectionReader:
             raise Damaged
         return run
 
-    def _read_arguments(self) -> Reading[None]:
+    def _read_arguments(self) -> Parsing[None]:
         if (yield from self.text.peek()) != "{":
             raise Damaged
         if self._name:
             self._open()
         yield from read_value(self.text, self._emit)
 
-    def _read_json_call(self, part: JsonCall) -> Reading[None]:
+    def _read_json_call(self, part: JsonCall) -> Parsing[None]:
         yield from self.text.expect("{")
         seen: set[str] = set()
         has_arguments = False
@@ -177,7 +164,7 @@ class SectionReader:
         if self.is_in_new_call:
             self._open()
 
-    def _read_json_name(self) -> Reading[None]:
+    def _read_json_name(self) -> Parsing[None]:
         longest = max(map(len, self.rules.schemas), default=0)
         self._name = yield from self._read_short_string(6 * longest)  # a character's escape has six
         if self._name not in self.rules.schemas:
@@ -185,7 +172,7 @@ class SectionReader:
         if self._held:
             self._open()
 
-    def _read_json_arguments(self) -> Reading[None]:
+    def _read_json_arguments(self) -> Parsing[None]:
         """An object, null, or an object as JSON text in a string, as some models write it."""
         first = yield from self.text.peek()
         if first == "{":
@@ -205,7 +192,7 @@ class SectionReader:
         if self._name:
             self._open()
 
-    def _read_short_string(self, length: int) -> Reading[str]:
+    def _read_short_string(self, length: int) -> Parsing[str]:
         """A JSON string's value. Raises `Damaged` for a longer one, without waiting for its end."""
         read: list[str] = []
 
@@ -217,33 +204,3 @@ class SectionReader:
         yield from read_string(self.text, emit)
         value: str = json.loads("".join(read))
         return value
-
-    def _read_keywords(self) -> Reading[None]:
-        self._emit("{")
-        is_first = True
-        while (yield from self.text.peek()) != ")":
-            key = yield from self._read_key()
-            self._emit(("" if is_first else ", ") + json.dumps(key) + ": ")
-            if is_first:
-                self._open()
-            yield from self.text.space()
-            yield from read_value(self.text, self._emit, python=True)
-            is_first = False
-            yield from self.text.space()
-            if (yield from self.text.peek()) != ")":
-                yield from self.text.expect(",")
-                yield from self.text.space()
-        self._emit("}")
-        if is_first:
-            self._open()
-
-    def _read_key(self) -> Reading[str]:
-        """A keyword, up to its equals sign."""
-        key = ""
-        while len(key) < _MAX_KEY and (character := (yield from self.text.peek())) != END and (key + character).isidentifier():
-            key += yield from self.text.take()
-        if not key:
-            raise Damaged
-        yield from self.text.space()
-        yield from self.text.expect("=")
-        return key

@@ -1,4 +1,4 @@
-"""The families' formats, as their model cards and chat templates have them, and which of them a chat template is for."""
+"""The families' formats, as their model cards and chat templates have them, and which one a chat template is for."""
 
 from __future__ import annotations
 
@@ -89,7 +89,11 @@ LLAMA3 = ToolFormat(
     signs=(("<|python_tag|>",), ('{"name": function name, "parameters": dictionary',)),
     parallel=False,
 )
-HERMES = ToolFormat("hermes", (_TAGGED_JSON, _TAGGED_LIST), signs=(("<tool_call>",),))  # Qwen 2.5 and 3, SmolLM3, Hermes
+HERMES = ToolFormat(
+    "hermes",  # and Qwen 2.5 and 3, SmolLM3
+    (_TAGGED_JSON, _TAGGED_LIST),
+    signs=(("<tool_call>",),),
+)
 SMOLLM2 = ToolFormat(
     "smollm2",  # the smallest leave the tags out
     (_TAGGED_LIST, _TAGGED_JSON, Layout((_JSON,)), Layout((_JSON,), ("[",), ",", ("]",))),

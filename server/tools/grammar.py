@@ -13,12 +13,12 @@ from typing import Any
 
 from server.tools.layout import (
     CallIndex,
+    Element,
     JsonArguments,
     JsonCall,
     KeywordArguments,
     Layout,
     Name,
-    Part,
     TaggedArguments,
     ToolFormat,
     WrittenId,
@@ -43,12 +43,12 @@ def call_grammar(
     """
     is_named = choice not in ("auto", "required")
     chosen = {choice: tools[choice]} if is_named else tools
-    writer = _Writer(tool_format.layouts[0], special_tokens, is_parallel and tool_format.parallel and not is_named)
+    writer = _GrammarWriter(tool_format.layouts[0], special_tokens, is_parallel and tool_format.parallel and not is_named)
     return writer.grammar(chosen, is_auto=choice == "auto")
 
 
 @dataclass(frozen=True, slots=True)
-class _Writer:
+class _GrammarWriter:
     layout: Layout
     special_tokens: Mapping[str, int]
     is_parallel: bool
@@ -83,7 +83,7 @@ class _Writer:
         parts = [self._part(part, f"arguments_{number}", name, schema, rules) for part in self.layout.call]
         return [f"call_{number}: {' space '.join(parts)}", *rules]
 
-    def _part(self, part: Part, rule: str, name: str, schema: Mapping[str, Any], rules: list[str]) -> str:
+    def _part(self, part: Element, rule: str, name: str, schema: Mapping[str, Any], rules: list[str]) -> str:
         match part:
             case str():
                 return self._text(part)

@@ -53,7 +53,7 @@ class TaggedArguments:
     end: str
 
 
-Part = str | Name | CallIndex | WrittenId | JsonArguments | JsonCall | KeywordArguments | TaggedArguments
+Element = str | Name | CallIndex | WrittenId | JsonArguments | JsonCall | KeywordArguments | TaggedArguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Layout:
     `between` None: one call, then `end`.
     """
 
-    call: tuple[Part, ...]
+    call: tuple[Element, ...]
     begin: tuple[str, ...] = ()
     between: str | None = None
     end: tuple[str, ...] = ()

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from server.tools.calls import ArgumentText, CallOpened, CallRules, SectionReader
-from server.tools.characters import END, Damaged, Reading
+from server.tools.calls import CallRules, SectionReader
+from server.tools.characters import END, Damaged, Parsing
+from server.tools.events import ArgumentText, CallOpened, ContentText
 from server.tools.layout import ToolFormat
 
-
-@dataclass(frozen=True, slots=True)
-class Content:
-    """More of the answer's text."""
-
-    text: str
-
-
-Event = Content | CallOpened | ArgumentText
+Event = ContentText | CallOpened | ArgumentText
 
 
 class ToolCallParser:
@@ -51,7 +42,7 @@ class ToolCallParser:
         if self._attempts:
             self._advance(END)
         if self._space and not self.num_calls:
-            self._add(Content(self._space))
+            self._add(ContentText(self._space))
         self._space = ""
         return self._taken()
 
@@ -125,13 +116,13 @@ class ToolCallParser:
 
     def _add_content(self, text: str) -> None:
         self._is_at_start = False
-        self._add(Content(self._space + text))
+        self._add(ContentText(self._space + text))
         self._space = ""
 
     def _add(self, event: Event) -> None:
         last = self._events[-1] if self._events else None
-        if isinstance(event, Content) and isinstance(last, Content):
-            self._events[-1] = Content(last.text + event.text)
+        if isinstance(event, ContentText) and isinstance(last, ContentText):
+            self._events[-1] = ContentText(last.text + event.text)
         elif isinstance(event, ArgumentText) and isinstance(last, ArgumentText):
             self._events[-1] = ArgumentText(last.text + event.text)
         else:
@@ -145,7 +136,7 @@ class _Attempt:
         self.section = section
         self.is_opened = False  # it has a call
         self.is_read = False
-        self._reading: Reading[None] = section.read()
+        self._reading: Parsing[None] = section.read()
         next(self._reading)
 
     def send(self, character: str) -> bool:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from server.tools.characters import Characters, Reading
+from server.tools.characters import Characters, Parsing
 from server.tools.layout import TaggedArguments
 from server.tools.values import Emit
 
@@ -23,7 +23,7 @@ def is_text(schema: Any) -> bool:
 
 def read_tagged(
     text: Characters, part: TaggedArguments, schema: Mapping[str, Any], on_open: Callable[[], None], emit: Emit
-) -> Reading[None]:
+) -> Parsing[None]:
     """The elements up to their end, emitted as one JSON object. `on_open` is called before the first. Raises `Damaged`
     for anything else."""
     properties = schema.get("properties")
@@ -51,13 +51,13 @@ def read_tagged(
             emit(_as_json("".join(value)))
 
 
-def _read_content(text: Characters, close: str, emit: Emit) -> Reading[None]:
+def _read_content(text: Characters, close: str, emit: Emit) -> Parsing[None]:
     if (yield from text.peek()) == "\n":
         yield from text.take()
     yield from _read_until(text, (close, "\n" + close), emit)
 
 
-def _read_until(text: Characters, stops: tuple[str, ...], emit: Emit) -> Reading[None]:
+def _read_until(text: Characters, stops: tuple[str, ...], emit: Emit) -> Parsing[None]:
     """Emits what comes before one of the stops, and takes that."""
     held = ""
     while held not in stops:

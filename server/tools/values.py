@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
-from server.tools.characters import END, Characters, Damaged, Reading
+from server.tools.characters import END, Characters, Damaged, Parsing
 
 Emit = Callable[[str], None]
 
@@ -17,7 +17,7 @@ _PYTHON_ESCAPES = {"n": "\\n", "t": "\\t", "r": "\\r", "b": "\\b", "f": "\\f", '
 _DIGITS = "0123456789"
 
 
-def read_value(text: Characters, emit: Emit, *, python: bool = False, depth: int = 0) -> Reading[None]:
+def read_value(text: Characters, emit: Emit, *, python: bool = False, depth: int = 0) -> Parsing[None]:
     """One value, emitted as JSON text. `python`: also of Python's literals strings in either quotes, True, False and
     None. Line breaks in strings, which JSON forbids and models write, are escaped. Raises `Damaged` for anything else.
     """
@@ -35,7 +35,7 @@ def read_value(text: Characters, emit: Emit, *, python: bool = False, depth: int
         emit(words[(yield from text.one_of(tuple(words)))])
 
 
-def _read_container(text: Characters, emit: Emit, python: bool, depth: int) -> Reading[None]:
+def _read_container(text: Characters, emit: Emit, python: bool, depth: int) -> Parsing[None]:
     opening = yield from text.take()
     closing = "}" if opening == "{" else "]"
     emit(opening)
@@ -60,13 +60,13 @@ def _read_container(text: Characters, emit: Emit, python: bool, depth: int) -> R
     emit(closing)
 
 
-def emit_space(text: Characters, emit: Emit) -> Reading[None]:
+def emit_space(text: Characters, emit: Emit) -> Parsing[None]:
     """Emits white space, if any."""
     while (character := (yield from text.peek())) != END and character in " \t\r\n":
         emit((yield from text.take()))
 
 
-def read_string(text: Characters, emit: Emit, *, python: bool = False) -> Reading[None]:
+def read_string(text: Characters, emit: Emit, *, python: bool = False) -> Parsing[None]:
     """A string with its quotes, emitted as JSON."""
     quote = yield from text.take()
     if quote != '"' and not (python and quote == "'"):
@@ -82,7 +82,7 @@ def read_string(text: Characters, emit: Emit, *, python: bool = False) -> Readin
     emit('"')
 
 
-def _read_escape(text: Characters, emit: Emit, python: bool) -> Reading[None]:
+def _read_escape(text: Characters, emit: Emit, python: bool) -> Parsing[None]:
     kind = yield from text.take()
     if kind == "u":
         emit("\\u" + (yield from _hexadecimal(text, 4)))
@@ -99,7 +99,7 @@ def _read_escape(text: Characters, emit: Emit, python: bool) -> Reading[None]:
         emit(_PYTHON_ESCAPES.get(kind) or "\\\\" + json.dumps(kind, ensure_ascii=False)[1:-1])
 
 
-def _hexadecimal(text: Characters, length: int) -> Reading[str]:
+def _hexadecimal(text: Characters, length: int) -> Parsing[str]:
     digits = ""
     while len(digits) < length:
         digit = yield from text.take()
@@ -109,7 +109,7 @@ def _hexadecimal(text: Characters, length: int) -> Reading[str]:
     return digits
 
 
-def _read_number(text: Characters, emit: Emit) -> Reading[None]:
+def _read_number(text: Characters, emit: Emit) -> Parsing[None]:
     if (yield from text.peek()) == "-":
         emit((yield from text.take()))
     if (yield from text.peek()) == "0":
@@ -126,7 +126,7 @@ def _read_number(text: Characters, emit: Emit) -> Reading[None]:
         yield from _read_digits(text, emit)
 
 
-def _read_digits(text: Characters, emit: Emit) -> Reading[None]:
+def _read_digits(text: Characters, emit: Emit) -> Parsing[None]:
     digit = yield from text.take()
     if digit not in _DIGITS:
         raise Damaged

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any
 
-from server.tools.layout import CallIndex, JsonArguments, JsonCall, KeywordArguments, Name, Part, TaggedArguments, ToolFormat
+from server.tools.layout import CallIndex, Element, JsonArguments, JsonCall, KeywordArguments, Name, TaggedArguments, ToolFormat
 
 _PYTHON_WORDS = {True: "True", False: "False", None: "None"}
 
@@ -23,7 +23,7 @@ def written(tool_format: ToolFormat, calls: Sequence[tuple[str, Mapping[str, Any
     return begin + layout.between.join(texts) + end
 
 
-def _part(part: Part, name: str, arguments: Mapping[str, Any], number: int) -> str:
+def _part(part: Element, name: str, arguments: Mapping[str, Any], number: int) -> str:
     match part:
         case str():
             return part

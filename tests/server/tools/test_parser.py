@@ -7,10 +7,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from server.tools.answer import AnswerParser, Thoughts
-from server.tools.calls import ArgumentText, CallOpened, CallRules
+from server.tools.answer import AnswerParser
+from server.tools.calls import CallRules
+from server.tools.events import ArgumentText, CallOpened, ContentText, ReasoningText
 from server.tools.formats import FORMATS
-from server.tools.parser import Content, ToolCallParser
+from server.tools.parser import ToolCallParser
 from server.tools.reasoning import REASONING_FORMATS, ReasoningSplitter
 from server.tools.writing import written
 
@@ -23,7 +24,7 @@ EXAMPLES = settings(max_examples=16, deadline=None, derandomize=True, database=N
 
 
 def parse(name, pieces, max_calls=None, thinks=False):
-    """Thoughts, content and calls as (id, name, arguments' text)."""
+    """ReasoningText, content and calls as (id, name, arguments' text)."""
     numbers = count()
     form = {"functions.{name}:{index}": lambda form, name, index: form.format(name=name, index=index)}
     new_id = form.get(FORMATS[name].call_id, lambda *_: f"id{next(numbers)}")
@@ -32,9 +33,9 @@ def parse(name, pieces, max_calls=None, thinks=False):
     thoughts, content, calls = "", "", []
     for event in [event for piece in pieces for event in parser.feed(piece)] + parser.finish():
         match event:
-            case Thoughts(text):
+            case ReasoningText(text):
                 thoughts += text
-            case Content(text):
+            case ContentText(text):
                 content += text
             case CallOpened(call_id, tool):
                 calls.append((call_id, tool, ""))
