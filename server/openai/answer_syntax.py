@@ -15,6 +15,7 @@ from server.tools.formats import format_of
 from server.tools.layout import ToolFormat
 from server.tools.parser import ToolCallParser
 from server.tools.reasoning import ReasoningFormat, ReasoningSplitter, reasoning_format_of
+from server.tools.response_template import calls_of, reasoning_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +27,15 @@ class AnswerSyntax:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, config: ServerConfig) -> AnswerSyntax:
-        """The model's, from its chat template, or as the server was told."""
-        template = tokenizer.template_text
-        return cls(format_of(template, config.tool_format), reasoning_format_of(template, config.reasoning_format))
+        """The model's, from its response template or its chat template, or as the server was told."""
+        template, own = tokenizer.template_text, tokenizer.response_template
+        calls = format_of(template, config.tool_format)
+        reasoning = reasoning_format_of(template, config.reasoning_format)
+        if config.tool_format == "auto":
+            calls = calls_of(own, tokenizer.special_tokens, calls) or calls
+        if config.reasoning_format == "auto":
+            reasoning = reasoning_of(own) or reasoning
+        return cls(calls, reasoning)
 
     def for_request(self, body: ChatRequest) -> AnswerSyntax:
         """What is read of this request's answers."""
