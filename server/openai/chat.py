@@ -24,7 +24,7 @@ from server.openai.template_variables import template_variables
 from server.openai.text_work import work_on
 from server.tools.answer import AnswerParser
 from server.tools.formats import GENERIC
-from server.tools.prompting import with_tools, written_calls
+from server.tools.prompting import with_call_ids, with_tools, written_calls
 from server.usage import RequestUsage
 
 ENDPOINT = "/v1/chat/completions"
@@ -73,6 +73,8 @@ def _render(service: Service, body: ChatRequest) -> str:
     tokenizer = service.tokenizer
     tools = [tool.for_template() for tool in body.tools] if body.tools else None
     messages: list[Mapping[str, Any]] = [for_template(message) for message in body.messages]
+    if service.syntax.calls is not None:
+        messages = with_call_ids(messages, service.syntax.calls)
     if tools is not None and not tokenizer.reads_tools:
         messages, tools = with_tools(messages, tools, service.syntax.calls or GENERIC), None
     return render_conversation(

@@ -1,8 +1,10 @@
-"""Tools in the words of a system message, for models whose chat template has no place for them."""
+"""What a chat template gets of tools: a system message where it has no place for them, and the ids that it takes."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +13,8 @@ from server.tools.layout import ToolFormat
 from server.tools.writing import written
 
 Message = Mapping[str, Any]
+
+_LENGTH = re.compile(r"\{random:(\d+)\}")  # an id of nothing but that many characters
 
 
 def with_tools(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], tool_format: ToolFormat) -> list[Message]:
@@ -27,6 +31,30 @@ def written_calls(tool_format: ToolFormat, calls: Calls) -> str:
     if all(isinstance(arguments, Mapping) for _, arguments in calls):
         return written(tool_format, calls)
     return calls_as_json(calls)
+
+
+def with_call_ids(messages: Sequence[Message], tool_format: ToolFormat) -> list[Message]:
+    """The messages, with ids of calls as templates of this format require them: Mistral's take 9 letters and digits.
+
+    Ids that aren't such, from other servers, become some that are; equal ones become equal.
+    """
+    length = _LENGTH.fullmatch(tool_format.call_id)
+    if length is None:
+        return list(messages)
+
+    def changed(call_id: str) -> str:
+        is_such = len(call_id) == int(length[1]) and call_id.isascii() and call_id.isalnum()
+        return call_id if is_such else hashlib.sha256(call_id.encode()).hexdigest()[: int(length[1])]
+
+    made: list[Message] = []
+    for message in messages:
+        again = dict(message)
+        if "tool_call_id" in again:
+            again["tool_call_id"] = changed(again["tool_call_id"])
+        if "tool_calls" in again:
+            again["tool_calls"] = [{**call, "id": changed(call["id"])} for call in again["tool_calls"]]
+        made.append(again)
+    return made
 
 
 def _tools_text(tools: Sequence[Mapping[str, Any]], tool_format: ToolFormat) -> str:

@@ -169,6 +169,23 @@ def test_the_golden_templates_are_of_these_formats():
     assert {name: format_of("", name) for name in FORMATS} == FORMATS and format_of("<tool_call>", "none") is None
 
 
+@pytest.mark.parametrize("family", ["mistral", "gpt_oss", "deepseek_v3", "llama3"])
+def test_results_of_other_servers_calls_and_of_none_are_taken(family):
+    tokenizer = Tokenizer.from_folder(read.FOLDER / family)
+    called = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "call_of_another", "function": {"name": "clock", "arguments": "{}"}}],
+    }
+    for before, call_id in (([called], "call_of_another"), ([], "zz")):
+        messages = [*CHAT["messages"], *before, {"role": "tool", "tool_call_id": call_id, "content": "<noon>"}]
+        with TestClient(create_app(backend := FakeBackend(tokenizer), tokenizer, ServerConfig(served_model_name=("tiny",)))) as client:
+            backend.max_model_len = 20_000
+            response = client.post("/v1/chat/completions", json=CHAT | TOOLS | {"messages": messages})
+            assert response.status_code == 200, response.text
+            assert "<noon>" in tokenizer.decode(backend.seen[-1][1], skip_special_tokens=False)
+
+
 def tools(*functions):
     return {"tools": [{"type": "function", "function": function} for function in functions]}
 
