@@ -186,6 +186,13 @@ def test_thoughts_are_told_from_the_answer_and_hold_no_calls():
     assert parse("hermes", "a <think>b</think>", thinks=True) == ("", "a <think>b</think>", [])
 
 
+def test_each_call_of_a_list_is_told_from_the_one_before():
+    text = '<tool_call>[{"name": "clock"}, {"arguments": {"a": 1}, "name": "get"}, {"name": "get"}]</tool_call>'
+    calls = [("id0", "clock", "{}"), ("id1", "get", '{"a": 1}'), ("id2", "get", "{}")]
+    assert parse("smollm2", text) == ("", "", calls)
+    assert parse("smollm2", text[: text.rindex("et")]) == ("", ', {"name": "g', calls[:2])
+
+
 def test_no_more_calls_than_asked_for():
     assert parse("hermes", WRITTEN["hermes"] + " Bye.", max_calls=1) == (
         "",
