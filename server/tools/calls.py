@@ -53,6 +53,7 @@ class SectionReader:
     text: Characters = field(default_factory=Characters)
     events: list[CallOpened | ArgumentText] = field(default_factory=list)
     is_in_new_call: bool = True
+    num_read: int = 0  # whole calls
     _name: str = ""
     _index: str = ""
     _id: str | None = None
@@ -66,6 +67,7 @@ class SectionReader:
             yield from self.text.expect(begin)
         while True:
             yield from self._read_call()
+            self.num_read += 1
             if self.layout.between is None:
                 break
             yield from self.text.space()

@@ -23,7 +23,7 @@ class ToolCallParser:
         self._format, self._rules = tool_format, rules
         self._num_left = max_calls
         self._attempts: list[_Attempt] = []
-        self._held = ""  # characters since the last event
+        self._held = ""  # characters since the last event or call
         self._space = ""
         self._is_at_start = True  # nothing but white space and calls came so far
         self._marked = [layout for layout in tool_format.layouts if layout.is_marked]
@@ -73,6 +73,8 @@ class ToolCallParser:
                 self._held = ""
             elif certain in alive or certain.is_read:
                 self._held += character
+            if certain.section.num_read > certain.num_read:  # what closes a call is no text, whatever follows
+                certain.num_read, self._held = certain.section.num_read, ""
             if certain in alive:
                 return
             self._end_section(certain, character)
@@ -136,6 +138,7 @@ class _Attempt:
         self.section = section
         self.is_opened = False  # it has a call
         self.is_read = False
+        self.num_read = 0  # whole calls of it
         self._reading: Parsing[None] = section.read()
         next(self._reading)
 
