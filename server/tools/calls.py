@@ -57,7 +57,7 @@ class SectionReader:
     _name: str = ""
     _index: str = ""
     _id: str | None = None
-    _held: str = ""  # arguments of a call that isn't opened yet
+    _held: list[str] = field(default_factory=list)  # arguments of a call that isn't opened yet
 
     def read(self) -> Parsing[None]:
         """The whole section. Raises `Damaged` where the text is something else; what was opened before stays."""
@@ -80,7 +80,7 @@ class SectionReader:
             yield from self.text.expect(end)
 
     def _read_call(self) -> Parsing[None]:
-        self._name, self._index, self._id, self._held = "", "", None, ""
+        self._name, self._index, self._id, self._held = "", "", None, []
         for number, part in enumerate(self.layout.call):
             if number or self.layout.begin:
                 yield from self.text.space()
@@ -111,11 +111,11 @@ class SectionReader:
         self.events.append(CallOpened(call_id, self._name))
         self.is_in_new_call = False
         if self._held:
-            self.events.append(ArgumentText(self._held))
+            self.events.append(ArgumentText("".join(self._held)))
 
     def _emit(self, text: str) -> None:
         if self.is_in_new_call:
-            self._held += text
+            self._held.append(text)
         else:
             self.events.append(ArgumentText(text))
 

@@ -23,7 +23,7 @@ class ToolCallParser:
         self._format, self._rules = tool_format, rules
         self._num_left = max_calls
         self._attempts: list[_Attempt] = []
-        self._held = ""  # characters since the last event or call
+        self._held: list[str] = []  # characters since the last event or call
         self._space = ""
         self._is_at_start = True  # nothing but white space and calls came so far
         self._marked = [layout for layout in tool_format.layouts if layout.is_marked]
@@ -70,16 +70,17 @@ class ToolCallParser:
             self._attempts = [certain]
             if certain.section.events:
                 self._take_events(certain)
-                self._held = ""
+                self._held = []
             elif certain in alive or certain.is_read:
-                self._held += character
+                self._held.append(character)
             if certain.section.num_read > certain.num_read:  # what closes a call is no text, whatever follows
-                certain.num_read, self._held = certain.section.num_read, ""
+                certain.num_read, self._held = certain.section.num_read, []
             if certain in alive:
                 return
             self._end_section(certain, character)
         elif alive:
-            self._attempts, self._held = alive, self._held + character
+            self._attempts = alive
+            self._held.append(character)
         else:
             self._attempts = []
             self._release(character)
@@ -99,7 +100,7 @@ class ToolCallParser:
         self._attempts = []
         self._is_at_start = True
         if attempt.is_read or (character == END and not attempt.section.is_in_new_call):
-            self._held = ""
+            self._held = []
             if attempt.section.text.has_ahead and character != END:
                 self._step(character)
         else:
@@ -107,7 +108,7 @@ class ToolCallParser:
 
     def _release(self, character: str) -> None:
         """What was held back is no call."""
-        held, self._held = self._held, ""
+        held, self._held = "".join(self._held), []
         if not held and character != END:
             self._add_content(character)  # it begins nothing
             return
