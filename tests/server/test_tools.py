@@ -7,10 +7,16 @@ import openai
 import pytest
 from fastapi.testclient import TestClient
 
+from jaxinfer.engine.output import output_progress
+from jaxinfer.request import SamplingParams
 from jaxinfer.tokenizer import Tokenizer
 from server.config import ServerConfig
+from server.openai.answer_syntax import AnswerSyntax
+from server.openai.answers import AnswerReader, whole_message
 from server.openai.app import create_app
+from server.openai.protocol import ChatRequest
 from server.tools.formats import FORMATS, format_of
+from server.tools.writing import written
 from tests.golden.tokenizers import inputs, read
 from tests.server.fakes import TEMPLATE, FakeBackend, byte_tokenizer
 from tests.server.serving import served
@@ -184,6 +190,23 @@ def test_results_of_other_servers_calls_and_of_none_are_taken(family):
             response = client.post("/v1/chat/completions", json=CHAT | TOOLS | {"messages": messages})
             assert response.status_code == 200, response.text
             assert "<noon>" in tokenizer.decode(backend.seen[-1][1], skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "kimi_k2", "llama3", "llama4", "mistral", "mistral_tekken", "qwen3"])
+def test_a_familys_tokens_become_its_calls(family):
+    """Through its own vocabulary, where some markers are special tokens and others are text."""
+    tokenizer = Tokenizer.from_folder(read.FOLDER / family)
+    syntax = AnswerSyntax.of(tokenizer, ServerConfig())
+    body = ChatRequest.model_validate(CHAT | TOOLS)
+    params = syntax.with_markers(SamplingParams(), tokenizer)
+    detokenizer = output_progress(tokenizer, params).detokenizer
+    reader = AnswerReader(syntax.new_parser(body, ""))
+    calls = [("get_weather", {"place": "Zürich"}), ("clock", {})][: 2 if syntax.calls.parallel and syntax.calls.layouts[0].is_marked else 1]
+    ids = [*tokenizer.encode(written(syntax.calls, calls), False), tokenizer.special_tokens.get("<s>", min(tokenizer.special_ids))]
+    deltas = [delta for token_id in ids for delta in reader.read(detokenizer.add(token_id), is_last=False)]
+    message = whole_message(deltas + reader.read(detokenizer.flush(), is_last=True))
+    assert message.content is None  # the special token that is no marker is left out too
+    assert [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls] == calls
 
 
 def tools(*functions):
