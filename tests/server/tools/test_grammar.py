@@ -1,6 +1,7 @@
 """The grammar of each format lets through what the parser reads, and nothing else."""
 
 import json
+import random
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -74,6 +75,39 @@ def test_what_models_write_is_let_through(name):
     """But for layouts that a grammar does not ask for: `llama4` writes JSON under one, `json` one call."""
     text = WRITTEN[name].removeprefix("Let me see.").lstrip()
     assert accepts(name, text if name != "mistral_list" else text.replace(', "id": "abc123def"', ""), choice="required")
+
+
+def random_answer(matcher, rng):
+    """A random text that the grammar lets through; None where none came to its end. Closing characters are likelier, and
+    what has begun like a closing tag goes on as one."""
+    tokenizer, _ = vocabulary()
+    ids, tag = [], b"</parameter>"
+    while len(ids) < 600 and not (matcher.is_accepting() and rng.random() < 0.3):
+        mask = matcher.compute_bitmask()
+        allowed = [i for i in range(tokenizer.vocab_size) if mask[i // 8] >> (i % 8) & 1 and i not in tokenizer.eos_token_ids]
+        if not allowed:
+            break
+        spelt = {i: tokenizer.token_bytes(i) for i in allowed}
+        spelt = {i: text for i, text in spelt.items() if text.isascii()} or spelt
+        end = tokenizer.decode(ids[-len(tag) :], skip_special_tokens=False).encode()
+        begun = max((n for n in range(1, len(tag)) if end.endswith(tag[:n])), default=0)
+        closing = [i for i, text in spelt.items() if text in (b'"', b"}", b"]", b")", b"<")]
+        following = [i for i, text in spelt.items() if begun and text == tag[begun : begun + 1]]
+        ids.append(rng.choice(following or (closing if closing and rng.random() < 0.4 else [*spelt])))
+        assert matcher.consume_token(ids[-1])
+    return tokenizer.decode(ids, skip_special_tokens=False) if matcher.is_accepting() else None
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_whatever_it_lets_through_the_parser_reads(name):
+    tokenizer, known = vocabulary()
+    grammar = call_grammar(FORMATS[name], TOOLS, tokenizer.special_tokens, choice="required")
+    answers = [random_answer(llguidance.LLMatcher(known, grammar), random.Random(seed)) for seed in range(6)]
+    texts = [text for text in answers if text is not None]
+    assert len(texts) > 2
+    for text in texts:
+        _, content, calls = parse(name, text)
+        assert calls and not content.strip() and all(isinstance(json.loads(arguments), dict) for *_, arguments in calls), text
 
 
 def test_a_name_of_no_tool_is_an_error():
