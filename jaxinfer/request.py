@@ -143,7 +143,8 @@ class SamplingParams:
         self._check_restrictions()
 
     def _check_restrictions(self) -> None:
-        for name, most in (("allowed_token_ids", MAX_LOGIT_BIAS), ("logprob_token_ids", MAX_TOP_LOGPROBS)):
+        lists = {"allowed_token_ids": MAX_LOGIT_BIAS, "logprob_token_ids": MAX_TOP_LOGPROBS, "kept_special_tokens": MAX_LOGIT_BIAS}
+        for name, most in lists.items():
             value = getattr(self, name)
             if value is None and name == "allowed_token_ids":
                 continue
@@ -168,7 +169,6 @@ class SamplingParams:
         if len(words) > MAX_BAD_WORDS or any(len(word) > MAX_BAD_WORD for word in words):
             message = f"bad_words has {len(words)} words, the longest of {max(map(len, words))} characters: at most {MAX_BAD_WORDS} of {MAX_BAD_WORD}"
             raise RequestError(message, "bad_words")
-        object.__setattr__(self, "kept_special_tokens", tuple(self.kept_special_tokens))
         if self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens != -1:
             _integer("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, 2**31 - 1)
 
