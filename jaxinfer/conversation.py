@@ -4,7 +4,7 @@ ignores."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxinfer.prompts import Message
@@ -16,19 +16,32 @@ _SURE_ROLES = ("system", "user", "assistant")  # every template reads these, or 
 _FIRST_MARK, _NUM_MARKS = 0x100000, 0xFFFE  # private-use characters
 
 
-def render_conversation(tokenizer: Tokenizer, messages: Sequence[Message], **template: Any) -> PromptText:
-    """The prompt of a conversation. `template`: further arguments of `Tokenizer.render_chat`.
+Calls = Sequence[tuple[str, Any]]  # names and arguments, which are an object but for malformed ones
+
+
+def calls_as_json(calls: Calls) -> str:
+    """A line of JSON for each call."""
+    return "\n".join(json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False) for name, arguments in calls)
+
+
+def render_conversation(
+    tokenizer: Tokenizer, messages: Sequence[Message], *, calls_as_text: Callable[[Calls], str] = calls_as_json, **template: Any
+) -> PromptText:
+    """The prompt of a conversation. `template`: further arguments of `Tokenizer.render_chat`. `calls_as_text` writes
+    the calls of a message for a template that has no tools.
 
     Arguments of tool calls may be JSON text; templates get them as objects where possible. A template that doesn't
-    support tool calls gets them, and their results, as text. Raises `RequestError` as `render_chat` does, and for a
-    message that the template leaves out.
+    support tool calls gets them, and their results, as text. One that refuses results that nobody asked for gets those
+    as text. Raises `RequestError` as `render_chat` does, and for a message that the template leaves out.
     """
     has_calls = any(_calls(message) or message.get("role") == "tool" for message in messages)
     if not has_calls and all(message.get("role") in _SURE_ROLES for message in messages):
         return tokenizer.render_chat(messages, **template)
     ways: list[Sequence[Message]] = [[*map(_with_objects, messages)], messages] if has_calls else [messages]
     if has_calls and not tokenizer.template_mentions("tool_calls", template.get("tools")):
-        ways.append(_as_text(messages))
+        ways.append(_as_text(messages, calls_as_text))
+    elif has_calls and (told := _unasked_as_text(messages)) is not None:
+        ways.append([*map(_with_objects, told)])
     first: RequestError | None = None
     for way in ways:
         try:
@@ -67,8 +80,8 @@ def _with_object(call: Mapping[str, Any]) -> Mapping[str, Any]:
         return call
 
 
-def _as_text(messages: Sequence[Message]) -> list[Message]:
-    """Tool calls as JSON in assistant messages, results as user messages. Consecutive results, and the user message
+def _as_text(messages: Sequence[Message], calls_as_text: Callable[[Calls], str]) -> list[Message]:
+    """Tool calls as text in assistant messages, results as user messages. Consecutive results, and the user message
     after them, become one message: some templates require alternating roles."""
     names: dict[Any, Any] = {}
     made: list[dict[str, Any]] = []
@@ -78,8 +91,8 @@ def _as_text(messages: Sequence[Message]) -> list[Message]:
         if calls := _calls(message):
             functions = [call["function"] for call in map(_with_object, calls)]
             names |= {call.get("id"): function.get("name") for call, function in zip(calls, functions, strict=True)}
-            lines = [json.dumps({key: function.get(key) for key in ("name", "arguments")}, ensure_ascii=False) for function in functions]
-            made.append({"role": "assistant", "content": "\n".join([message["content"], *lines] if message.get("content") else lines)})
+            text = calls_as_text([(function.get("name"), function.get("arguments")) for function in functions])
+            made.append({"role": "assistant", "content": f"{message['content']}\n{text}" if message.get("content") else text})
         elif is_result:
             name = names.get(message.get("tool_call_id")) or message.get("name") or message.get("tool_call_id")
             text = f"Result of {name}:\n{_text(message.get('content'))}"
@@ -93,6 +106,26 @@ def _as_text(messages: Sequence[Message]) -> list[Message]:
             made.append(dict(message))
         after_result = is_result
     return list(made)
+
+
+def _unasked_as_text(messages: Sequence[Message]) -> list[Message] | None:
+    """Results of calls that no assistant message has, as text of the user's message before them; one after them joins
+    it, since some templates require alternating roles. None where there is no such result."""
+    asked: set[Any] = set()
+    made: list[Message] = []
+    is_joined = False
+    for message in messages:
+        asked.update(call.get("id") for call in _calls(message))
+        is_unasked = message.get("role") == "tool" and message.get("tool_call_id") not in asked
+        content = _text(message.get("content"))
+        text = f"Result of {message.get('name') or message.get('tool_call_id')}:\n{content}" if is_unasked else content
+        before = made[-1] if made and made[-1].get("role") == "user" else None
+        if before is not None and (is_unasked or (is_joined and message.get("role") == "user")):
+            made[-1] = {"role": "user", "content": f"{_text(before.get('content'))}\n\n{text}"}
+        else:
+            made.append({"role": "user", "content": text} if is_unasked else message)
+        is_joined = is_unasked or (is_joined and message.get("role") == "user")
+    return made if any(a is not b for a, b in zip(made, messages, strict=False)) or len(made) < len(messages) else None
 
 
 def _text(content: Any) -> str:
@@ -110,8 +143,8 @@ def _left_out(tokenizer: Tokenizer, messages: Sequence[Message], template: Mappi
         if calls := _calls(message):
             call, *others = calls
             function = {**call["function"], "name": f"{call['function'].get('name', '')}{mark}"}
-            # Kimi's template writes ids, others write names.
-            called = {**call, "id": f"{call.get('id', '')}{mark}", "function": function}
+            # Kimi's template writes ids, others write names; Mistral's takes ids of one length only.
+            called = {**call, "id": f"{str(call.get('id', ''))[:-1]}{mark}", "function": function}
             marked[i], marks[i] = {**message, "tool_calls": [called, *others]}, mark
         elif message.get("role") not in _SURE_ROLES and isinstance(content, str):
             marked[i], marks[i] = {**message, "content": content + mark}, mark

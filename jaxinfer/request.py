@@ -134,6 +134,7 @@ class SamplingParams:
     bad_words: tuple[str, ...] = ()  # whose tokens never follow each other in the output, with or without a space first
     logprob_token_ids: tuple[int, ...] = ()  # log-probabilities of these instead of the likeliest
     skip_special_tokens: bool = True  # leave them out of the text
+    kept_special_tokens: tuple[int, ...] = ()  # but for these: markers that a reader of the text needs
     include_stop_str_in_output: bool = False  # the text ends with the stop string, or the stop token's text
     structured_outputs: StructuredOutputs | None = None  # what the answer's text is held to
     truncate_prompt_tokens: int | None = None  # keep that many last ones; -1: as many as fit beside max_tokens
@@ -188,7 +189,8 @@ class SamplingParams:
             object.__setattr__(self, "structured_outputs", StructuredOutputs(**self.structured_outputs))
         if self.structured_outputs is not None and self.allowed_token_ids is not None:
             raise RequestError("structured_outputs and allowed_token_ids don't go together: give one", "allowed_token_ids")
-        for name, most in (("allowed_token_ids", MAX_LOGIT_BIAS), ("logprob_token_ids", MAX_TOP_LOGPROBS)):
+        lists = {"allowed_token_ids": MAX_LOGIT_BIAS, "logprob_token_ids": MAX_TOP_LOGPROBS, "kept_special_tokens": MAX_LOGIT_BIAS}
+        for name, most in lists.items():
             value = getattr(self, name)
             if value is None and name == "allowed_token_ids":
                 continue

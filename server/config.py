@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxinfer.config import ConfigError, parse_bytes, size_text
+from server.tools.formats import FORMATS, NO_FORMAT
+from server.tools.reasoning import REASONING_FORMATS
 
 
 def _flag(default: Any, help: str, **extra: Any) -> Any:
@@ -76,6 +78,16 @@ class ServerConfig:
     )
     models_wait: float = _flag(300.0, "with several models: most seconds that a request waits for its model to be awake; then it gets 503")
     weight_control: bool = _flag(False, "serve /v1/models/ID/sleep, /wake and /update_weights, for priority keys where there are some")
+    tool_format: str = _flag(
+        "auto",
+        "format in which the model writes tool calls: from its chat template, none (they stay text), or a name",
+        choices=("auto", NO_FORMAT, *FORMATS),
+    )
+    reasoning_format: str = _flag(
+        "auto",
+        "markers around the model's thoughts: from its chat template, none (they stay text), or a name",
+        choices=("auto", NO_FORMAT, *REASONING_FORMATS),
+    )
     strict_parameters: bool = _flag(
         False, "refuse unknown parameters and those without effect; off: those that can't change the answer are ignored and reported"
     )

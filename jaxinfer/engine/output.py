@@ -16,7 +16,12 @@ from jaxinfer.tokenizer.detokenizer import IncrementalDetokenizer
 def output_progress(tokenizer: Tokenizer, params: SamplingParams, output_ids: Iterable[int] = ()) -> OutputProgress:
     """A sequence's output state. `output_ids`: tokens whose text was sent elsewhere already; the text continues."""
     detokenizer = IncrementalDetokenizer(
-        tokenizer, params.stop, params.skip_special_tokens, params.min_tokens, params.include_stop_str_in_output
+        tokenizer,
+        params.stop,
+        params.skip_special_tokens,
+        params.min_tokens,
+        params.include_stop_str_in_output,
+        params.kept_special_tokens,
     )
     is_started = False
     for token_id in output_ids:

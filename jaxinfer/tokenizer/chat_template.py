@@ -78,6 +78,11 @@ class ChatTemplate:
             raise RequestError(f"the model's chat template does not take these messages: {error}", "messages") from error
         return _cut_at_mark(text, final) if continue_final_message else text
 
+    @property
+    def text(self) -> str:
+        """The templates as they are written; empty if there is none."""
+        return "\n".join(self._sources.values())
+
     @cached_property
     def reads_tools(self) -> bool:
         """Whether the template may depend on `tools`; also if there is no template, or a broken one."""

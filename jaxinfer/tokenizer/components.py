@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import tokenizers
 from tokenizers import processors
@@ -15,6 +15,7 @@ class TokenizerComponents(NamedTuple):
     bos: int | None
     eos: list[int]  # all tokens that end a reply
     template: ChatTemplate
+    response_template: Any = None  # of transformers, as it is in the file
 
 
 def with_ends(before: list[tuple[str, int]], after: list[tuple[str, int]]) -> processors.TemplateProcessing:

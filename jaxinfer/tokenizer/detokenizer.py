@@ -4,6 +4,7 @@ string."""
 from __future__ import annotations
 
 import codecs
+from collections.abc import Collection
 from typing import Protocol
 
 from jaxinfer.tokenizer import Tokenizer
@@ -15,6 +16,7 @@ class IncrementalDetokenizer:
 
     The stop string is the one completed first, across token borders (of two completed at once, the longer). `stopped`
     is then that string, and no more text follows. The first `min_tokens - 1` tokens complete none.
+    `kept_special_tokens` are in the text although others are skipped.
     """
 
     def __init__(
@@ -24,9 +26,11 @@ class IncrementalDetokenizer:
         skip_special_tokens: bool = True,
         min_tokens: int = 0,
         includes_stop: bool = False,
+        kept_special_tokens: Collection[int] = (),
     ) -> None:
         pieces = _BytePieces if tokenizer.is_byte_level else _WindowPieces
-        self._pieces: _Pieces = pieces(tokenizer, skip_special_tokens)
+        skipped = tokenizer.special_ids.difference(kept_special_tokens) if skip_special_tokens else frozenset()
+        self._pieces: _Pieces = pieces(tokenizer, skipped)
         self._stop, self._includes_stop = stop, includes_stop
         self._held = ""  # text held back: it may begin a stop string
         self._num_until_stop = min_tokens
@@ -75,9 +79,9 @@ class _BytePieces:
     """For byte-level vocabularies: joins bytes and holds back those of an unfinished character. Under a microsecond a
     token."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, skipped: Collection[int]) -> None:
         self._bytes_of, self._text_of = tokenizer.token_bytes, tokenizer.token_text
-        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._skipped = skipped
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._is_in_character = False
 
@@ -98,9 +102,9 @@ class _WindowPieces:
     """For vocabularies whose decoders depend on neighbours (SentencePiece drops the first space). Decodes the last few
     tokens with and without the new ones; the difference is new text once it ends in a whole character."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, skipped: Collection[int]) -> None:
         self._tokenizer = tokenizer
-        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._skipped = skipped
         self._window: list[int] = []
         self._num_told = 0  # tokens at the window's start whose text was returned: context for the others
 

@@ -40,7 +40,7 @@ def read_folder(path: Path) -> TokenizerComponents:
             break
     if "eos_token" in named and (eos := backend.token_to_id(named["eos_token"])) is not None:
         ends.append(eos)
-    return TokenizerComponents(backend, bos, ends, ChatTemplate(_templates(path, config), named))
+    return TokenizerComponents(backend, bos, ends, ChatTemplate(_templates(path, config), named), config.get("response_template"))
 
 
 def _settings(path: Path) -> dict[str, Any]:

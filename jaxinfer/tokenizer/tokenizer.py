@@ -41,12 +41,16 @@ class Tokenizer:
 
     `special_ids`: tokens that `decode` leaves out by default. `is_byte_level`: every token is a sequence of bytes, and
     decoding joins them. `token_bytes(token_id)`: the bytes of a token; of a special token its name's, of an unknown id
-    none. `token_text(token_id)`: their text if they are whole characters, else None.
+    none. `token_text(token_id)`: their text if they are whole characters, else None. `response_template`: the
+    checkpoint's own, unchecked; None without one.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, bos: int | None, eos: Sequence[int], template: ChatTemplate) -> None:
+    def __init__(
+        self, backend: tokenizers.Tokenizer, bos: int | None, eos: Sequence[int], template: ChatTemplate, response_template: Any = None
+    ) -> None:
         self._backend = backend
         self._template = template
+        self.response_template = response_template
         self._bound = length_bound(backend)
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.bos_token_id = bos
@@ -162,6 +166,16 @@ class Tokenizer:
             return self.token_bytes(token_id).decode()
         except UnicodeDecodeError:
             return None
+
+    @functools.cached_property
+    def special_tokens(self) -> dict[str, int]:
+        """Ids of special tokens, by their text."""
+        return {token.content: i for i, token in self._backend.get_added_tokens_decoder().items() if token.special}
+
+    @property
+    def template_text(self) -> str:
+        """The chat template as it is written, of several all; empty if there is none."""
+        return self._template.text
 
     @property
     def reads_tools(self) -> bool:

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from jaxinfer.conversation import render_conversation
-from jaxinfer.request import OutputDelta, RequestContext, RequestError, RequestOutput, SamplingParams, TokenLogprob
+from jaxinfer.request import OutputDelta, RequestContext, RequestOutput, SamplingParams, TokenLogprob
 from jaxinfer.segments import Prompt
 from jaxinfer.tokenizer import Tokenizer
+from server.openai.answers import AnswerReader, chat_finished_by, whole_message
 from server.openai.caller import UNKNOWN, Caller, request_identity, tier_of
 from server.openai.logprobs import TokenNames, chat_logprobs, prompt_logprobs_by_id
 from server.openai.messages import for_template, size_for_template
-from server.openai.parameter_policy import IGNORED, not_implemented
 from server.openai.protocol import ChatRequest
-from server.openai.responses import AssistantMessage, ChatChoice, ChatChunk, ChatChunkChoice, ChatCompletion, ChatDelta, ChatLogprobs, Usage
-from server.openai.service import Service, finished_by, new_id
+from server.openai.responses import ChatChoice, ChatChunk, ChatChunkChoice, ChatCompletion, ChatDelta, ChatLogprobs, Usage
+from server.openai.service import Service, new_id
+from server.openai.template_variables import template_variables
 from server.openai.text_work import work_on
+from server.tools.answer import AnswerParser
+from server.tools.formats import GENERIC
+from server.tools.prompting import with_call_ids, with_tools, written_calls
 from server.usage import RequestUsage
 
 ENDPOINT = "/v1/chat/completions"
@@ -35,6 +39,7 @@ class _ChatJob:
     context: RequestContext
     usage: RequestUsage
     body: ChatRequest  # the answer's options
+    new_parser: Callable[[], AnswerParser | None]
 
     @property
     def echoed(self) -> str:
@@ -52,42 +57,34 @@ class _ChatJob:
 async def _prepare(service: Service, body: ChatRequest, caller: Caller) -> _ChatJob:
     context = caller.context(body)
     params = body.sampling_params(service.backend.sampling_defaults)
-    text = await work_on(size_for_template(body.messages), partial(_render, service.tokenizer, body))
+    syntax = service.syntax.for_request(body)
+    params = syntax.with_markers(params, service.tokenizer)
+    text = await work_on(size_for_template(body.messages), partial(_render, service, body))
     # Without special tokens: the template has written them.
     token_ids = await work_on(len(text), partial(service.encode, "messages", text, params, add_special_tokens=False))
     prompt = service.validate("messages", token_ids, params)
     id = new_id("chatcmpl")
     usage = service.usage.measure(request_identity(caller, context, id, ENDPOINT, body.model), [prompt], params.n)
-    return _ChatJob(id, int(time.time()), prompt, params, context, usage, body)
+    return _ChatJob(id, int(time.time()), prompt, params, context, usage, body, partial(syntax.new_parser, body, text))
 
 
-def _render(tokenizer: Tokenizer, body: ChatRequest) -> str:
+def _render(service: Service, body: ChatRequest) -> str:
+    tokenizer = service.tokenizer
     tools = [tool.for_template() for tool in body.tools] if body.tools else None
+    messages: list[Mapping[str, Any]] = [for_template(message) for message in body.messages]
+    if service.syntax.calls is not None:
+        messages = with_call_ids(messages, service.syntax.calls)
     if tools is not None and not tokenizer.reads_tools:
-        raise RequestError("the model's chat template has no use for tools: leave them out", "tools", "unsupported_parameter")
+        messages, tools = with_tools(messages, tools, service.syntax.calls or GENERIC), None
     return render_conversation(
         tokenizer,
-        [for_template(message) for message in body.messages],
+        messages,
+        calls_as_text=partial(written_calls, service.syntax.calls or GENERIC),
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=bool(body.continue_final_message),
         tools=tools,
-        chat_template_kwargs=_variables(tokenizer, body),
+        chat_template_kwargs=template_variables(tokenizer, body),
     )
-
-
-def _variables(tokenizer: Tokenizer, body: ChatRequest) -> dict[str, Any] | None:
-    """The template's variables, with the reasoning effort where the template reads one: elsewhere it can't change the
-    answer."""
-    effort = body.reasoning_effort
-    if effort is None or effort == "none":
-        return body.chat_template_kwargs
-    if tokenizer.template_reads("reasoning_effort"):
-        return {"reasoning_effort": effort} | (body.chat_template_kwargs or {})
-    if body.policy.is_strict:
-        raise not_implemented(["reasoning_effort"])
-    body.policy.ignore("", "reasoning_effort")
-    IGNORED.log(["reasoning_effort"])
-    return body.chat_template_kwargs
 
 
 async def respond(service: Service, body: ChatRequest, caller: Caller = UNKNOWN) -> ChatCompletion:
@@ -95,17 +92,20 @@ async def respond(service: Service, body: ChatRequest, caller: Caller = UNKNOWN)
     service = service.of_model(body.model)
     chat = await _prepare(service, body, caller)
     output = RequestOutput.empty(chat.id, None, chat.prompt.token_ids.tolist(), chat.params)
+    readers = [AnswerReader(chat.new_parser()) for _ in output.outputs]
+    texts: list[list[ChatDelta]] = [[ChatDelta(content=chat.echoed)] for _ in readers]
     with chat.usage:
         async with aclosing(service.backend.generate(chat.id, chat.prompt, chat.params, chat.context)) as deltas:
             async for delta in deltas:
                 chat.usage.add(delta)
                 output.add(delta)
-        reasons = [finished_by(sequence.finish_reason) for sequence in output.outputs]
+                texts[delta.index] += readers[delta.index].read(delta.text, is_last=delta.finish_reason is not None)
+        reasons = [chat_finished_by(sequence.finish_reason, readers[sequence.index]) for sequence in output.outputs]
     choices = []
     for sequence, reason in zip(output.outputs, reasons, strict=True):
         assert reason is not None
         logprobs = None if sequence.logprobs is None else chat.logprobs(service.tokenizer, sequence.logprobs)
-        message = AssistantMessage(content=chat.echoed + sequence.text)
+        message = whole_message(texts[sequence.index])
         token_ids = sequence.token_ids if body.return_token_ids else None
         choices.append(ChatChoice(index=sequence.index, message=message, logprobs=logprobs, finish_reason=reason, token_ids=token_ids))
     prompt_logprobs = None
@@ -128,7 +128,7 @@ async def stream(service: Service, body: ChatRequest, caller: Caller = UNKNOWN) 
     requested."""
     service = service.of_model(body.model)
     chat = await _prepare(service, body, caller)
-    started: set[int] = set()
+    started: dict[int, AnswerReader] = {}
     tier = tier_of(chat.context)
 
     def chunk(choices: list[ChatChunkChoice], usage: Usage | None = None, num_unsent: int = 0) -> ChatChunk:
@@ -144,14 +144,16 @@ async def stream(service: Service, body: ChatRequest, caller: Caller = UNKNOWN) 
         async with aclosing(service.backend.generate(chat.id, chat.prompt, chat.params, chat.context)) as deltas:
             async for delta in deltas:
                 chat.usage.add(delta)
-                choices = _choices(service, chat, delta)  # raises for an aborted request, before its role is sent
+                reader = started.get(delta.index) or AnswerReader(chat.new_parser())
+                # First: it raises for an aborted request, before its role is sent.
+                choices = _choices(service, chat, delta, reader)
                 if delta.index not in started:
                     role = ChatDelta(role="assistant", content="")
                     choice = ChatChunkChoice(index=delta.index, delta=role, logprobs=None, finish_reason=None)
                     opening = chunk([choice], num_unsent=len(delta.token_ids))
                     if body.return_token_ids and not started:
                         opening.prompt_token_ids = chat.prompt.token_ids.tolist()
-                    started.add(delta.index)
+                    started[delta.index] = reader
                     yield opening
                     if chat.echoed:
                         content = ChatDelta(content=chat.echoed)
@@ -163,19 +165,21 @@ async def stream(service: Service, body: ChatRequest, caller: Caller = UNKNOWN) 
         yield chunk([], Usage.of(chat.usage))
 
 
-def _choices(service: Service, chat: _ChatJob, delta: OutputDelta) -> list[ChatChunkChoice]:
+def _choices(service: Service, chat: _ChatJob, delta: OutputDelta, reader: AnswerReader) -> list[ChatChunkChoice]:
     """What a delta adds, if anything: text and log-probabilities, then, as in OpenAI's API, the end with an empty
     delta."""
     choices = []
     logprobs = chat.logprobs(service.tokenizer, delta.logprobs) if delta.logprobs else None
     wants_ids = bool(chat.body.return_token_ids)
-    if delta.text or logprobs or (wants_ids and delta.token_ids):
-        content = ChatDelta(content=delta.text)
-        choice = ChatChunkChoice(index=delta.index, delta=content, logprobs=logprobs, finish_reason=None)
-        if wants_ids:
+    added = reader.read(delta.text, is_last=delta.finish_reason is not None)
+    if not added and (logprobs or (wants_ids and delta.token_ids)):
+        added = [ChatDelta(content="")]
+    for number, content in enumerate(added):  # the tokens are of all of them, and come with the first
+        choice = ChatChunkChoice(index=delta.index, delta=content, logprobs=None if number else logprobs, finish_reason=None)
+        if wants_ids and not number:
             choice.token_ids = list(delta.token_ids)
         choices.append(choice)
-    reason = finished_by(delta.finish_reason)
+    reason = chat_finished_by(delta.finish_reason, reader)
     if reason:
         choices.append(ChatChunkChoice(index=delta.index, delta=ChatDelta(), logprobs=None, finish_reason=reason))
     return choices

@@ -179,19 +179,19 @@ def size_for_template(messages: Sequence[ChatMessage | AssistantTurn | ToolTurn]
 
 class ToolFunction(StrictModel):
     place = "tools[].function"
-    unsupported = {"strict": (False,)}
 
     name: NonEmpty
     description: UnicodeText | None = None
+    strict: bool | None = describe(description="whether arguments must keep to the schema; true is not implemented")
     parameters: dict[str, Any] | None = describe(description="a JSON schema")
 
 
 class Tool(StrictModel):
     place = "tools[]"
-    unsupported = {"strict": (False,)}
 
     type: Literal["function"] | None = "function"
     function: ToolFunction
+    strict: bool | None = describe(description="another place of function.strict")
 
     def for_template(self) -> dict[str, Any]:
-        return {"type": "function", "function": self.function.model_dump(exclude_none=True)}
+        return {"type": "function", "function": self.function.model_dump(exclude_none=True, exclude={"strict"})}

@@ -25,6 +25,7 @@ from server.openai.extensions import MAX_INT, SAMPLING_FIELDS, Extensions
 from server.openai.messages import AnyMessage, Tool
 from server.openai.parameter_policy import ParameterPolicy
 from server.openai.strict import NonEmpty, StrictModel, describe, one_of
+from server.openai.tool_choice import ToolChoice, check_enforceable, check_tools
 from server.openai.unsupported import CHAT, COMPLETION, EMBEDDING, HARMLESS_BUT_STRICT
 
 MAX_INPUTS = 2048  # texts in one request, OpenAI's limit
@@ -144,8 +145,13 @@ class ChatRequest(SamplingBody):
 
     messages: list[AnyMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = describe(
-        description="shown to the model by its chat template; what it calls is in the answer's text"
+        description="shown to the model by its chat template, or else in the system message"
     )
+    tool_choice: ToolChoice | None = describe(
+        description="auto by default; none: tools are not shown; required and a named function are not implemented"
+    )
+    parallel_tool_calls: bool | None = describe(description="false: an answer has one call at most; more are left out")
+    enable_thinking: bool | None = describe(description="for templates that read it (or thinking); without effect on others")
     reasoning_effort: NonEmpty | None = describe(description="for templates that read it; without effect on others")
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_TEMPLATE_KWARGS)] | None = describe(
         description="variables of the model's chat template: enable_thinking, ..."
@@ -163,6 +169,12 @@ class ChatRequest(SamplingBody):
     def _leave_out_tools_not_to_be_called(cls, data: Any) -> Any:
         is_none = isinstance(data, dict) and data.get("tool_choice") == "none"
         return {name: value for name, value in data.items() if name != "tools"} if is_none else data
+
+    @model_validator(mode="after")
+    def _check_tools(self) -> Self:
+        check_tools(self.tools or (), self.tool_choice)
+        check_enforceable(self.tools or (), self.tool_choice)
+        return self
 
     @model_validator(mode="after")
     def _check_pairs(self) -> Self:

@@ -12,6 +12,7 @@ from pydantic import BaseModel, Field
 from server.usage import RequestUsage, device_seconds
 
 FinishedBy = Literal["stop", "length"]
+ChatFinishedBy = Literal["stop", "length", "tool_calls"]
 
 T = TypeVar("T")
 OrAbsent = Annotated[T | None, Field(exclude_if=lambda value: value is None)]
@@ -76,17 +77,33 @@ class PromptLogprob(BaseModel):
 PromptLogprobs = list[dict[str, PromptLogprob] | None]  # of each token, by token id; null for the first
 
 
+class WrittenFunction(BaseModel):
+    name: str
+    arguments: str  # JSON text; none where the answer broke off in it
+
+
+class WrittenToolCall(BaseModel):
+    id: str
+    type: Literal["function"] = "function"
+    function: WrittenFunction
+
+
 class AssistantMessage(BaseModel):
+    """`content` is null beside tool calls without a word. `reasoning_content`, beyond OpenAI's API: what the model
+    thought before."""
+
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning_content: OrAbsent[str] = None
+    tool_calls: OrAbsent[list[WrittenToolCall]] = None
 
 
 class ChatChoice(BaseModel):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishedBy
+    finish_reason: ChatFinishedBy
     token_ids: OrAbsent[list[int]] = None
 
 
@@ -102,16 +119,32 @@ class ChatCompletion(BaseModel):
     prompt_logprobs: OrAbsent[PromptLogprobs] = None
 
 
+class FunctionCallDelta(BaseModel):
+    name: str | None = None
+    arguments: str
+
+
+class ToolCallDelta(BaseModel):
+    """A call's first has its id, type and name, the others more of its arguments."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionCallDelta
+
+
 class ChatDelta(BaseModel):
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChatChunkChoice(BaseModel):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: FinishedBy | None
+    finish_reason: ChatFinishedBy | None
     token_ids: OrAbsent[list[int]] = None
 
 

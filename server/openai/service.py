@@ -14,6 +14,7 @@ from jaxinfer.tokenizer import TextTooLong, Tokenizer
 from server.backend import Backend, Unavailable
 from server.config import ServerConfig
 from server.logs import note_model
+from server.openai.answer_syntax import AnswerSyntax
 from server.openai.errors import ApiError
 from server.openai.responses import FinishedBy, Model
 from server.usage import UsageMeter
@@ -26,7 +27,11 @@ class Service:
     config: ServerConfig
     created: int  # Unix time at which serving of the model began
     usage: UsageMeter = field(default_factory=UsageMeter)
+    syntax: AnswerSyntax = field(init=False)
     others: tuple[Service, ...] = ()  # of the models beside it, each with names of its own in its `config`
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "syntax", AnswerSyntax.of(self.tokenizer, self.config))
 
     def of_model(self, name: str) -> Service:
         """The service of the model with this name: this one, or one beside it. Raises `ApiError` 404 for a model that

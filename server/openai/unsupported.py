@@ -56,8 +56,6 @@ COMMON: Harmless = STRUCTURE | SAMPLING | PROMPT | OUTPUT | MEDIA
 
 CHAT: Harmless = COMMON | {
     "add_special_tokens": (False,),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "web_search_options": (),
@@ -67,7 +65,7 @@ CHAT: Harmless = COMMON | {
     "echo": (False,),
     "best_of": (1,),
     # For reasoning; what a template reads goes into chat_template_kwargs.
-    **dict.fromkeys(("thinking", "enable_thinking", "thinking_budget", "thinking_token_budget", "reasoning"), ()),
+    **dict.fromkeys(("thinking", "thinking_budget", "thinking_token_budget", "reasoning"), ()),
     "include_reasoning": (True,),
     "separate_reasoning": (True,),
     "reasoning_format": (),

@@ -35,6 +35,7 @@ WRONG = {
     "prompt_logprobs": (-1, 21, 0.5),
     "allowed_token_ids": ((-1,), ("a",), tuple(range(301)), 7),
     "logprob_token_ids": ((-1,), (1.0,), tuple(range(21)), None),
+    "kept_special_tokens": ((-1,), ("a",), tuple(range(301)), None),
     "bad_words": ("word", (3,), (" ",), ("x",) * 101, None),
     "truncate_prompt_tokens": (0, -2, 1.5, "all"),
 }

@@ -30,21 +30,22 @@ TEMPLATE = (
 )
 
 
-def byte_tokenizer(template: str = TEMPLATE) -> Tokenizer:
-    """Each of the 256 bytes is a token, and so are <|im_start|> and <|im_end|>."""
+def byte_tokenizer(template: str = TEMPLATE, more: Sequence[str] = ()) -> Tokenizer:
+    """Each of the 256 bytes is a token, and so are <|im_start|>, <|im_end|> and `more` special ones."""
     vocab = {character: i for i, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_tokens([AddedToken(name, special=True, normalized=False) for name in ("<|im_start|>", "<|im_end|>")])
+    backend.add_tokens([AddedToken(name, special=True, normalized=False) for name in ("<|im_start|>", "<|im_end|>", *more)])
     return Tokenizer(backend, None, (257,), ChatTemplate(template, {}))
 
 
 class FakeBackend:
-    """Answers every prompt with ANSWER, a character a delta, then stops. `hold` makes requests wait after `hold_after` deltas;
+    """Answers every prompt with `answer`, a character a delta, then stops. `hold` makes requests wait after `hold_after` deltas;
     `error` is raised there instead, or the request is given up for the reason `gives_up`."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
+        self.answer = ANSWER
         self.seconds_in_iteration = 0.0
         self.max_model_len = MAX_MODEL_LEN
         self.max_batch_size = 8
@@ -154,7 +155,7 @@ class FakeBackend:
         deltas = []
         for index in range(params.n):
             is_first, num_left = True, budget
-            for character in ANSWER:
+            for character in self.answer:
                 ids = tuple(self.tokenizer.encode(character, False))[:num_left]
                 num_left -= len(ids)
                 deltas.append(self._delta(request_id, index, character, ids, prompt, params, is_first=is_first))

@@ -31,6 +31,9 @@ def error_of(response, status, param=None, code=None):
     return error["message"]
 
 
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
 def called(arguments: str) -> dict:
     return {"role": "assistant", "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}]}
 
@@ -87,9 +90,29 @@ BAD_CHATS = [
         "unsupported_parameter",
         "strict",
     ),
-    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "unsupported_parameter", "chat template has no use for tools"),
+    (
+        {"tools": [TOOL, TOOL]},
+        "tools",
+        "invalid_value",
+        "tools[1] has the name 'f', as tools[0] has: give each tool its own",
+    ),
+    (
+        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+        "tool_choice",
+        "invalid_value",
+        "tool_choice names 'g', which is none of the tools",
+    ),
+    (
+        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}},
+        "tool_choice",
+        "unsupported_parameter",
+        "tool_choice is not implemented by this server for a named function",
+    ),
+    ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice", "invalid_value", "'any'"),
+    ({"tool_choice": 5}, "tool_choice", "invalid_type", "it must be 'none', 'auto', 'required' or an object"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "invalid_value", "messages can't be a variable"),
-    ({"tool_choice": "required"}, "tool_choice", "unsupported_parameter", "tool_choice is not implemented"),
+    ({"tool_choice": "required"}, "tool_choice", "invalid_value", "tool_choice is 'required' without tools: send tools"),
+    ({"tool_choice": "required", "tools": [TOOL]}, "tool_choice", "unsupported_parameter", "tool_choice is not implemented"),
     ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter", "response_format is not implemented"),
     ({"n": 0}, "n", "invalid_value", "0: it must be an integer from 1 to 128"),
     ({"n": 10**9}, "n", "invalid_value", "1000000000: it must be an integer from 1 to 128"),

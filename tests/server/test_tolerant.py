@@ -163,8 +163,6 @@ def test_nulls_are_as_if_they_were_left_out(client):
     "wish",
     [
         {"response_format": {"type": "json_schema", "json_schema": {}}},
-        {"tool_choice": "required"},
-        {"tool_choice": {"type": "function", "function": {"name": "f"}}},
         {"modalities": ["text", "audio"]},
         {"logits_processors": ["x"]},
         {"structured_outputs": {"choice": ["a"]}},

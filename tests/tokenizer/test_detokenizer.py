@@ -56,6 +56,15 @@ def test_any_tokens_joined_are_their_decoding(ids: list[int], skip: bool) -> Non
     assert "".join(stream(IncrementalDetokenizer(byte_level(), (), skip), ids)) == byte_level().decode(ids, skip_special_tokens=skip)
 
 
+def test_some_special_tokens_can_be_kept_where_others_are_skipped() -> None:
+    first, second, *_ = sorted(byte_level().special_ids)
+    name = byte_level().decode([first], skip_special_tokens=False)
+    ids = [second, first, *byte_level().encode("a", False), first, second]
+    assert "".join(stream(IncrementalDetokenizer(byte_level(), kept_special_tokens=(first,)), ids)) == f"{name}a{name}"
+    like = sentencepiece_like()
+    assert "".join(stream(IncrementalDetokenizer(like, kept_special_tokens=(1,)), [1, like.encode("é", False)[-1], 1])) == "<s>é<s>"
+
+
 @settings(deadline=None)
 @given(data=st.binary(max_size=60) | st.text(max_size=20).map(lambda text: text.encode("utf-8", "surrogatepass")))
 def test_any_bytes_joined_are_their_decoding(data: bytes) -> None:
