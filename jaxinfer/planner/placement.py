@@ -224,7 +224,14 @@ class Placer:
         """The model with the best weight formats for stages of these sizes (`tp`, `ep` of each role); and notes."""
         if sizes not in self._formats:
             meshes = [(_mesh(tp), rules_for("decode", ep)) for tp, ep in sizes]
-            template = lay_out(self._build, self._config, self._device.platform, meshes, incompressible=self._incompressible)
+            template = lay_out(
+                self._build,
+                self._config,
+                self._device.platform,
+                meshes,
+                incompressible=self._incompressible,
+                no_kernels=self._device.no_expert_kernels,
+            )
             template = self._with_kept(template, sizes)
             self._formats[sizes] = self._with_experts(template, [tp // ep for tp, ep in sizes])
         return self._formats[sizes]

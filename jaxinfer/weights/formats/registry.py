@@ -13,6 +13,7 @@ from jaxinfer.weights.formats.lossless import Lossless
 from jaxinfer.weights.formats.packed import Packed
 from jaxinfer.weights.formats.packed_experts import PackedExperts
 from jaxinfer.weights.formats.plain import Plain
+from jaxinfer.weights.formats.tiled import Tiled
 from jaxinfer.weights.formats.weight_format import WeightFormat
 
 # Of matrices. Each is made for the type of values that products read, which some formats have no choice of.
@@ -21,6 +22,7 @@ WEIGHT_FORMATS: Mapping[str, Callable[[jnp.dtype], WeightFormat]] = {
     "int8": lambda _: Int8(),
     "packed": Packed,
     "lossless": lambda _: Lossless(),
+    "tiled": lambda _: Tiled(),
 }
 
 # Of a mixture's experts, where they are kept as a quantised checkpoint has them.

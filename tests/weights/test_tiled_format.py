@@ -1,0 +1,59 @@
+"""Linear layers in tiles of lossless bfloat16: the scores of plain bfloat16, on one device and on two."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxinfer.models.registry import read_config
+from jaxinfer.reference_forward import ReferenceForward
+from jaxinfer.weights.formats.plain import Plain
+from jaxinfer.weights.formats.tiled import Tiled
+from jaxinfer.weights.formats.weight_format import MatrixAxes, ModelWeightFormat, WeightFormat
+from jaxinfer.weights.load import random_weights
+from jaxinfer.weights.template import make_template
+from sharding.mesh import make_mesh
+from sharding.rules import TENSOR_PARALLEL
+from tests import tiny_model
+
+BFLOAT16 = Plain(jnp.dtype(jnp.bfloat16))
+# Heads of 64: queries, key and value of a KV head are cut into tiles together.
+CONFIG = read_config(
+    tiny_model.CONFIG | {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 512}
+)
+
+
+def logits(matrices: WeightFormat, devices: tuple[int, ...]) -> tuple[np.ndarray, set[str]]:
+    """Of a few tokens; and the names of the matrices in tiles."""
+    template = make_template(CONFIG.on_devices(len(devices)), ModelWeightFormat(matrices), jnp.dtype("float32"))
+    mesh = make_mesh(devices)
+    weights = random_weights(template, mesh, TENSOR_PARALLEL)
+    in_tiles = {path for leaf in template.leaves if leaf.dtype == jnp.int32 for path in leaf.paths}
+    return ReferenceForward([(template, mesh)], lambda: [weights]).logits(list(range(3, 12))), in_tiles
+
+
+@pytest.mark.parametrize("devices", [(0,), (0, 1)], ids=str)
+def test_a_models_scores_are_those_of_plain_matrices(devices: tuple[int, ...]) -> None:
+    splits = tuple((axis, len(devices)) for axis in TENSOR_PARALLEL)
+    (found, in_tiles), (expected, _) = logits(Tiled("xla", splits), devices), logits(BFLOAT16, devices)
+    layers = "attention.qkv", "attention.out", "mlp.gate_up", "mlp.down"
+    assert in_tiles == {f"blocks.{block}.{layer}.kernel" for block in range(2) for layer in layers}
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_what_no_tile_holds_is_plain() -> None:
+    inputs = (("embed", 256),)
+    gate_up = MatrixAxes((("gate_up", 2), ("mlp", 384)), inputs, inputs_first=True)
+    assert isinstance(Tiled().for_matrix(gate_up), Tiled)
+    odd = [
+        (Tiled(splits=(("mlp", 2),)), gate_up),  # three tiles
+        (Tiled(incompressible=frozenset([gate_up])), gate_up),
+        (Tiled(), MatrixAxes((("mlp", 200),), inputs, inputs_first=True)),
+        (Tiled(), MatrixAxes((("vocab", 256),), inputs, inputs_first=False)),
+        (Tiled(splits=(("mlp", 2),)), MatrixAxes((("gate_up", 2), ("mlp", 192)), inputs, inputs_first=True)),  # a tile of both
+    ]
+    assert [each.for_matrix(axes) for each, axes in odd] == [BFLOAT16] * len(odd)
+    exponents = np.random.default_rng(0).integers(-60, 0, (256, 256))
+    (wide,) = Tiled().from_plain(jnp.exp2(jnp.asarray(exponents, jnp.float32)), 1)
+    assert Tiled().num_misfits([wide]) > 0
