@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-FormatName = Literal["bfloat16", "int4", "fp8"]
+FormatName = Literal["bfloat16", "int4", "fp8", "lossless"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,3 +28,4 @@ CASES = (
     ExpertsCase("kimi-k2.5", 384, 8, 7168, 2048, "int4"),
 )
 TINY = tuple(ExpertsCase(f"tiny {name}", 5, 2, 256, 256, name) for name in ("bfloat16", "int4", "fp8"))
+TINY_LOSSLESS = ExpertsCase("tiny lossless", 5, 2, 256, 256, "lossless")

@@ -92,6 +92,18 @@ def tile_bits(of_bytes: Int32[Array, "*T 2R 16"], of_codes: Int32[Array, "*T R 1
     return ((sign_and_mantissa & 0x80) << 8 | exponent << 7 | sign_and_mantissa & 0x7F).astype(jnp.uint16)
 
 
+def half_of_tile(
+    of_bytes: Int32[Array, "128 16"], of_codes: Int32[Array, "64 16"], header: Int32[Array, " 32"], half: Int[Array, ""]
+) -> BFloat16[Array, "64 128"]:
+    """The first 64 outputs of a tile, or the others."""
+    bits = tile_bits(of_bytes, of_codes, header[SCALE]).astype(jnp.int32)
+    found = escapes(header)
+    rows = (found.output - half * len(bits))[:, None, None] == jnp.arange(len(bits))[:, None]
+    is_here = rows & (found.input[:, None, None] == jnp.arange(INPUTS)) & (found.output[:, None, None] >= 0)
+    patched = jnp.where(is_here.any(0), jnp.where(is_here, found.bits[:, None, None].astype(jnp.int32), 0).sum(0), bits)
+    return lax.bitcast_convert_type(patched.astype(jnp.uint16), jnp.bfloat16)
+
+
 def headers(tiles: Int32[Array, "*T 386 16"]) -> Int32[Array, "*T 32"]:
     """Of whole tiles."""
     return tiles[..., ROWS[0] + ROWS[1] :, :].reshape(*tiles.shape[:-2], -1)

@@ -22,7 +22,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Int
 
 from pallas_kernels.grouped_matmul.formats import INPUTS, LINE, OUTPUTS, WORDS, Fp8, Int4, Weights, expert_shape, fp8_tile, int4_tile
+from pallas_kernels.grouped_matmul.lossless import ROWS as LOSSLESS_ROWS
+from pallas_kernels.grouped_matmul.lossless import Lossless, half_of_tile
 from pallas_kernels.grouped_matmul.mosaic_unpack import HALF, Halves, unpack_fp8, unpack_int4
+from pallas_kernels.grouped_matmul.mosaic_unpack_lossless import unpack_lossless
 from pallas_kernels.grouped_matmul.row_pieces import PieceBounds, RowPiece, num_pieces, piece, piece_bounds, tile_for
 from pallas_kernels.mosaic.card import Card, card_for, target_device
 from pallas_kernels.mosaic.tuned_tilings import tuned_tiling
@@ -34,6 +37,7 @@ _FEW_ROWS = 16
 # Tiles begin at multiples of this many rows: the copy engine copies rows by eights,
 # and writes zeros past the end of the array.
 _ROW_ALIGNMENT = 8
+_NAMES: dict[type, str] = {Int4: "int4", Fp8: "fp8", Lossless: "lossless"}  # of packed formats, in tuned tilings
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,7 @@ def tiling_for(num_rows: int, weights: Weights) -> GroupedMatmulTiling:
     """The fastest measured tiling on this GPU. Where nothing similar was measured, a tiling that keeps an expert's rows
     together and fills a block's shared memory."""
     num_experts, inputs, outputs = expert_shape(weights)
-    name = "int4" if isinstance(weights, Int4) else "fp8" if isinstance(weights, Fp8) else "bfloat16"
+    name = next((name for kind, name in _NAMES.items() if isinstance(weights, kind)), "bfloat16")
     shape = {"format": name, "experts": num_experts, "inputs": inputs, "outputs": outputs, "rows": num_rows}
     if best := tuned_tiling("grouped_matmul", shape):
         return GroupedMatmulTiling(**best)
@@ -209,6 +213,46 @@ class _Fp8Tiles(_PackedTiles):
         return lax.fori_loop(0, num_steps, one, warpgroup.full(shape, 0.0))
 
 
+class _LosslessTiles(_PackedTiles):
+    """A step's tiles come in three copies: bytes, exponents, headers."""
+
+    num_copies = len(LOSSLESS_ROWS)
+
+    @property
+    def shapes(self) -> tuple[Any, ...]:
+        return tuple(((self.tiles_per_step, rows, WORDS), jnp.int32) for rows in LOSSLESS_ROWS)
+
+    def transforms(self) -> list[Any]:
+        return [()] * self.num_copies
+
+    def fetch(self, sources: Any, targets: Any, arrival: Any, expert: Array, output_tile: Array, i: Array) -> None:
+        tiles, first = pl.ds(i * self.tiles_per_step, self.tiles_per_step), 0
+        for rows, target in zip(LOSSLESS_ROWS, targets, strict=True):
+            plgpu.copy_gmem_to_smem(sources[0].at[expert, output_tile, tiles, pl.ds(first, rows)], target, arrival)
+            first += rows
+
+    def sum(
+        self, warpgroup: Warpgroup, half: Array, num_steps: Array, tiles: Any, rows: Any, wait_for_tiles: Any, release_tiles: Any
+    ) -> Array:
+        """As `_Bfloat16Tiles.sum`."""
+
+        def one(i: Array, multiply: Any) -> None:
+            stage = wait_for_tiles(i)
+            for tile in range(self.tiles_per_step):
+                of_bytes = [tiles[0].at[stage, tile, pl.ds(part * OUTPUTS + half * ROWS, ROWS)] for part in range(2)]
+                of_codes, header = tiles[1].at[stage, tile, pl.ds(half * ROWS, ROWS)], tiles[2].at[stage, tile]
+                if warpgroup.interpreted:
+                    in_order = jnp.concatenate([part[...] for part in of_bytes]), of_codes[...], header[...].reshape(-1)
+                    weights = _halves(half_of_tile(*in_order, half))
+                else:
+                    weights = unpack_lossless(*of_bytes, of_codes, header)
+                _multiply_halves(multiply, weights, rows.at[stage], tile)
+            warpgroup.wait_for_products()
+            release_tiles(i)
+
+        return warpgroup.sum_of_products((ROWS, rows.shape[1]), num_steps, one)
+
+
 def _halves(weights: Array) -> Halves:
     return lambda: weights[:, :HALF], lambda: weights[:, HALF:]
 
@@ -218,19 +262,15 @@ def _multiply_halves(multiply: Any, weights: Halves, rows: Any, tile: int) -> No
         multiply(of_half(), rows.at[:, pl.ds(tile * INPUTS + part * HALF, HALF)])
 
 
-WeightTiles: TypeAlias = _Bfloat16Tiles | _Int4Tiles | _Fp8Tiles
+WeightTiles: TypeAlias = _Bfloat16Tiles | _Int4Tiles | _Fp8Tiles | _LosslessTiles
 
 
 def weight_tiles_for(weights: Weights, rows: int) -> WeightTiles:
     """The tiles of such weights in products with tiles of `rows` rows."""
     tiles_per_step = 2 if rows <= _FEW_ROWS and expert_shape(weights)[1] % (2 * INPUTS) == 0 else 1
-    return (
-        _Int4Tiles(tiles_per_step)
-        if isinstance(weights, Int4)
-        else _Fp8Tiles(tiles_per_step)
-        if isinstance(weights, Fp8)
-        else _Bfloat16Tiles()
-    )
+    packed: dict[str, Callable[[int], WeightTiles]] = {"int4": _Int4Tiles, "fp8": _Fp8Tiles, "lossless": _LosslessTiles}
+    of_weights = next((packed[name] for kind, name in _NAMES.items() if isinstance(weights, kind)), None)
+    return _Bfloat16Tiles() if of_weights is None else of_weights(tiles_per_step)
 
 
 class _Tile(NamedTuple):
