@@ -157,8 +157,9 @@ def _experts(name: str, num_tokens: int = 64) -> CompiledKernel:
     num_bytes = sum(int(np.prod(shape)) * jnp.dtype(dtype).itemsize for shape, dtype in tiles.shapes)
     products = OUTPUTS * tiles.step * tiling.rows
     arguments = *_shapes([((rows, case.inputs), "bfloat16")]), weights, *_shapes([((case.num_experts,), "int32")])
+    whose = "experts'" if case.num_experts > 1 else "a linear layer's"
     return CompiledKernel(
-        f"experts' products, {case.format}", "grouped_matmul", grouped_matmul.grouped_matmul, arguments, 2, num_bytes, products
+        f"{whose} products, {case.format}", "grouped_matmul", grouped_matmul.grouped_matmul, arguments, 2, num_bytes, products
     )
 
 
@@ -173,6 +174,7 @@ CASES: dict[str, Callable[[], CompiledKernel]] = {
     "experts bfloat16": partial(_experts, "llama-4-scout"),
     "experts fp8": partial(_experts, "deepseek-v3"),
     "experts int4": partial(_experts, "kimi-k2.5"),
+    "linear lossless": partial(_experts, "llama-3.1-8b", num_tokens=8),
 }
 
 
