@@ -18,6 +18,7 @@ from jaxinfer.kv_cache.spec import FLOAT8_BYTES, LayerGroups, PageSpec, default_
 from jaxinfer.layers import moe
 from jaxinfer.planner.model_work import ModelWork, WeightBytes, model_work, weight_bytes
 from jaxinfer.planner.stage_partition import stage_layers
+from jaxinfer.weights.expert_packing import lossless_packing
 from jaxinfer.weights.format_choice import lay_out
 from jaxinfer.weights.formats.weight_format import ExpertFormat, MatrixAxes, ModelWeightFormat
 from jaxinfer.weights.kept_blocks import KeptMatrices, undivided
@@ -257,7 +258,8 @@ class Placer:
         if matrices is None:
             return template, ()
         sizes = dict(zip(matrices.axes, matrices.shape, strict=True))
-        weight_format = replace(template.weight_format, experts=ExpertFormat(packing=self._choose_packing(template, num_devices)))
+        packing = self._choose_packing(template, num_devices) or lossless_packing(template)
+        weight_format = replace(template.weight_format, experts=ExpertFormat(packing=packing))
         reason = self._device.no_expert_kernels or moe.unsupported_reason(
             sizes["embed"], sizes["expert_mlp"], max(num_devices), weight_format, template.activation_dtype
         )

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxinfer.architecture.model_config import ArchitectureConfig
 from jaxinfer.models.registry import read_config
 from jaxinfer.reference_forward import ReferenceForward
 from jaxinfer.weights.formats.plain import Plain
 from jaxinfer.weights.formats.tiled import Tiled
-from jaxinfer.weights.formats.weight_format import MatrixAxes, ModelWeightFormat, WeightFormat
+from jaxinfer.weights.formats.weight_format import ExpertFormat, MatrixAxes, ModelWeightFormat
 from jaxinfer.weights.load import random_weights
 from jaxinfer.weights.template import make_template
 from sharding.mesh import make_mesh
-from sharding.rules import TENSOR_PARALLEL
+from sharding.rules import TENSOR_PARALLEL, rules_for
 from tests import tiny_model
+from tests.families.checkpoint import config_of
 
 BFLOAT16 = Plain(jnp.dtype(jnp.bfloat16))
 # Heads of 64: queries, key and value of a KV head are cut into tiles together.
@@ -24,11 +28,18 @@ CONFIG = read_config(
 )
 
 
-def logits(matrices: WeightFormat, devices: tuple[int, ...]) -> tuple[np.ndarray, set[str]]:
+EXPERTS = read_config(
+    config_of("qwen3_moe")
+    | {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "num_hidden_layers": 1, "mlp_only_layers": []}
+    | {"decoder_sparse_step": 1, "moe_intermediate_size": 256}
+)
+
+
+def logits(config: ArchitectureConfig, weight_format: ModelWeightFormat, devices: tuple[int, ...], ep: int = 1) -> tuple[Any, set[str]]:
     """Of a few tokens; and the names of the matrices in tiles."""
-    template = make_template(CONFIG.on_devices(len(devices)), ModelWeightFormat(matrices), jnp.dtype("float32"))
-    mesh = make_mesh(devices)
-    weights = random_weights(template, mesh, TENSOR_PARALLEL)
+    template = make_template(config.on_devices(len(devices)), weight_format, jnp.dtype("float32"))
+    mesh, rules = make_mesh(devices), rules_for("decode", ep)
+    weights = random_weights(template, mesh, rules)
     in_tiles = {path for leaf in template.leaves if leaf.dtype == jnp.int32 for path in leaf.paths}
     return ReferenceForward([(template, mesh)], lambda: [weights]).logits(list(range(3, 12))), in_tiles
 
@@ -36,9 +47,19 @@ def logits(matrices: WeightFormat, devices: tuple[int, ...]) -> tuple[np.ndarray
 @pytest.mark.parametrize("devices", [(0,), (0, 1)], ids=str)
 def test_a_models_scores_are_those_of_plain_matrices(devices: tuple[int, ...]) -> None:
     splits = tuple((axis, len(devices)) for axis in TENSOR_PARALLEL)
-    (found, in_tiles), (expected, _) = logits(Tiled("xla", splits), devices), logits(BFLOAT16, devices)
+    formats = ModelWeightFormat(Tiled("xla", splits)), ModelWeightFormat(BFLOAT16)
+    (found, in_tiles), (expected, _) = (logits(CONFIG, each, devices) for each in formats)
     layers = "attention.qkv", "attention.out", "mlp.gate_up", "mlp.down"
     assert in_tiles == {f"blocks.{block}.{layer}.kernel" for block in range(2) for layer in layers}
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_so_are_those_of_experts(ep: int) -> None:
+    splits = tuple((axis, 2) for axis in rules_for("decode", ep))
+    formats = ModelWeightFormat(Tiled("xla", splits), ExpertFormat(packing="lossless")), ModelWeightFormat(BFLOAT16)
+    (found, in_tiles), (expected, _) = (logits(EXPERTS, each, (0, 1), ep) for each in formats)
+    assert {"blocks.0.mlp.experts.gate_up", "blocks.0.mlp.experts.down"} <= in_tiles
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
