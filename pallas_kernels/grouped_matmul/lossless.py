@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, BFloat16, Int, Int32, UInt16
@@ -49,12 +48,12 @@ def lossless_from_bfloat16(weight: BFloat16[Array, "E F D"]) -> Lossless:
     if outputs % OUTPUTS or inputs % INPUTS:
         raise ValueError(f"weight has {outputs} outputs and {inputs} inputs: both must be multiples of {OUTPUTS} to be packed")
     bits = lax.bitcast_convert_type(weight, jnp.uint16)
-    is_zero, exponent = (bits & 0x7FFF) == 0, ((bits >> 7) & 0xFF).astype(jnp.int32)
-    base = _best_base(exponent.astype(jnp.uint8))
-    code = jnp.where(is_zero, 0, exponent - base.repeat(OUTPUTS, 1).repeat(INPUTS, 2))
+    is_zero, exponent = (bits & 0x7FFF) == 0, ((bits >> 7) & 0xFF).astype(jnp.uint8)
+    base = _best_base(exponent)
+    code = exponent - base.astype(jnp.uint8).repeat(OUTPUTS, 1).repeat(INPUTS, 2)  # beyond its range where it is below 0
     is_escape = ~is_zero & ((code < 1) | (code > CODES))
-    sign_and_mantissa = ((bits >> 8) & 0x80 | bits & 0x7F).astype(jnp.int32)
-    planes = _exchange_signs(pack_tiles(sign_and_mantissa, 8)), pack_tiles(jnp.where(is_escape, 0, code), 4)
+    sign_and_mantissa = ((bits >> 8) & 0x80 | bits & 0x7F).astype(jnp.uint8)
+    planes = _exchange_signs(pack_tiles(sign_and_mantissa, 8)), pack_tiles(jnp.where(is_escape | is_zero, 0, code), 4)
     return Lossless(jnp.concatenate([*planes, _headers(base, is_escape, bits)], 3))
 
 
@@ -154,13 +153,14 @@ def _best_base(exponent: Array) -> Int32[Array, "E FT DT"]:
 
 def _headers(base: Int32[Array, "E FT DT"], is_escape: Array, bits: Array) -> Int32[Array, "E FT DT 2 16"]:
     """Of weights [E, F, D]."""
-    number = jnp.cumsum(_by_place(is_escape), -1, dtype=jnp.int32)
-    flat = number.reshape(-1, number.shape[-1])
-    place = jax.vmap(lambda numbers: jnp.searchsorted(numbers, jnp.arange(1, ESCAPES + 1)))(flat).reshape(*base.shape, ESCAPES)
-    is_there = place < number.shape[-1]
-    found = jnp.take_along_axis(_by_place(bits), jnp.where(is_there, place, 0), -1).astype(jnp.int32)
-    listed = jnp.where(is_there, place.astype(jnp.int32) << 16 | found, NONE)
-    ends = FIRST + jnp.minimum(number[..., _SEGMENT - 1 :: _SEGMENT], ESCAPES)
+    # Comparisons and sums alone: XLA would gather what devices have split to look places up.
+    number = jnp.cumsum(_by_place(is_escape), -1, dtype=jnp.int16)
+    place = (number[..., None, :] < jnp.arange(1, ESCAPES + 1, dtype=jnp.int16)[:, None]).sum(-1, dtype=jnp.int32)
+    is_it = jnp.arange(number.shape[-1]) == place[..., None]
+    found = jnp.where(is_it, _by_place(bits)[..., None, :], jnp.uint16(0)).sum(-1, dtype=jnp.int32)
+    listed = jnp.where(place < number.shape[-1], place << 16 | found, NONE)
+    number = number[..., _SEGMENT - 1 :: _SEGMENT].astype(jnp.int32)
+    ends = FIRST + jnp.minimum(number, ESCAPES)
     ends = jnp.concatenate([jnp.full((*base.shape, 1), FIRST), ends], -1)
     ranges = ends[..., :-1:2] | ends[..., 1::2] << 8 | ends[..., 2::2] << 16
     scale = ((base + _BIAS) << 7) * 0x10001
