@@ -35,6 +35,7 @@ from benchmarks.gpu.roofline import DATASHEET
 from pallas_kernels.grouped_matmul import mosaic_gpu as grouped_matmul
 from pallas_kernels.grouped_matmul.cases import CASES as EXPERTS
 from pallas_kernels.grouped_matmul.formats import OUTPUTS
+from pallas_kernels.grouped_matmul.mosaic_tiles import weight_tiles_for
 from pallas_kernels.latent_prefill_attention import mosaic_gpu as latent_prefill_attention
 from pallas_kernels.mosaic.card import HOPPER
 from pallas_kernels.mosaic.warpgroup import ROWS
@@ -152,7 +153,7 @@ def _experts(name: str, num_tokens: int = 64) -> CompiledKernel:
     weights = jax.eval_shape(lambda: expert_weights(case, 0))
     rows = num_tokens * case.experts_per_token
     tiling = grouped_matmul.tiling_for(rows, weights)
-    tiles = grouped_matmul.weight_tiles_for(weights, tiling.rows)
+    tiles = weight_tiles_for(weights, tiling.rows)
     # rows come from the cache
     num_bytes = sum(int(np.prod(shape)) * jnp.dtype(dtype).itemsize for shape, dtype in tiles.shapes)
     products = OUTPUTS * tiles.step * tiling.rows

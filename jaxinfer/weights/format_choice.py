@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import lcm
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
@@ -45,7 +45,7 @@ def lay_out(
         shards = lcm(*(mesh.size for mesh, _ in meshes))
         weight_format = replace(weight_format, matrices=Lossless(shards, incompressible))
     if isinstance(weight_format.matrices, Tiled):
-        backend = "mosaic_gpu" if no_kernels is None and config.matmul_backend == "auto" else "xla"
+        backend: Literal["mosaic_gpu", "xla"] = "mosaic_gpu" if no_kernels is None and config.matmul_backend == "auto" else "xla"
         logger.info("matmul backend for lossless matrices: %s (%s)", backend, no_kernels or config.matmul_backend)
         weight_format = replace(weight_format, matrices=Tiled(backend, _splits(meshes), incompressible))
     if isinstance(weight_format.matrices, Packed) and config.matmul_backend == "auto":

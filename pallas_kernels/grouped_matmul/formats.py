@@ -1,5 +1,5 @@
 """How experts' matrices lie in memory: bfloat16 and float32 unchanged, or packed in the order in which a GPU kernel
-reads them: `Int4`, `Fp8`, and `lossless.Lossless`.
+reads them: `Int4`, `Fp8`, and `lossless.LosslessWeights`.
 
 A packed matrix is cut into tiles of 128 outputs and 128 inputs, each contiguous in memory. Tensor cores read their
 first factor from registers: thread q of the four that share a row holds the inputs 8t + 2q and 8t + 2q + 1 for every t.
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, BFloat16, Float, Float8e4m3fn, Int32
 
-from pallas_kernels.grouped_matmul.lossless import Lossless, from_lossless, lossless_shape
+from pallas_kernels.grouped_matmul.lossless import LosslessWeights, from_lossless, lossless_shape
 from pallas_kernels.grouped_matmul.word_order import INPUTS as INPUTS
 from pallas_kernels.grouped_matmul.word_order import OUTPUTS as OUTPUTS
 from pallas_kernels.grouped_matmul.word_order import WORDS as WORDS
@@ -44,7 +44,7 @@ class Fp8(NamedTuple):
     scale: Float[Array, "E FT DT 32"]  # each tile's scale, repeated 32 times
 
 
-Weights: TypeAlias = Float[Array, "E D F"] | Int4 | Fp8 | Lossless  # bfloat16 or float32, or packed
+Weights: TypeAlias = Float[Array, "E D F"] | Int4 | Fp8 | LosslessWeights  # bfloat16 or float32, or packed
 
 
 def int4_from_compressed_tensors(weight_packed: Int32[Array, "E F D/8"], weight_scale: BFloat16[Array, "E F D/32"]) -> Int4:
@@ -100,7 +100,7 @@ def expert_shape(weights: Weights) -> tuple[int, int, int]:
     if isinstance(weights, Int4 | Fp8):
         experts, output_tiles, input_tiles = weights.words.shape[:3]
         return experts, input_tiles * INPUTS, output_tiles * OUTPUTS
-    if isinstance(weights, Lossless):
+    if isinstance(weights, LosslessWeights):
         return lossless_shape(weights)
     experts, inputs, outputs = weights.shape
     return experts, inputs, outputs
@@ -113,7 +113,7 @@ def dequantise(weights: Weights) -> Float[Array, "E D F"]:
     elif isinstance(weights, Fp8):
         tiles = fp8_tile(weights.words).astype(jnp.float32) * weights.scale[..., :1, None]
     else:
-        return from_lossless(weights) if isinstance(weights, Lossless) else weights
+        return from_lossless(weights) if isinstance(weights, LosslessWeights) else weights
     experts, inputs, outputs = expert_shape(weights)
     return jnp.transpose(tiles, (0, 2, 4, 1, 3)).reshape(experts, inputs, outputs)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, BFloat16, Int, Int32, UInt16
@@ -27,7 +28,7 @@ _BIAS = 127  # of bfloat16's exponents
 _SEGMENT = OUTPUTS * INPUTS // 16  # places of a warp and half of the inputs
 
 
-class Lossless(NamedTuple):
+class LosslessWeights(NamedTuple):
     """bfloat16 of any bits, with at most 22 escapes a tile. 12.06 bits a weight."""
 
     tiles: Int32[Array, "E FT DT 386 16"]  # of each tile: rows of bytes, of exponents, and its header
@@ -41,10 +42,10 @@ class Escapes(NamedTuple):
     bits: UInt16[Array, "... 22"]
 
 
-def lossless_from_bfloat16(weight: BFloat16[Array, "E F D"]) -> Lossless:
+def lossless_from_bfloat16(weight: BFloat16[Array, "E F D"]) -> LosslessWeights:
     """Packs matrices, rows are outputs; `num_misfits` says whether all of it fitted. Raises `ValueError` for shapes
     that no tile divides."""
-    experts, outputs, inputs = weight.shape
+    _, outputs, inputs = weight.shape
     if outputs % OUTPUTS or inputs % INPUTS:
         raise ValueError(f"weight has {outputs} outputs and {inputs} inputs: both must be multiples of {OUTPUTS} to be packed")
     bits = lax.bitcast_convert_type(weight, jnp.uint16)
@@ -54,21 +55,21 @@ def lossless_from_bfloat16(weight: BFloat16[Array, "E F D"]) -> Lossless:
     is_escape = ~is_zero & ((code < 1) | (code > CODES))
     sign_and_mantissa = ((bits >> 8) & 0x80 | bits & 0x7F).astype(jnp.uint8)
     planes = _exchange_signs(pack_tiles(sign_and_mantissa, 8)), pack_tiles(jnp.where(is_escape | is_zero, 0, code), 4)
-    return Lossless(jnp.concatenate([*planes, _headers(base, is_escape, bits)], 3))
+    return LosslessWeights(jnp.concatenate([*planes, _headers(base, is_escape, bits)], 3))
 
 
-def num_misfits(weights: Lossless) -> Int[Array, ""]:
+def num_misfits(weights: LosslessWeights) -> Int[Array, ""]:
     """How many weights are in no list for lack of room."""
     return headers(weights.tiles)[..., MISSING].sum()
 
 
-def lossless_shape(weights: Lossless) -> tuple[int, int, int]:
+def lossless_shape(weights: LosslessWeights) -> tuple[int, int, int]:
     """Numbers of experts, inputs and outputs."""
     experts, output_tiles, input_tiles = weights.tiles.shape[:3]
     return experts, input_tiles * INPUTS, output_tiles * OUTPUTS
 
 
-def from_lossless(weights: Lossless) -> BFloat16[Array, "E D F"]:
+def from_lossless(weights: LosslessWeights) -> BFloat16[Array, "E D F"]:
     """The matrices, to the bit."""
     experts, inputs, outputs = lossless_shape(weights)
     of_bytes, of_codes, _ = jnp.split(weights.tiles, (ROWS[0], ROWS[0] + ROWS[1]), 3)
@@ -82,7 +83,9 @@ def from_lossless(weights: Lossless) -> BFloat16[Array, "E D F"]:
     return lax.bitcast_convert_type(patched, jnp.bfloat16)
 
 
-def tile_bits(of_bytes: Int32[Array, "*T 2R 16"], of_codes: Int32[Array, "*T R 16"], scale: Int32[Array, "*T"]) -> UInt16[Array, "*T R 128"]:
+def tile_bits(
+    of_bytes: Int32[Array, "*T 2R 16"], of_codes: Int32[Array, "*T R 16"], scale: Int32[Array, "*T"]
+) -> UInt16[Array, "*T R 128"]:
     """Bits of weights of some rows of a tile, before its escapes are put in. `scale`: the header's word."""
     sign_and_mantissa = jnp.concatenate(jnp.split(unpack_tiles(_exchange_signs(of_bytes), 8), 2, axis=-2), -1)
     code = unpack_tiles(of_codes, 4)
@@ -153,11 +156,11 @@ def _best_base(exponent: Array) -> Int32[Array, "E FT DT"]:
 
 def _headers(base: Int32[Array, "E FT DT"], is_escape: Array, bits: Array) -> Int32[Array, "E FT DT 2 16"]:
     """Of weights [E, F, D]."""
-    # Comparisons and sums alone: XLA would gather what devices have split to look places up.
     number = jnp.cumsum(_by_place(is_escape), -1, dtype=jnp.int16)
-    place = (number[..., None, :] < jnp.arange(1, ESCAPES + 1, dtype=jnp.int16)[:, None]).sum(-1, dtype=jnp.int32)
-    is_it = jnp.arange(number.shape[-1]) == place[..., None]
-    found = jnp.where(is_it, _by_place(bits)[..., None, :], jnp.uint16(0)).sum(-1, dtype=jnp.int32)
+    # Mapped over axes that stay apart: XLA would gather what devices have split if they were one.
+    place_of = jax.vmap(jax.vmap(jax.vmap(lambda counts: jnp.searchsorted(counts, jnp.arange(1, ESCAPES + 1, dtype=jnp.int16)))))
+    place = place_of(number).astype(jnp.int32)
+    found = jnp.take_along_axis(_by_place(bits), place, -1, mode="clip").astype(jnp.int32)
     listed = jnp.where(place < number.shape[-1], place << 16 | found, NONE)
     number = number[..., _SEGMENT - 1 :: _SEGMENT].astype(jnp.int32)
     ends = FIRST + jnp.minimum(number, ESCAPES)

@@ -69,7 +69,8 @@ def _with_escapes(registers: Sequence[Any], header: Any, part: int) -> Sequence[
     warp, lane = arith.shrui(thread, number(5)), arith.andi(thread, number(31))
     ends = _word_of(header, arith.addi(warp, number(RANGES)))
     begin, end = (arith.andi(arith.shrui(ends, number(8 * i)), number(255)) for i in (part, part + 1))
-    loop = scf.ForOp(begin, end, number(1), list(registers))
+    new_loop: Any = scf.ForOp  # its type stub is another class's
+    loop = new_loop(begin, end, number(1), list(registers))
     with ir.InsertionPoint(loop.body):
         escape = _word_of(header, loop.induction_variable)
         # Of its place (`lossless.escapes`): half of a register, thread, register.

@@ -7,7 +7,7 @@ import pytest
 
 from pallas_kernels.grouped_matmul.cases import CASES, ExpertsCase
 from pallas_kernels.grouped_matmul.formats import Fp8, Int4
-from pallas_kernels.grouped_matmul.lossless import Lossless
+from pallas_kernels.grouped_matmul.lossless import LosslessWeights
 from pallas_kernels.grouped_matmul.mosaic_gpu import grouped_matmul
 from tests.aot.conftest import num_kernels
 
@@ -42,7 +42,7 @@ def test_one_kernel_and_no_weight_beside_the_packed_ones(compile_for, case, prod
 
 def compile_grouped(compile_for, case: ExpertsCase, inputs: int, outputs: int, num_tokens: int):
     def function(x, group_sizes, *weights):
-        packed = {"int4": Int4, "fp8": Fp8, "lossless": Lossless}.get(case.format)
+        packed = {"int4": Int4, "fp8": Fp8, "lossless": LosslessWeights}.get(case.format)
         return grouped_matmul(x, packed(*weights) if packed else weights[0], group_sizes)
 
     x, group_sizes = ((num_tokens * case.experts_per_token, inputs), jnp.bfloat16), ((case.num_experts,), jnp.int32)

@@ -96,8 +96,8 @@ def nothing_of(weights: formats.Weights, expert: int) -> formats.Weights:
     """With an expert that makes everything NaN that it is multiplied by."""
     if isinstance(weights, formats.Int4 | formats.Fp8):
         return weights._replace(scale=weights.scale.at[expert].set(jnp.nan))
-    if isinstance(weights, lossless.Lossless):
-        return lossless.Lossless(weights.tiles.at[expert, ..., sum(lossless.ROWS[:2]), lossless.SCALE].set(0x7FC07FC0))
+    if isinstance(weights, lossless.LosslessWeights):
+        return lossless.LosslessWeights(weights.tiles.at[expert, ..., sum(lossless.ROWS[:2]), lossless.SCALE].set(0x7FC07FC0))
     return weights.at[expert].set(jnp.nan)
 
 

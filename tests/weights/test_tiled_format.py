@@ -30,7 +30,14 @@ CONFIG = read_config(
 
 EXPERTS = read_config(
     config_of("qwen3_moe")
-    | {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "num_hidden_layers": 1, "mlp_only_layers": []}
+    | {
+        "hidden_size": 256,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "num_hidden_layers": 1,
+        "mlp_only_layers": [],
+    }
     | {"decoder_sparse_step": 1, "moe_intermediate_size": 256}
 )
 

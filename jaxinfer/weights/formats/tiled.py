@@ -17,7 +17,7 @@ from jaxinfer.layers.deferred_collectives import as_partial_sum
 from jaxinfer.layers.step_context import NO_CONTEXT, StepContext
 from jaxinfer.weights.formats.plain import Plain
 from jaxinfer.weights.formats.weight_format import Axes, MatrixAxes, WeightFormat, WeightLeaf
-from pallas_kernels.grouped_matmul.lossless import ROWS, Lossless, lossless_from_bfloat16, num_misfits
+from pallas_kernels.grouped_matmul.lossless import ROWS, LosslessWeights, lossless_from_bfloat16, num_misfits
 from pallas_kernels.grouped_matmul.op import grouped_matmul
 from pallas_kernels.grouped_matmul.word_order import INPUTS, OUTPUTS, WORDS
 
@@ -77,7 +77,7 @@ class Tiled:
         return (tiles.reshape(*outer, *tiles.shape[1:]),)
 
     def num_misfits(self, arrays: Sequence[Array]) -> Int[Array, ""]:
-        return num_misfits(Lossless(arrays[0]))
+        return num_misfits(LosslessWeights(arrays[0]))
 
     def product(
         self,
@@ -107,7 +107,7 @@ class Tiled:
         self, merged: tuple[int, ...], split_over: str | None, x: Float[Array, "T I"], tiles: Int32[Array, "... 386 16"]
     ) -> Float[Array, "T ..."]:
         """On one device."""
-        weights = Lossless(tiles.reshape(1, -1, *tiles.shape[-3:]))
+        weights = LosslessWeights(tiles.reshape(1, -1, *tiles.shape[-3:]))
         backend = self.backend if len(x) <= MOST_ROWS_IN_KERNEL else "xla"
         y = grouped_matmul(x, weights, jnp.full(1, len(x), jnp.int32), backend=backend)
         y = y if split_over is None else jax.lax.psum(y, split_over)

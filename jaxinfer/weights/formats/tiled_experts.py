@@ -11,7 +11,7 @@ from jaxtyping import Array
 from jaxinfer.weights.formats.tiled import Tiled
 from jaxinfer.weights.formats.weight_format import Axes, MatrixAxes, WeightLeaf
 from pallas_kernels.grouped_matmul.formats import Weights
-from pallas_kernels.grouped_matmul.lossless import Lossless
+from pallas_kernels.grouped_matmul.lossless import LosslessWeights
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class TiledExperts:
     def weights(self, arrays: Sequence[Array]) -> Weights:
         """Of matrices whose outputs may have several axes."""
         (tiles,) = arrays
-        return Lossless(tiles.reshape(len(tiles), -1, *tiles.shape[-3:]))
+        return LosslessWeights(tiles.reshape(len(tiles), -1, *tiles.shape[-3:]))
 
 
 def experts_axes(plain: Axes) -> MatrixAxes:
