@@ -51,7 +51,8 @@ def lossless_from_bfloat16(weight: BFloat16[Array, "E F D"]) -> LosslessWeights:
     bits = lax.bitcast_convert_type(weight, jnp.uint16)
     is_zero, exponent = (bits & 0x7FFF) == 0, ((bits >> 7) & 0xFF).astype(jnp.uint8)
     base = _best_base(exponent)
-    code = exponent - base.astype(jnp.uint8).repeat(OUTPUTS, 1).repeat(INPUTS, 2)  # beyond its range where it is below 0
+    # One below the base comes out above all codes.
+    code = exponent - base.astype(jnp.uint8).repeat(OUTPUTS, 1).repeat(INPUTS, 2)
     is_escape = ~is_zero & ((code < 1) | (code > CODES))
     sign_and_mantissa = ((bits >> 8) & 0x80 | bits & 0x7F).astype(jnp.uint8)
     planes = _exchange_signs(pack_tiles(sign_and_mantissa, 8)), pack_tiles(jnp.where(is_escape | is_zero, 0, code), 4)
