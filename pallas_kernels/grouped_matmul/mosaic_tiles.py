@@ -3,7 +3,6 @@ multiplies them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -188,7 +187,9 @@ WeightTiles: TypeAlias = _Bfloat16Tiles | _Int4Tiles | _Fp8Tiles | _LosslessTile
 
 def weight_tiles_for(weights: Weights, rows: int) -> WeightTiles:
     """The tiles of such weights in products with tiles of `rows` rows."""
+    if isinstance(weights, LosslessWeights):
+        return _LosslessTiles(1)  # 24 KB: of two, cards of 12.x have no room for a second stage
+    if not isinstance(weights, Int4 | Fp8):
+        return _Bfloat16Tiles()
     tiles_per_step = 2 if rows <= _FEW_ROWS and expert_shape(weights)[1] % (2 * INPUTS) == 0 else 1
-    packed: dict[str, Callable[[int], WeightTiles]] = {"int4": _Int4Tiles, "fp8": _Fp8Tiles, "lossless": _LosslessTiles}
-    of_weights = next((packed[name] for kind, name in PACKED_NAMES.items() if isinstance(weights, kind)), None)
-    return _Bfloat16Tiles() if of_weights is None else of_weights(tiles_per_step)
+    return _Int4Tiles(tiles_per_step) if isinstance(weights, Int4) else _Fp8Tiles(tiles_per_step)

@@ -108,7 +108,7 @@ class Tiled:
     ) -> Float[Array, "T ..."]:
         """On one device."""
         weights = LosslessWeights(tiles.reshape(1, -1, *tiles.shape[-3:]))
-        backend = self.backend if len(x) <= MOST_ROWS_IN_KERNEL else "xla"
+        backend = self.backend if len(x) <= MOST_ROWS_IN_KERNEL and x.dtype == _BFLOAT16 else "xla"
         y = grouped_matmul(x, weights, jnp.full(1, len(x), jnp.int32), backend=backend)
         y = y if split_over is None else jax.lax.psum(y, split_over)
         return y.reshape(len(x), *tiles.shape[:-4], -1, *merged)
