@@ -35,6 +35,7 @@ from benchmarks.gpu.roofline import DATASHEET
 from pallas_kernels.grouped_matmul import mosaic_gpu as grouped_matmul
 from pallas_kernels.grouped_matmul.cases import CASES as EXPERTS
 from pallas_kernels.grouped_matmul.formats import OUTPUTS
+from pallas_kernels.grouped_matmul.mosaic_tiles import weight_tiles_for
 from pallas_kernels.latent_prefill_attention import mosaic_gpu as latent_prefill_attention
 from pallas_kernels.mosaic.card import HOPPER
 from pallas_kernels.mosaic.warpgroup import ROWS
@@ -152,13 +153,14 @@ def _experts(name: str, num_tokens: int = 64) -> CompiledKernel:
     weights = jax.eval_shape(lambda: expert_weights(case, 0))
     rows = num_tokens * case.experts_per_token
     tiling = grouped_matmul.tiling_for(rows, weights)
-    tiles = grouped_matmul.weight_tiles_for(weights, tiling.rows)
+    tiles = weight_tiles_for(weights, tiling.rows)
     # rows come from the cache
     num_bytes = sum(int(np.prod(shape)) * jnp.dtype(dtype).itemsize for shape, dtype in tiles.shapes)
     products = OUTPUTS * tiles.step * tiling.rows
     arguments = *_shapes([((rows, case.inputs), "bfloat16")]), weights, *_shapes([((case.num_experts,), "int32")])
+    whose = "experts'" if case.num_experts > 1 else "a linear layer's"
     return CompiledKernel(
-        f"experts' products, {case.format}", "grouped_matmul", grouped_matmul.grouped_matmul, arguments, 2, num_bytes, products
+        f"{whose} products, {case.format}", "grouped_matmul", grouped_matmul.grouped_matmul, arguments, 2, num_bytes, products
     )
 
 
@@ -173,6 +175,7 @@ CASES: dict[str, Callable[[], CompiledKernel]] = {
     "experts bfloat16": partial(_experts, "llama-4-scout"),
     "experts fp8": partial(_experts, "deepseek-v3"),
     "experts int4": partial(_experts, "kimi-k2.5"),
+    "linear lossless": partial(_experts, "llama-3.1-8b", num_tokens=8),
 }
 
 

@@ -37,8 +37,7 @@ class ModelConfig:
         "auto",
         "weight matrices in memory: auto (dtype's type; a GGUF file's blocks as they are, where a CPU kernel multiplies them), dequantised "
         "(dtype's type always), int8 (8-bit integers with a scale per output, integer products: faster for small batches on CPU, results "
-        "differ slightly from the checkpoint's) or lossless (bfloat16 in 12 bits a value, on CPUs: the same results in three quarters of "
-        "the memory)",
+        "differ slightly from the checkpoint's) or lossless (bfloat16 in 12 bits a value: the same weights in three quarters of the memory)",
         choices=("auto", "dequantised", "int8", "lossless"),
     )
     matmul_backend: str = _flag(

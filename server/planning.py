@@ -42,7 +42,7 @@ def plan_from_arguments(arguments: argparse.Namespace) -> TargetPlan:
         split_cpu(target.num_devices)
     layouts = named_layouts(target, arguments.prefill_parallel, arguments.decode_parallel)
     workload = _workload(arguments)
-    shapes = TargetModel(read_shape(arguments.model), target, dtype=arguments.dtype, kv_dtype=arguments.kv_dtype)
+    shapes = TargetModel(read_shape(arguments.model), target, dtype=arguments.dtype, kv_dtype=arguments.kv_dtype, weights=arguments.weights)
     most = shapes.architecture.max_position_embeddings
     if arguments.context is not None and arguments.context > most:
         raise ConfigError(f"context is {arguments.context}: this model's is {most} tokens; give that or less")

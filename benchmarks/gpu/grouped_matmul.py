@@ -15,11 +15,17 @@ from benchmarks.gpu import roofline
 from benchmarks.gpu.problem import KernelCheck, Problem, only_if_finite
 from benchmarks.gpu.roofline import RooflineWork
 from benchmarks.gpu.sizes import BenchmarkSizes
-from pallas_kernels.grouped_matmul import formats, reference
+from pallas_kernels.grouped_matmul import formats, lossless, reference
 from pallas_kernels.grouped_matmul.cases import CASES, TINY, ExpertsCase
 
 # bytes of a weight
-_BYTES = {"bfloat16": 2.0, "int4": 4.5 / 8, "fp8": 1 + 4 * formats.LINE / (formats.OUTPUTS * formats.INPUTS)}
+_OF_TILE = formats.OUTPUTS * formats.INPUTS
+_BYTES = {
+    "bfloat16": 2.0,
+    "int4": 4.5 / 8,
+    "fp8": 1 + 4 * formats.LINE / _OF_TILE,
+    "lossless": 4 * formats.WORDS * sum(lossless.ROWS) / _OF_TILE,
+}
 _NO_NAN = np.uint32(0xF7F7F7F7)  # of float8_e4m3fn's codes only those with all bits of the magnitude set are NaN
 _CHECKED = 8  # experts that are checked, by the first and last row of each
 _UNOWNED = 8  # rows without an expert
@@ -73,9 +79,10 @@ def problem(sizes: BenchmarkSizes, case_and_tokens: tuple[ExpertsCase, int], see
 def weights(case: ExpertsCase, seed: int) -> Any:
     """Random matrices of the case's format; products are about as large as the inputs."""
     key, other = jax.random.split(jax.random.key(seed, impl="rbg"))
-    if case.format == "bfloat16":
+    if case.format in ("bfloat16", "lossless"):
         shape = (case.num_experts, case.inputs, case.outputs)
-        return jax.jit(lambda: (jax.random.normal(key, shape, jnp.bfloat16) * case.inputs**-0.5).astype(jnp.bfloat16))()
+        plain = jax.jit(lambda: (jax.random.normal(key, shape, jnp.bfloat16) * case.inputs**-0.5).astype(jnp.bfloat16))()
+        return plain if case.format == "bfloat16" else jax.jit(lossless.lossless_from_bfloat16)(plain.swapaxes(1, 2))
     tiles = (case.num_experts, case.outputs // formats.OUTPUTS, case.inputs // formats.INPUTS)
     is_int4 = case.format == "int4"
     mask = np.uint32(0xFFFFFFFF) if is_int4 else _NO_NAN

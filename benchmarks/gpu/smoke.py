@@ -36,7 +36,7 @@ from benchmarks.gpu.kernels import GPU_BACKEND, check_against_reference, impleme
 from benchmarks.gpu.problem import Problem
 from benchmarks.gpu.random_pages import PageShape
 from benchmarks.gpu.sizes import SMALL, ModelSizes
-from pallas_kernels.grouped_matmul.cases import TINY
+from pallas_kernels.grouped_matmul.cases import TINY, TINY_LOSSLESS
 
 # One KV head, in a type and page size that the kernels support.
 SIZES = replace(SMALL, model=ModelSizes(1, 256, 4, 1, 64, 256, 256), itemsize=2, dtype="bfloat16", page_size=16)
@@ -94,7 +94,7 @@ def _prefill_of_latents(num_new: int, num_cached: int = 0) -> Variant:
 
 
 def _experts(kind: str, num_tokens: int = 8, **tiling: int) -> Variant:
-    case = next(case for case in TINY if case.format == kind)
+    case = next(case for case in (*TINY, TINY_LOSSLESS) if case.format == kind)
     return Variant("grouped_matmul", partial(grouped_matmul.problem, SIZES, (case, num_tokens), _SEED), tiling)
 
 
@@ -126,6 +126,7 @@ VARIANTS: dict[str, Callable[[], Variant]] = {
     "experts, bfloat16": partial(_experts, "bfloat16", rows=8, stages=2, blocks=3),
     "experts, fp8": partial(_experts, "fp8", rows=8, stages=2, blocks=3),
     "experts, int4": partial(_experts, "int4", rows=8, stages=2, blocks=3),
+    "experts, lossless": partial(_experts, "lossless", rows=8, stages=2, blocks=3),
     "experts, many rows": partial(_experts, "bfloat16", 600),
 }
 

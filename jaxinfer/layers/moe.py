@@ -83,15 +83,14 @@ class Experts(nnx.Module):
         """Arrays of gate and up, then of down."""
         if self.packing is None:
             return [self.gate_up[...], self.down[...]]
-        parts = EXPERT_FORMATS[self.packing].parts
-        return [getattr(self, name + part.suffix)[...] for name in ("gate_up", "down") for part in parts]
+        suffixes = EXPERT_FORMATS[self.packing].suffixes
+        return [getattr(self, name + suffix)[...] for name in ("gate_up", "down") for suffix in suffixes]
 
     def _add_packed(self, name: str, packing: str, axes: dict[str, int]) -> None:
         """Add a matrix's parameters; the last two axes are outputs and inputs."""
-        packed = EXPERT_FORMATS[packing]
-        for part, leaf in zip(packed.parts, packed.leaves(axes), strict=True):
+        for leaf, metadata in EXPERT_FORMATS[packing].parameters(axes):
             param = weight(leaf.shape, leaf.axes, leaf.dtype)
-            param.set_metadata(part=part.name)
+            param.set_metadata(**metadata)
             setattr(self, name + leaf.suffix, param)
 
     def _axis(self) -> tuple[str | None, bool]:

@@ -18,6 +18,7 @@ from jaxinfer.kv_cache.spec import FLOAT8_BYTES, LayerGroups, PageSpec, default_
 from jaxinfer.layers import moe
 from jaxinfer.planner.model_work import ModelWork, WeightBytes, model_work, weight_bytes
 from jaxinfer.planner.stage_partition import stage_layers
+from jaxinfer.weights.expert_packing import lossless_packing
 from jaxinfer.weights.format_choice import lay_out
 from jaxinfer.weights.formats.weight_format import ExpertFormat, MatrixAxes, ModelWeightFormat
 from jaxinfer.weights.kept_blocks import KeptMatrices, undivided
@@ -224,7 +225,14 @@ class Placer:
         """The model with the best weight formats for stages of these sizes (`tp`, `ep` of each role); and notes."""
         if sizes not in self._formats:
             meshes = [(_mesh(tp), rules_for("decode", ep)) for tp, ep in sizes]
-            template = lay_out(self._build, self._config, self._device.platform, meshes, incompressible=self._incompressible)
+            template = lay_out(
+                self._build,
+                self._config,
+                self._device.platform,
+                meshes,
+                incompressible=self._incompressible,
+                no_kernels=self._device.no_expert_kernels,
+            )
             template = self._with_kept(template, sizes)
             self._formats[sizes] = self._with_experts(template, [tp // ep for tp, ep in sizes])
         return self._formats[sizes]
@@ -250,7 +258,8 @@ class Placer:
         if matrices is None:
             return template, ()
         sizes = dict(zip(matrices.axes, matrices.shape, strict=True))
-        weight_format = replace(template.weight_format, experts=ExpertFormat(packing=self._choose_packing(template, num_devices)))
+        packing = self._choose_packing(template, num_devices) or lossless_packing(template)
+        weight_format = replace(template.weight_format, experts=ExpertFormat(packing=packing))
         reason = self._device.no_expert_kernels or moe.unsupported_reason(
             sizes["embed"], sizes["expert_mlp"], max(num_devices), weight_format, template.activation_dtype
         )

@@ -20,10 +20,17 @@ class TargetModel:
     """Reads once what does not depend on the layout."""
 
     def __init__(
-        self, config: Mapping[str, Any], target: Target, page_size: int | None = None, *, dtype: str = "auto", kv_dtype: str = "auto"
+        self,
+        config: Mapping[str, Any],
+        target: Target,
+        page_size: int | None = None,
+        *,
+        dtype: str = "auto",
+        kv_dtype: str = "auto",
+        weights: str = "auto",
     ) -> None:
-        """`config`: the keys of a config.json. `dtype`, of weights on a CPU, and `kv_dtype`: as `jaxinfer serve` has
-        them.
+        """`config`: the keys of a config.json; `dtype`, of weights on a CPU, `kv_dtype` and `weights`: as `jaxinfer
+        serve` has them.
 
         Raises `UnsupportedModelError` for a model that can't be served."""
         self.target = target
@@ -32,7 +39,7 @@ class TargetModel:
         no_kernels = "its kernels are for NVIDIA GPUs, not cpu" if target.is_cpu else None
         self._placer = Placer(
             self.architecture,
-            ModelConfig(dtype=dtype if target.is_cpu else "auto"),
+            ModelConfig(dtype=dtype if target.is_cpu else "auto", weights=weights),
             DeviceKind(target.card, "cpu" if target.is_cpu else "gpu", no_kernels),
             partial(published_packing, quantisation.get("quant_method")),
             page_size,

@@ -19,13 +19,13 @@ from jaxinfer.architecture.head_layout import HeadLayout
 from jaxinfer.architecture.model_config import ArchitectureConfig
 from jaxinfer.weights.formats.gguf_blocks import GgufBlocks
 from jaxinfer.weights.formats.plain import AsStored, Plain
-from jaxinfer.weights.formats.registry import EXPERT_FORMATS
-from jaxinfer.weights.formats.weight_format import MatrixAxes, MisfitError, ModelWeightFormat, WeightFormat
+from jaxinfer.weights.formats.registry import STORED_EXPERTS
+from jaxinfer.weights.formats.weight_format import ExpertFormat, MatrixAxes, MisfitError, ModelWeightFormat, WeightFormat
 from jaxinfer.weights.template import Leaf, Template, Weights, template_of
 from sharding.mesh import is_cpu
 from sharding.rules import Rules
 
-_PARTS = {part.name: part for one in EXPERT_FORMATS.values() for part in one.parts}
+_PARTS = {part.name: part for one in STORED_EXPERTS.values() for part in one.parts}
 
 
 class Conversion:
@@ -47,7 +47,7 @@ class Conversion:
             loaded_type = matrices.dtype if matrices.dtype == jnp.bfloat16 else jnp.dtype("float32")
             weight_format = ModelWeightFormat(
                 AsStored(loaded_type, matrices) if as_stored else Plain(loaded_type),
-                experts=replace(self._weight_format.experts, dtype=self._weight_format.expert_dtype),
+                experts=_as_loaded(self._weight_format),
                 kept=tuple((name, blocks.as_stored) for name, blocks in self._weight_format.kept if isinstance(blocks, GgufBlocks)),
             )
         if (config, weight_format) != (template.config, template.weight_format):
@@ -66,9 +66,9 @@ class Conversion:
         self.abstract = self.plain.abstract(mesh, {axis: of_mesh for axis, of_mesh in rules.items() if axis not in self._spread_axes})
 
     def outputs_first(self, leaf: Leaf) -> MatrixAxes | None:
-        """Of a leaf of `plain`: the matrix's axes, if it is loaded with its outputs first."""
+        """Of a leaf of `plain`: the matrix's axes, if it is loaded with its outputs first. Experts never are."""
         target, _ = self._target_of[leaf.name]
-        return target.matrix_axes if self._as_stored else None
+        return target.matrix_axes if self._as_stored and not leaf.is_of_experts else None
 
     def is_of_blocks(self, leaf: Leaf) -> bool:
         """Of a leaf of `plain`: whether it is loaded as the blocks that its tensors are stored in."""
@@ -130,6 +130,12 @@ class Conversion:
             array = arrays.pop(leaf.name) if leaf.name in arrays else _typed(self._stacks.pop(leaf.name), target.dtype)
             in_order.append(jax.device_put(array, target.sharding))
         return tuple(in_order)
+
+
+def _as_loaded(weight_format: ModelWeightFormat) -> ExpertFormat:
+    """The format that experts are loaded in: packed ones as they are stored, or plain."""
+    experts = replace(weight_format.experts, dtype=weight_format.expert_dtype)
+    return experts if experts.packing in STORED_EXPERTS else replace(experts, packing=None)
 
 
 def stored_leaf(leaf: Leaf) -> Leaf:

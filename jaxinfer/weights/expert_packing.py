@@ -11,14 +11,16 @@ import numpy as np
 
 from checkpoints.source import PLAIN, TensorSource
 from checkpoints.weight_map import Weight, WeightMap
-from jaxinfer.weights.formats.registry import EXPERT_FORMATS
+from jaxinfer.weights.formats.registry import STORED_EXPERTS
+from jaxinfer.weights.formats.tiled import Tiled
+from jaxinfer.weights.formats.tiled_experts import experts_axes
 from jaxinfer.weights.template import Leaf, Template
 from pallas_kernels.grouped_matmul.formats import INPUTS, OUTPUTS
 
 logger = logging.getLogger(__name__)
 
-_PACKINGS = {one.stored_as: name for name, one in EXPERT_FORMATS.items()}
-_METHODS = {one.quant_method: name for name, one in EXPERT_FORMATS.items()}
+_PACKINGS = {one.stored_as: name for name, one in STORED_EXPERTS.items()}
+_METHODS = {one.quant_method: name for name, one in STORED_EXPERTS.items()}
 _TILE = max(OUTPUTS, INPUTS)
 
 
@@ -26,7 +28,7 @@ def choose_packing(template: Template[Any], source: TensorSource, num_devices: S
     """The packing of experts that are plain in this template, on meshes that split each over `num_devices` (1 with
     expert parallelism). None if they must stay plain: missing, not quantised, in another format, or not divisible into
     tiles."""
-    matrices = [leaf for leaf in template.leaves if leaf.is_of_experts]
+    matrices = _experts_of(template)
     if not matrices:
         return None
     packing, reason = _packing_of(matrices, template.model.weight_map, source, max(num_devices))
@@ -37,8 +39,22 @@ def choose_packing(template: Template[Any], source: TensorSource, num_devices: S
 def published_packing(method: str | None, template: Template[Any], num_devices: Sequence[int]) -> str | None:
     """The packing without the checkpoint: by its config.json's quantisation method, assumed to apply to all experts."""
     packing = _METHODS.get(method or "")
-    matrices = [leaf for leaf in template.leaves if leaf.is_of_experts]
+    matrices = _experts_of(template)
     return None if packing is None or _untiled_reason(matrices, max(num_devices)) else packing
+
+
+def lossless_packing(template: Template[Any]) -> str | None:
+    """The packing of experts that are plain in this template and can be lossless, where its other matrices are; None if
+    they stay plain."""
+    tiled = template.weight_format.matrices
+    if not isinstance(tiled, Tiled):
+        return None
+    axes = [tuple((str(name), size) for name, size in zip(leaf.axes, leaf.shape, strict=True)) for leaf in _experts_of(template)]
+    return "lossless" if all(tiled.for_matrix(experts_axes(each)) == tiled for each in axes) else None
+
+
+def _experts_of(template: Template[Any]) -> list[Leaf]:
+    return [leaf for leaf in template.leaves if leaf.is_of_experts]
 
 
 def dequantised(template: Template[Any], source: TensorSource) -> dict[str, int]:
@@ -70,7 +86,7 @@ def _packing_of(matrices: Sequence[Leaf], weight_map: WeightMap, source: TensorS
     if len(formats) > 1 or formats[0] not in _PACKINGS:
         return None, f"the checkpoint has them in {' and '.join(formats)}: packed are {' and '.join(_PACKINGS)}"
     packing = _PACKINGS[formats[0]]
-    for part in EXPERT_FORMATS[packing].parts:
+    for part in STORED_EXPERTS[packing].parts:
         types = {one.parts[part.name].dtype for one in stored}
         if not all(np.can_cast(dtype, part.dtype) for dtype in types):
             return None, f"the checkpoint's {part.name} is {' and '.join(sorted(map(str, types)))}: only {part.dtype} is packed"

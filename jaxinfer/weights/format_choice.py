@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import lcm
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
@@ -15,6 +15,7 @@ from jaxinfer.config import ConfigError, ModelConfig
 from jaxinfer.weights.formats.lossless import Lossless
 from jaxinfer.weights.formats.packed import Packed
 from jaxinfer.weights.formats.registry import WEIGHT_FORMATS
+from jaxinfer.weights.formats.tiled import Tiled
 from jaxinfer.weights.formats.weight_format import MatrixAxes, ModelWeightFormat, WeightFormat
 from jaxinfer.weights.template import Template
 from pallas_kernels.llvm.host import host_target
@@ -33,14 +34,20 @@ def lay_out(
     *,
     keeps_types: bool = False,
     incompressible: frozenset[MatrixAxes] = frozenset(),
+    no_kernels: str | None = None,
 ) -> TemplateT:
     """The template from `build`, for one device, in the best weight format for these meshes. `build`'s last argument is
     the number of devices that heads are split over. `Template.abstract` later refuses one that can't be split.
-    `incompressible`: matrices that are found not to fit a compressed format."""
+    `incompressible`: matrices that are found not to fit a compressed format. `no_kernels`: why these devices can't run
+    `grouped_matmul`'s; None if they can."""
     weight_format, activation_dtype = choose_formats(config, platform, keeps_types=keeps_types)
     if isinstance(weight_format.matrices, Lossless):
         shards = lcm(*(mesh.size for mesh, _ in meshes))
         weight_format = replace(weight_format, matrices=Lossless(shards, incompressible))
+    if isinstance(weight_format.matrices, Tiled):
+        backend: Literal["mosaic_gpu", "xla"] = "mosaic_gpu" if no_kernels is None and config.matmul_backend == "auto" else "xla"
+        logger.info("matmul backend for lossless matrices: %s (%s)", backend, no_kernels or config.matmul_backend)
+        weight_format = replace(weight_format, matrices=Tiled(backend, _splits(meshes), incompressible))
     if isinstance(weight_format.matrices, Packed) and config.matmul_backend == "auto":
         try:
             for mesh, rules in meshes:
@@ -49,6 +56,14 @@ def lay_out(
             logger.info("matmul backend: xla after all (packed, %s)", error)
             weight_format = replace(weight_format, matrices=weight_format.matrices.unpacked)
     return build(weight_format, activation_dtype, 1)
+
+
+def _splits(meshes: Sequence[tuple[AbstractMesh | Mesh, Rules]]) -> tuple[tuple[str, int], ...]:
+    """Logical axes that some of these meshes split, and a number of parts that has what each of them needs."""
+    found: dict[str, int] = {}
+    for mesh, rules in meshes:
+        found |= {axis: lcm(found.get(axis, 1), mesh.shape[of_mesh]) for axis, of_mesh in rules.items()}
+    return tuple(sorted((axis, parts) for axis, parts in found.items() if parts > 1))
 
 
 def compute_type(config: ModelConfig, platform: str) -> tuple[str, str]:
@@ -74,7 +89,8 @@ def choose_formats(config: ModelConfig, platform: str, *, keeps_types: bool = Fa
     Raises `ConfigError` for a matmul backend or a format that can't run here."""
     name, _ = compute_type(config, platform)
     if config.weights == "lossless" and not keeps_types:
-        return ModelWeightFormat(_lossless(name, config.matmul_backend, platform)), jnp.dtype("float32")
+        activations = "float32" if platform == "cpu" else name
+        return ModelWeightFormat(_lossless(name, config.matmul_backend, platform)), jnp.dtype(activations)
     named = "plain" if keeps_types or config.weights in ("auto", "dequantised") else config.weights
     matrices: WeightFormat = WEIGHT_FORMATS[named](jnp.dtype(name))
     packed = Packed(matrices.dtype)
@@ -87,13 +103,17 @@ def choose_formats(config: ModelConfig, platform: str, *, keeps_types: bool = Fa
     return ModelWeightFormat(packed if is_packed else matrices), jnp.dtype("float32" if platform == "cpu" else name)
 
 
-def _lossless(dtype: str, matmul_backend: str, platform: str) -> Lossless:
+def _lossless(dtype: str, matmul_backend: str, platform: str) -> Lossless | Tiled:
     """Raises `ConfigError`."""
-    lossless = Lossless()
     if dtype != "bfloat16":
         raise ConfigError(f"weights is lossless, which is of bfloat16, but dtype is {dtype}: use auto or bfloat16")
+    if platform == "gpu":
+        if matmul_backend == "packed":
+            raise ConfigError("weights is lossless, but matmul_backend is packed, which is for CPUs: use auto or xla")
+        return Tiled()
     if matmul_backend == "xla":
         raise ConfigError("weights is lossless, but matmul_backend is xla, which reads no such matrices: use auto or packed")
+    lossless = Lossless()
     if against := lossless.unsupported_reason(platform):
         raise ConfigError(f"weights is lossless, but {against}: use auto")
     logger.info("matmul backend for %s: lossless (asked for)", lossless)

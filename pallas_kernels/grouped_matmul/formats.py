@@ -1,5 +1,5 @@
 """How experts' matrices lie in memory: bfloat16 and float32 unchanged, or packed in the order in which a GPU kernel
-reads them.
+reads them: `Int4`, `Fp8`, and `lossless.LosslessWeights`.
 
 A packed matrix is cut into tiles of 128 outputs and 128 inputs, each contiguous in memory. Tensor cores read their
 first factor from registers: thread q of the four that share a row holds the inputs 8t + 2q and 8t + 2q + 1 for every t.
@@ -14,10 +14,14 @@ from typing import NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, BFloat16, Float, Float8e4m3fn, Int, Int32
+from jaxtyping import Array, BFloat16, Float, Float8e4m3fn, Int32
 
-OUTPUTS, INPUTS = 128, 128  # of a tile
-WORDS = 16  # of a row: 64 bytes
+from pallas_kernels.grouped_matmul.lossless import LosslessWeights, from_lossless, lossless_shape
+from pallas_kernels.grouped_matmul.word_order import INPUTS as INPUTS
+from pallas_kernels.grouped_matmul.word_order import OUTPUTS as OUTPUTS
+from pallas_kernels.grouped_matmul.word_order import WORDS as WORDS
+from pallas_kernels.grouped_matmul.word_order import pack_tiles, unpack_tiles
+
 GROUP = 32  # inputs that share an int4 scale
 LINE = 32  # a tile's scale is repeated to this many floats: the copy engine writes multiples of 128 bytes
 INT4_ZERO = 8  # added to integers to make them codes
@@ -40,7 +44,7 @@ class Fp8(NamedTuple):
     scale: Float[Array, "E FT DT 32"]  # each tile's scale, repeated 32 times
 
 
-Weights: TypeAlias = Float[Array, "E D F"] | Int4 | Fp8  # bfloat16 or float32, or packed
+Weights: TypeAlias = Float[Array, "E D F"] | Int4 | Fp8 | LosslessWeights  # bfloat16 or float32, or packed
 
 
 def int4_from_compressed_tensors(weight_packed: Int32[Array, "E F D/8"], weight_scale: BFloat16[Array, "E F D/32"]) -> Int4:
@@ -70,7 +74,7 @@ def fp8_from_blocks(weight: Float8e4m3fn[Array, "E F D"], weight_scale_inv: Floa
 def int4_words(weight_packed: Int32[Array, "E F D/8"]) -> Int32[Array, "E FT DT 128 16"]:
     """The words of `int4_from_compressed_tensors`."""
     codes = (weight_packed[..., None] >> (4 * jnp.arange(_PER_WORD))) & 15
-    return _pack_tiles(codes.reshape(*weight_packed.shape[:2], -1), 4)
+    return pack_tiles(codes.reshape(*weight_packed.shape[:2], -1), 4)
 
 
 def int4_scale(weight_scale: BFloat16[Array, "E F D/32"]) -> BFloat16[Array, "E FT DT 2 256"]:
@@ -83,7 +87,7 @@ def int4_scale(weight_scale: BFloat16[Array, "E F D/32"]) -> BFloat16[Array, "E 
 
 def fp8_words(weight: Float8e4m3fn[Array, "E F D"]) -> Int32[Array, "E FT DT 256 16"]:
     """The words of `fp8_from_blocks`."""
-    return _pack_tiles(lax.bitcast_convert_type(weight, jnp.uint8).astype(jnp.int32), 8)
+    return pack_tiles(lax.bitcast_convert_type(weight, jnp.uint8).astype(jnp.int32), 8)
 
 
 def fp8_scale(weight_scale_inv: Float[Array, "E FT DT"]) -> Float[Array, "E FT DT 32"]:
@@ -96,6 +100,8 @@ def expert_shape(weights: Weights) -> tuple[int, int, int]:
     if isinstance(weights, Int4 | Fp8):
         experts, output_tiles, input_tiles = weights.words.shape[:3]
         return experts, input_tiles * INPUTS, output_tiles * OUTPUTS
+    if isinstance(weights, LosslessWeights):
+        return lossless_shape(weights)
     experts, inputs, outputs = weights.shape
     return experts, inputs, outputs
 
@@ -107,14 +113,14 @@ def dequantise(weights: Weights) -> Float[Array, "E D F"]:
     elif isinstance(weights, Fp8):
         tiles = fp8_tile(weights.words).astype(jnp.float32) * weights.scale[..., :1, None]
     else:
-        return weights
+        return from_lossless(weights) if isinstance(weights, LosslessWeights) else weights
     experts, inputs, outputs = expert_shape(weights)
     return jnp.transpose(tiles, (0, 2, 4, 1, 3)).reshape(experts, inputs, outputs)
 
 
 def int4_tile(words: Int32[Array, "*T R 16"], scale: BFloat16[Array, "*T S C"]) -> BFloat16[Array, "*T R 128"]:
     """Weights of some rows of a tile, from their words and scales."""
-    integers = (_unpack_tiles(words, 4) - INT4_ZERO).astype(jnp.float32)
+    integers = (unpack_tiles(words, 4) - INT4_ZERO).astype(jnp.float32)
     of_inputs = jnp.repeat(scale.reshape(*words.shape[:-1], INPUTS // GROUP), GROUP, -1).astype(jnp.float32)
     # Rounded explicitly: XLA may leave out the rounding where it continues in float32.
     return lax.reduce_precision(integers * of_inputs, exponent_bits=8, mantissa_bits=7).astype(jnp.bfloat16)
@@ -122,32 +128,10 @@ def int4_tile(words: Int32[Array, "*T R 16"], scale: BFloat16[Array, "*T S C"]) 
 
 def fp8_tile(words: Int32[Array, "*T 2R 16"]) -> BFloat16[Array, "*T R 128"]:
     """Weights of some rows of a tile, before its scale: from the words of their first 64 inputs, then of the others."""
-    numbers = lax.bitcast_convert_type(_unpack_tiles(words, 8).astype(jnp.uint8), jnp.float8_e4m3fn).astype(jnp.bfloat16)
+    numbers = lax.bitcast_convert_type(unpack_tiles(words, 8).astype(jnp.uint8), jnp.float8_e4m3fn).astype(jnp.bfloat16)
     return jnp.concatenate(jnp.split(numbers, 2, axis=-2), -1)
 
 
 def _check(name: str, outputs: int, inputs: int) -> None:
     if outputs % OUTPUTS or inputs % INPUTS:
         raise ValueError(f"{name} has {outputs} outputs and {inputs} inputs: both must be multiples of {OUTPUTS} to be packed")
-
-
-def _pack_tiles(codes: Int[Array, "E F D"], bits: int) -> Int32[Array, "E FT DT R 16"]:
-    """Packs codes of `bits` bits into words, tile by tile."""
-    experts, outputs, inputs = codes.shape
-    pairs = 16 // bits
-    # Inputs of a tile: part, word of a thread, pair of a word, thread, half of a register.
-    cut = codes.reshape(experts, outputs // OUTPUTS, OUTPUTS, inputs // INPUTS, 4 // pairs, 4, pairs, 4, 2)
-    moved = jnp.transpose(cut, (0, 1, 3, 4, 2, 7, 5, 8, 6))  # -> tile, part, output, thread, word, half, pair
-    shifted = moved.astype(jnp.uint32) << (bits * jnp.arange(2 * pairs, dtype=jnp.uint32).reshape(2, pairs))
-    words = lax.bitcast_convert_type(shifted.sum((-1, -2), dtype=jnp.uint32), jnp.int32)
-    return words.reshape(experts, outputs // OUTPUTS, inputs // INPUTS, OUTPUTS * (4 // pairs), WORDS)
-
-
-def _unpack_tiles(words: Int32[Array, "*R 16"], bits: int) -> Int[Array, "*R I"]:
-    """Codes of rows of words, in the order of their inputs."""
-    pairs = 16 // bits
-    codes = jnp.stack([(words >> (bits * i)) & (2**bits - 1) for i in range(2 * pairs)], -1)
-    cut = codes.reshape(*words.shape[:-1], 4, 4, 2, pairs)  # thread, word, half, pair
-    lead = tuple(range(words.ndim - 1))
-    moved = jnp.transpose(cut, (*lead, *(len(lead) + axis for axis in (1, 3, 0, 2))))
-    return moved.reshape(*words.shape[:-1], 8 * pairs * 4)

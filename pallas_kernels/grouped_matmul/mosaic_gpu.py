@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,16 +21,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Int
 
-from pallas_kernels.grouped_matmul.formats import INPUTS, LINE, OUTPUTS, WORDS, Fp8, Int4, Weights, expert_shape, fp8_tile, int4_tile
-from pallas_kernels.grouped_matmul.mosaic_unpack import HALF, Halves, unpack_fp8, unpack_int4
+from pallas_kernels.grouped_matmul.formats import OUTPUTS, Weights, expert_shape
+from pallas_kernels.grouped_matmul.mosaic_tiles import CONSUMERS, PACKED_NAMES, WeightTiles, weight_tiles_for
 from pallas_kernels.grouped_matmul.row_pieces import PieceBounds, RowPiece, num_pieces, piece, piece_bounds, tile_for
 from pallas_kernels.mosaic.card import Card, card_for, target_device
 from pallas_kernels.mosaic.tuned_tilings import tuned_tiling
-from pallas_kernels.mosaic.warpgroup import ROWS, TransposedRef, Warpgroup, compiler_params, interleaved
+from pallas_kernels.mosaic.warpgroup import ROWS, Warpgroup, compiler_params, interleaved
 
-_CONSUMERS = OUTPUTS // ROWS  # consumer warpgroups
-# rows that leave shared memory for two tiles of packed weights a step: nearly twice the work for each wait and copy
-_FEW_ROWS = 16
 # Tiles begin at multiples of this many rows: the copy engine copies rows by eights,
 # and writes zeros past the end of the array.
 _ROW_ALIGNMENT = 8
@@ -53,7 +50,7 @@ def tiling_for(num_rows: int, weights: Weights) -> GroupedMatmulTiling:
     """The fastest measured tiling on this GPU. Where nothing similar was measured, a tiling that keeps an expert's rows
     together and fills a block's shared memory."""
     num_experts, inputs, outputs = expert_shape(weights)
-    name = "int4" if isinstance(weights, Int4) else "fp8" if isinstance(weights, Fp8) else "bfloat16"
+    name = next((name for kind, name in PACKED_NAMES.items() if isinstance(weights, kind)), "bfloat16")
     shape = {"format": name, "experts": num_experts, "inputs": inputs, "outputs": outputs, "rows": num_rows}
     if best := tuned_tiling("grouped_matmul", shape):
         return GroupedMatmulTiling(**best)
@@ -101,138 +98,6 @@ def grouped_matmul(
     return out[0] if tiling.splits == 1 else out.sum(0).astype(x.dtype)
 
 
-class _Bfloat16Tiles:
-    """Tiles of bfloat16 weights."""
-
-    step = 64  # inputs of a tile
-    shapes = (((_CONSUMERS, 64, ROWS), jnp.bfloat16),)  # of a tile in shared memory
-
-    def transforms(self) -> list[Any]:
-        return [interleaved(ROWS, jnp.bfloat16)]
-
-    def fetch(self, sources: Any, targets: Any, arrival: Any, expert: Array, output_tile: Array, i: Array) -> None:
-        inputs = pl.ds(i * self.step, self.step)
-        for half in range(_CONSUMERS):
-            outputs = pl.ds(output_tile * OUTPUTS + half * ROWS, ROWS)
-            plgpu.copy_gmem_to_smem(sources[0].at[expert, inputs, outputs], targets[0].at[half], arrival)
-
-    num_copies = _CONSUMERS
-
-    def sum(
-        self, warpgroup: Warpgroup, half: Array, num_steps: Array, tiles: Any, rows: Any, wait_for_tiles: Any, release_tiles: Any
-    ) -> Array:
-        """Weights times rows, over `num_steps` steps. `wait_for_tiles(i)` waits for a step's tiles and returns their
-        stage; `release_tiles(i)` frees it."""
-
-        def one(i: Array, multiply: Any) -> None:
-            stage = wait_for_tiles(i)
-            multiply(TransposedRef(tiles[0].at[stage, half]), rows.at[stage])
-            warpgroup.wait_for_products()  # the other warpgroup's product runs meanwhile
-            release_tiles(i)
-
-        return warpgroup.sum_of_products((ROWS, rows.shape[1]), num_steps, one)
-
-
-@dataclass(frozen=True)
-class _PackedTiles:
-    """Tiles of packed weights and of their scales, several a step."""
-
-    tiles_per_step: int
-    num_copies = 2
-
-    @property
-    def step(self) -> int:
-        return INPUTS * self.tiles_per_step
-
-    def transforms(self) -> list[Any]:
-        return [(), ()]
-
-    def fetch(self, sources: Any, targets: Any, arrival: Any, expert: Array, output_tile: Array, i: Array) -> None:
-        for source, target in zip(sources, targets, strict=True):
-            plgpu.copy_gmem_to_smem(source.at[expert, output_tile, pl.ds(i * self.tiles_per_step, self.tiles_per_step)], target, arrival)
-
-
-class _Int4Tiles(_PackedTiles):
-    @property
-    def shapes(self) -> tuple[Any, ...]:
-        return ((self.tiles_per_step, OUTPUTS, WORDS), jnp.int32), ((self.tiles_per_step, _CONSUMERS, 256), jnp.bfloat16)
-
-    def sum(
-        self, warpgroup: Warpgroup, half: Array, num_steps: Array, tiles: Any, rows: Any, wait_for_tiles: Any, release_tiles: Any
-    ) -> Array:
-        """As `_Bfloat16Tiles.sum`."""
-
-        def one(i: Array, multiply: Any) -> None:
-            stage = wait_for_tiles(i)
-            for tile in range(self.tiles_per_step):
-                words, scale = tiles[0].at[stage, tile, pl.ds(half * ROWS, ROWS)], tiles[1].at[stage, tile, half]
-                weights = _halves(int4_tile(words[...], scale[...])) if warpgroup.interpreted else unpack_int4(words, scale)
-                _multiply_halves(multiply, weights, rows.at[stage], tile)
-            warpgroup.wait_for_products()
-            release_tiles(i)
-
-        return warpgroup.sum_of_products((ROWS, rows.shape[1]), num_steps, one)
-
-
-class _Fp8Tiles(_PackedTiles):
-    @property
-    def shapes(self) -> tuple[Any, ...]:
-        return ((self.tiles_per_step, 2 * OUTPUTS, WORDS), jnp.int32), ((self.tiles_per_step, LINE), jnp.float32)
-
-    def sum(
-        self, warpgroup: Warpgroup, half: Array, num_steps: Array, tiles: Any, rows: Any, wait_for_tiles: Any, release_tiles: Any
-    ) -> Array:
-        """As `_Bfloat16Tiles.sum`. A tile's products are scaled instead of its weights: there are fewer of them, and
-        nothing is rounded."""
-        shape = ROWS, rows.shape[1]
-
-        def multiply_tile(stage: Array, tile: int) -> Array:
-            first, second = (tiles[0].at[stage, tile, pl.ds(part * OUTPUTS + half * ROWS, ROWS)] for part in range(2))
-            if warpgroup.interpreted:
-                weights = _halves(fp8_tile(jnp.concatenate([first[...], second[...]])))
-            else:
-                weights = unpack_fp8(first, second)
-
-            def one(_: Array, multiply: Any) -> None:
-                _multiply_halves(multiply, weights, rows.at[stage], tile)
-                warpgroup.wait_for_products()
-
-            return warpgroup.sum_of_products(shape, 1, one) * tiles[1][stage, tile, 0]
-
-        def one(i: Array, total: Array) -> Array:
-            stage = wait_for_tiles(i)
-            for tile in range(self.tiles_per_step):
-                total += multiply_tile(stage, tile)
-            release_tiles(i)
-            return total
-
-        return lax.fori_loop(0, num_steps, one, warpgroup.full(shape, 0.0))
-
-
-def _halves(weights: Array) -> Halves:
-    return lambda: weights[:, :HALF], lambda: weights[:, HALF:]
-
-
-def _multiply_halves(multiply: Any, weights: Halves, rows: Any, tile: int) -> None:
-    for part, of_half in enumerate(weights):
-        multiply(of_half(), rows.at[:, pl.ds(tile * INPUTS + part * HALF, HALF)])
-
-
-WeightTiles: TypeAlias = _Bfloat16Tiles | _Int4Tiles | _Fp8Tiles
-
-
-def weight_tiles_for(weights: Weights, rows: int) -> WeightTiles:
-    """The tiles of such weights in products with tiles of `rows` rows."""
-    tiles_per_step = 2 if rows <= _FEW_ROWS and expert_shape(weights)[1] % (2 * INPUTS) == 0 else 1
-    return (
-        _Int4Tiles(tiles_per_step)
-        if isinstance(weights, Int4)
-        else _Fp8Tiles(tiles_per_step)
-        if isinstance(weights, Fp8)
-        else _Bfloat16Tiles()
-    )
-
-
 class _Tile(NamedTuple):
     """A tile of the result."""
 
@@ -264,9 +129,9 @@ class _GroupedMatmulKernel:
         scratch = {
             "weight_tiles": shared,
             "row_tiles": plgpu.SMEM((tiling.stages, tiling.rows, tiles.step), bfloat16, transforms=interleaved(tiles.step, bfloat16)),
-            "out_tiles": plgpu.SMEM((_CONSUMERS, tiling.rows, ROWS), _out_dtype(tiling.splits)),
+            "out_tiles": plgpu.SMEM((CONSUMERS, tiling.rows, ROWS), _out_dtype(tiling.splits)),
             "arrivals": plgpu.Barrier(num_barriers=tiling.stages, num_arrivals=1 + tiles.num_copies),
-            "consumed": plgpu.Barrier(num_barriers=tiling.stages, num_arrivals=_CONSUMERS),
+            "consumed": plgpu.Barrier(num_barriers=tiling.stages, num_arrivals=CONSUMERS),
         }
         kernel = self.warpgroup.kernel(
             self._kernel,
@@ -274,7 +139,7 @@ class _GroupedMatmulKernel:
             out_type=jax.ShapeDtypeStruct((tiling.splits, len(x), self.outputs), _out_dtype(tiling.splits)),
             grid=(self.blocks,),
             grid_names=("block",),
-            num_threads=_CONSUMERS + 1,
+            num_threads=CONSUMERS + 1,
             thread_name="warpgroup",
             scratch_types=scratch,
             compiler_params=compiler_params(),
@@ -283,8 +148,8 @@ class _GroupedMatmulKernel:
 
     def _kernel(self, x: Any, weights: Any, work: PieceBounds, out: Any, **scratch: Any) -> None:
         warpgroup = lax.axis_index("warpgroup")
-        pl.when(warpgroup < _CONSUMERS)(lambda: self._multiply(warpgroup, work, out, **scratch))
-        pl.when(warpgroup == _CONSUMERS)(lambda: self._fetch(x, weights, work, **scratch))
+        pl.when(warpgroup < CONSUMERS)(lambda: self._multiply(warpgroup, work, out, **scratch))
+        pl.when(warpgroup == CONSUMERS)(lambda: self._fetch(x, weights, work, **scratch))
 
     def _for_each_tile(self, work: PieceBounds, one: Callable[[_Tile, Array], None]) -> Array:
         """Calls one(tile, number of steps of all tiles before it) for each tile of the result that this block owns.

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.grouped_matmul import mosaic_gpu, reference, xla
 from pallas_kernels.grouped_matmul.formats import INPUTS, OUTPUTS, Fp8, Int4, Weights, expert_shape
+from pallas_kernels.grouped_matmul.lossless import LosslessWeights
 
 _TYPES = (jnp.bfloat16, jnp.float32)  # of rows
 _IMPLEMENTATIONS = {"mosaic_gpu": mosaic_gpu.grouped_matmul, "xla": xla.grouped_matmul, "reference": reference.grouped_matmul}
@@ -26,7 +27,7 @@ def grouped_matmul(
     Args:
       x: T rows of D inputs, bfloat16 or float32, sorted by expert.
       weights: E matrices of D inputs and F outputs: bfloat16 or float32 [E, D, F], or packed (`formats.Int4`,
-        `formats.Fp8`). Those of experts without rows are not read.
+        `formats.Fp8`, `lossless.LosslessWeights`). Those of experts without rows are not read.
       group_sizes: number of rows of each expert, 0 or more; at most T in all. Rows past the last expert's come out as
         0, whatever they hold.
       backend: 'mosaic_gpu' (NVIDIA GPUs from Hopper on; see `unsupported_reason`), 'xla' or 'reference'.
@@ -45,7 +46,7 @@ def grouped_matmul(
         raise ValueError(
             f"grouped_matmul: group_sizes {group_sizes.dtype}{group_sizes.shape} must be integers, one for each of {num_experts} experts"
         )
-    types = (x.dtype,) if isinstance(weights, Int4 | Fp8) else (x.dtype, weights.dtype)
+    types = (x.dtype,) if isinstance(weights, Int4 | Fp8 | LosslessWeights) else (x.dtype, weights.dtype)
     if backend == "mosaic_gpu" and (reason := next(filter(None, (unsupported_reason(inputs, outputs, dtype) for dtype in types)), None)):
         raise ValueError(f"grouped_matmul: mosaic_gpu can't run: {reason}")
     return _IMPLEMENTATIONS[backend](x, weights, group_sizes)

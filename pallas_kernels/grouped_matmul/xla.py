@@ -15,7 +15,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.grouped_matmul.code_order import code_matrices, to_code_order
-from pallas_kernels.grouped_matmul.formats import Fp8, Int4, Weights, expert_shape
+from pallas_kernels.grouped_matmul.formats import Fp8, Int4, Weights, dequantise, expert_shape
+from pallas_kernels.grouped_matmul.lossless import LosslessWeights
 from pallas_kernels.grouped_matmul.row_pieces import num_pieces, piece, piece_bounds, tile_for
 
 _MIN_TILE_ROWS, _MAX_TILE_ROWS = 8, 1024  # rows of a tile
@@ -24,6 +25,8 @@ _MAX_TILE_ROWS_ON_CPU = 64  # measured: larger tiles are no faster, and hold mor
 
 def grouped_matmul(x: Float[Array, "T D"], weights: Weights, group_sizes: Int[Array, " E"]) -> Float[Array, "T F"]:
     """See op.py."""
+    if isinstance(weights, LosslessWeights) and expert_shape(weights)[0] == 1:  # no piece of work needs a loop
+        return _of_one(x, dequantise(weights)[0], group_sizes)
     on_cpu, elsewhere = partial(_in_pieces, largest=_MAX_TILE_ROWS_ON_CPU), partial(_in_pieces, largest=_MAX_TILE_ROWS)
     return lax.platform_dependent(x, weights, group_sizes, cpu=on_cpu, default=elsewhere)
 
@@ -49,7 +52,15 @@ def _in_pieces(x: Float[Array, "T D"], weights: Weights, group_sizes: Int[Array,
     return lax.fori_loop(0, num_pieces(work, num_rows, tile)[0], one, jnp.zeros((num_rows, outputs), x.dtype))
 
 
-def _product(rows: Float[Array, "R ..."], expert: Float[Array, "D F"] | Int4 | Fp8) -> Float[Array, "R F"]:
+def _of_one(x: Float[Array, "T D"], matrix: Float[Array, "D F"], group_sizes: Int[Array, " 1"]) -> Float[Array, "T F"]:
+    """All rows times one matrix, which XLA multiplies by a library's product."""
+    product = _dot(x, matrix, "ri,io->ro").astype(x.dtype)
+    return jnp.where(jnp.arange(len(x))[:, None] < group_sizes[0], product, 0)
+
+
+def _product(rows: Float[Array, "R ..."], expert: Float[Array, "D F"] | Int4 | Fp8 | LosslessWeights) -> Float[Array, "R F"]:
+    if isinstance(expert, LosslessWeights):
+        return _dot(rows, dequantise(LosslessWeights(expert.tiles[None]))[0], "ri,io->ro")
     if isinstance(expert, Int4 | Fp8):
         return sum((_dot(rows[:, i], matrix, "ri,oi->ro") for i, matrix in enumerate(code_matrices(expert))), jnp.zeros((), jnp.float32))
     return _dot(rows, expert, "ri,io->ro")

@@ -20,6 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flag(
         "--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of weights on a CPU, as for serve (default: %(default)s)"
     )
+    flag("--weights", choices=("auto", "lossless"), default="auto", help="matrices in memory, as for serve (default: %(default)s)")
     flag("--kv-dtype", choices=("auto", "fp8"), default="auto", help="of cached keys and values, as for serve (default: %(default)s)")
     flag("--context", type=int, metavar="N", help="tokens that one request may have (default: 8192, or the model's)")
     flag("--batch", type=int, metavar="N", help="sequences that decode at once (default: the power of two that has room, up to 256)")

@@ -7,6 +7,7 @@ import pytest
 
 from pallas_kernels.grouped_matmul.cases import CASES, ExpertsCase
 from pallas_kernels.grouped_matmul.formats import Fp8, Int4
+from pallas_kernels.grouped_matmul.lossless import LosslessWeights
 from pallas_kernels.grouped_matmul.mosaic_gpu import grouped_matmul
 from tests.aot.conftest import num_kernels
 
@@ -20,6 +21,8 @@ def arrays_of(case: ExpertsCase, inputs: int, outputs: int) -> list[tuple[tuple[
         return [((*tiles, 128, 16), jnp.int32), ((*tiles, 2, 256), jnp.bfloat16)]
     if case.format == "fp8":
         return [((*tiles, 256, 16), jnp.int32), ((*tiles, 32), jnp.float32)]
+    if case.format == "lossless":
+        return [((*tiles, 386, 16), jnp.int32)]
     return [((case.num_experts, inputs, outputs), jnp.bfloat16)]
 
 
@@ -39,7 +42,8 @@ def test_one_kernel_and_no_weight_beside_the_packed_ones(compile_for, case, prod
 
 def compile_grouped(compile_for, case: ExpertsCase, inputs: int, outputs: int, num_tokens: int):
     def function(x, group_sizes, *weights):
-        return grouped_matmul(x, {"int4": Int4, "fp8": Fp8}[case.format](*weights) if len(weights) > 1 else weights[0], group_sizes)
+        packed = {"int4": Int4, "fp8": Fp8, "lossless": LosslessWeights}.get(case.format)
+        return grouped_matmul(x, packed(*weights) if packed else weights[0], group_sizes)
 
     x, group_sizes = ((num_tokens * case.experts_per_token, inputs), jnp.bfloat16), ((case.num_experts,), jnp.int32)
     return compile_for(function, x, group_sizes, *arrays_of(case, inputs, outputs))

@@ -10,8 +10,10 @@ from jaxinfer.architecture.known_models import model_shape
 from jaxinfer.architecture.model_config import ArchitectureConfig
 from jaxinfer.models.registry import read_config
 from jaxinfer.weights.formats.plain import Plain
+from jaxinfer.weights.formats.tiled import Tiled
 from jaxinfer.weights.formats.weight_format import ModelWeightFormat
 from pallas_kernels.paged_attention import mosaic_tiling
+from sharding.rules import TENSOR_PARALLEL
 from tests.aot.conftest import launches, makers, num_kernels
 from tests.aot.engine_programs import BFLOAT16, EngineProgram, compile_for, compile_for_several_tokens, first_layers, large_copies
 
@@ -42,6 +44,25 @@ def test_llama_3_1_8b(target, name, num_layers):
         # shares of its context are put together; of 128 for an H100 XLA adds up a product's shares before it rotates.
         a_layer = 13 if size == "1" or (target, size) == ("h100", "128") else 12
         assert launches(program.compiled) <= a_layer * config.num_layers + 20
+
+
+@pytest.mark.parametrize(("name", "num_devices"), [("decode/32", 1), ("decode/8", 2), ("prefill/512", 1)])
+def test_lossless_linear_layers(target, name, num_devices):
+    """A step of few rows reads them packed: a kernel for each product, beside attention's. One of many rows expands a layer at a time."""
+    config = first_layers(read_config(model_shape("llama-3.1-8b")), 2)
+    matrices = Tiled(splits=tuple((axis, num_devices) for axis in TENSOR_PARALLEL))
+    program = compile_for(target, num_devices, config, ModelWeightFormat(matrices), name, num_pages=NUM_PAGES, context=CONTEXT)
+    is_decode = name.startswith("decode")
+    assert num_kernels(program.compiled) == (5 if is_decode else 1) * config.num_layers
+    memory = program.compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= program.pool_bytes, "pages are updated where they are"
+    expanded = 2 * 2 * config.mlp_size * config.hidden_size // num_devices
+    size = int(name.rpartition("/")[2])
+    activations = 4 * (6 * size * config.vocab_size if is_decode else 3 * size * (2 * config.mlp_size + config.hidden_size))
+    assert memory.temp_size_in_bytes < activations + 2**25 + (0 if is_decode else 2 * expanded)
+    if is_decode:
+        assert not large_copies(program.compiled.as_text(), max(activations, 2**25)), "of a layer's weights"
+        assert launches(program.compiled) <= 13 * config.num_layers + 20
 
 
 @pytest.mark.parametrize(("model", "num_devices"), [("llama-3.1-8b", 1), ("deepseek-v3", 2)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 
+from pallas_kernels.grouped_matmul.cases import TINY_LOSSLESS
 from tests.kernels import test_grouped_matmul as grouped_matmul
 from tests.kernels import test_latent_prefill_attention_gpu as latent_prefill_attention
 from tests.kernels import test_paged_attention_gpu as paged_attention
@@ -35,3 +36,8 @@ def test_products_with_experts(case):
 @pytest.mark.parametrize("case", grouped_matmul.TINY[1:], ids=lambda case: case.format)
 def test_products_of_many_rows_with_packed_experts(case):
     grouped_matmul.test_rows_and_experts_do_not_touch_each_other(case, grouped_matmul.of_many_rows)
+
+
+def test_products_with_lossless_weights():
+    for tiling in (grouped_matmul.interpreted, grouped_matmul.of_many_rows):
+        grouped_matmul.test_rows_and_experts_do_not_touch_each_other(TINY_LOSSLESS, tiling)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.grouped_matmul import formats
+from pallas_kernels.grouped_matmul import formats, lossless
 from pallas_kernels.grouped_matmul.cases import ExpertsCase
 
 
@@ -17,7 +17,7 @@ class Experts(NamedTuple):
 
 
 def experts(case: ExpertsCase, random: np.random.Generator) -> Experts:
-    """Random ones; scales differ by a factor of 8."""
+    """Random ones; scales differ by a factor of 8. Lossless ones with large, small and no weights among the others."""
     shape = (case.num_experts, case.outputs, case.inputs)
     if case.format == "int4":
         integers = random.integers(-8, 8, shape)
@@ -31,6 +31,12 @@ def experts(case: ExpertsCase, random: np.random.Generator) -> Experts:
         products = numbers.astype(np.float64) * scale.repeat(128, 1).repeat(128, 2)
         return Experts(formats.fp8_from_blocks(jnp.asarray(numbers), jnp.asarray(scale)), products.swapaxes(1, 2))
     plain = (random.standard_normal(shape) / 8).astype(jnp.bfloat16).swapaxes(1, 2)
+    if case.format == "lossless":
+        large, small, none = (tuple(random.integers(size, size=20) for size in plain.shape) for _ in range(3))
+        plain[large], plain[small], plain[none] = plain[large] * 2.0**20, plain[small] * 2.0**-40, 0
+        weights = lossless.lossless_from_bfloat16(jnp.asarray(plain.swapaxes(1, 2)))
+        assert not lossless.num_misfits(weights)
+        return Experts(weights, np.asarray(plain, np.float64))
     return Experts(jnp.asarray(plain), np.asarray(plain, np.float64))
 
 

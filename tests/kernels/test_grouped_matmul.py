@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.grouped_matmul import formats, mosaic_gpu
+from pallas_kernels.grouped_matmul import formats, lossless, mosaic_gpu
 from pallas_kernels.grouped_matmul.cases import CASES, TINY, ExpertsCase
 from pallas_kernels.grouped_matmul.op import grouped_matmul, unsupported_reason
 from pallas_kernels.grouped_matmul.row_pieces import num_pieces, piece, piece_bounds, tile_for
@@ -96,6 +96,8 @@ def nothing_of(weights: formats.Weights, expert: int) -> formats.Weights:
     """With an expert that makes everything NaN that it is multiplied by."""
     if isinstance(weights, formats.Int4 | formats.Fp8):
         return weights._replace(scale=weights.scale.at[expert].set(jnp.nan))
+    if isinstance(weights, lossless.LosslessWeights):
+        return lossless.LosslessWeights(weights.tiles.at[expert, ..., sum(lossless.ROWS[:2]), lossless.SCALE].set(0x7FC07FC0))
     return weights.at[expert].set(jnp.nan)
 
 

@@ -71,6 +71,19 @@ def test_experts_are_as_they_are_published() -> None:
     assert "experts fp8" in str(planned("deepseek-v3", "8xh200", "tp=8").chosen.decode.template.weight_format)
 
 
+def test_lossless_linear_layers_free_a_quarter_of_their_bytes_for_pages() -> None:
+    """Of Llama-3.1-8B all but the embedding and the head, of 128,256 rows of 4,096 each."""
+    plain = planned("llama-3.1-8b", "1xh100", "tp=1").chosen.decode_memory.stages[0]
+    lossless = TargetModel(model_shape("llama-3.1-8b"), Target.of("1xh100"), weights="lossless")
+    layouts = named_layouts(lossless.target, "tp=1", None)
+    plan = plan_target(lossless, PlanSettings(8192, USUAL, 32), layouts, num_compiled=0)
+    assert str(plan.chosen.decode.template.weight_format) == "bfloat16 lossless by mosaic_gpu"
+    stage = plan.chosen.decode_memory.stages[0]
+    in_layers = plain.weight_bytes - 2 * 2 * 128256 * 4096
+    assert plain.weight_bytes - stage.weight_bytes == pytest.approx(in_layers * (1 - 12.0625 / 16), rel=1e-3)
+    assert stage.room_bytes - plain.room_bytes == plain.weight_bytes - stage.weight_bytes > 3.4e9
+
+
 def test_devices_share_latents_out_and_so_do_stages() -> None:
     shared, cut = (planned("kimi-k2.5", "8xh100", layout).kv_tokens for layout in ("tp=8", "tp=2,pp=4"))
     in_small_pages = TargetModel(model_shape("kimi-k2.5"), Target.of("8xh100"), page_size=16)

@@ -110,5 +110,6 @@ CASES: dict[str, Callable[[], Any]] = {
     "experts, bfloat16": functools.partial(_experts, "bfloat16", 8),
     "experts, int4": functools.partial(_experts, "int4", 8),
     "experts, fp8": functools.partial(_experts, "fp8", 8),
+    "experts, lossless": functools.partial(_experts, "lossless", 8),
     "KV splits combined": _splits,
 }

@@ -89,4 +89,5 @@ def test_a_format_says_where_no_backend_multiplies_it() -> None:
         "int8": True,
         "packed": False,
         "lossless": False,
+        "tiled": True,
     }

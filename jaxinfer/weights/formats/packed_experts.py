@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array
@@ -39,6 +40,15 @@ class PackedExperts:
     quant_method: str  # in a config.json's quantization_config
     parts: tuple[ExpertPart, ...]
     kind: Callable[..., Weights]  # of the parts' arrays
+
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        """Of the arrays' names."""
+        return tuple(part.suffix for part in self.parts)
+
+    def parameters(self, axes: dict[str, int]) -> list[tuple[WeightLeaf, dict[str, Any]]]:
+        """Each of the `leaves` with its metadata."""
+        return [(leaf, {"part": part.name}) for part, leaf in zip(self.parts, self.leaves(axes), strict=True)]
 
     def leaves(self, axes: dict[str, int]) -> tuple[WeightLeaf, ...]:
         """For axes of which the last two are outputs and inputs, in the parts' order."""

@@ -13,6 +13,8 @@ from jaxinfer.weights.formats.lossless import Lossless
 from jaxinfer.weights.formats.packed import Packed
 from jaxinfer.weights.formats.packed_experts import PackedExperts
 from jaxinfer.weights.formats.plain import Plain
+from jaxinfer.weights.formats.tiled import Tiled
+from jaxinfer.weights.formats.tiled_experts import TiledExperts
 from jaxinfer.weights.formats.weight_format import WeightFormat
 
 # Of matrices. Each is made for the type of values that products read, which some formats have no choice of.
@@ -21,7 +23,11 @@ WEIGHT_FORMATS: Mapping[str, Callable[[jnp.dtype], WeightFormat]] = {
     "int8": lambda _: Int8(),
     "packed": Packed,
     "lossless": lambda _: Lossless(),
+    "tiled": lambda _: Tiled(),
 }
 
 # Of a mixture's experts, where they are kept as a quantised checkpoint has them.
-EXPERT_FORMATS: Mapping[str, PackedExperts] = {one.name: one for one in (INT4, FP8)}
+STORED_EXPERTS: Mapping[str, PackedExperts] = {one.name: one for one in (INT4, FP8)}
+
+# All that a mixture's experts can be, if they are not plain.
+EXPERT_FORMATS: Mapping[str, PackedExperts | TiledExperts] = {**STORED_EXPERTS, "lossless": TiledExperts()}
