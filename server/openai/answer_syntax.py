@@ -53,14 +53,14 @@ class AnswerSyntax:
         """A parser of one answer to this prompt; None where there is nothing to read in it."""
         splitter = calls = None
         if self.reasoning is not None:
-            splitter = ReasoningSplitter(self.reasoning, is_open=_is_thinking(self.reasoning, body, prompt))
+            splitter = ReasoningSplitter(self.reasoning, is_open=begins_in_thoughts(self.reasoning, body, prompt))
         if self.calls is not None and body.tools:
             rules = CallRules({tool.function.name: tool.function.parameters or {} for tool in body.tools}, random_id)
             calls = ToolCallParser(self.calls, rules, max_calls=1 if body.parallel_tool_calls is False else None)
         return None if splitter is None and calls is None else AnswerParser(splitter, calls)
 
 
-def _is_thinking(markers: ReasoningFormat, body: ChatRequest, prompt: str) -> bool:
+def begins_in_thoughts(markers: ReasoningFormat, body: ChatRequest, prompt: str) -> bool:
     """Whether the prompt ends within thoughts."""
     if body.continue_final_message:
         continued = str(for_template(body.messages[-1]).get("content", ""))

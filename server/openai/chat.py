@@ -13,6 +13,8 @@ from jaxinfer.conversation import render_conversation
 from jaxinfer.request import OutputDelta, RequestContext, RequestOutput, SamplingParams, TokenLogprob
 from jaxinfer.segments import Prompt
 from jaxinfer.tokenizer import Tokenizer
+from server.openai.answer_grammar import held
+from server.openai.answer_syntax import begins_in_thoughts
 from server.openai.answers import AnswerReader, chat_finished_by, whole_message
 from server.openai.caller import UNKNOWN, Caller, request_identity, tier_of
 from server.openai.logprobs import TokenNames, chat_logprobs, prompt_logprobs_by_id
@@ -60,6 +62,8 @@ async def _prepare(service: Service, body: ChatRequest, caller: Caller) -> _Chat
     syntax = service.syntax.for_request(body)
     params = syntax.with_markers(params, service.tokenizer)
     text = await work_on(size_for_template(body.messages), partial(_render, service, body))
+    is_thinking = syntax.reasoning is not None and begins_in_thoughts(syntax.reasoning, body, text)
+    params = held(params, syntax, body, service.tokenizer.special_tokens, is_thinking=is_thinking)
     # Without special tokens: the template has written them.
     token_ids = await work_on(len(text), partial(service.encode, "messages", text, params, add_special_tokens=False))
     prompt = service.validate("messages", token_ids, params)

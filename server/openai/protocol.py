@@ -25,7 +25,8 @@ from server.openai.extensions import MAX_INT, SAMPLING_FIELDS, Extensions
 from server.openai.messages import AnyMessage, Tool
 from server.openai.parameter_policy import ParameterPolicy
 from server.openai.strict import NonEmpty, StrictModel, describe, one_of
-from server.openai.tool_choice import ToolChoice, check_enforceable, check_tools
+from server.openai.structured import StructuredFields
+from server.openai.tool_choice import ToolChoice, check_tools
 from server.openai.unsupported import CHAT, COMPLETION, EMBEDDING, HARMLESS_BUT_STRICT
 
 MAX_INPUTS = 2048  # texts in one request, OpenAI's limit
@@ -51,7 +52,7 @@ class StreamOptions(StrictModel):
     include_obfuscation: bool | None = describe(description="accepted, without effect")
 
 
-class SamplingBody(Extensions):
+class SamplingBody(Extensions, StructuredFields):
     """Fields that chat and text completions share."""
 
     without_effect = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
@@ -121,6 +122,7 @@ class SamplingBody(Extensions):
         fields["stop"] = (self.stop,) if isinstance(self.stop, str) else self.stop
         fields["top_k"] = 0 if self.top_k == -1 else self.top_k
         fields["logit_bias"] = self.logit_bias and {_token_id(token): bias for token, bias in self.logit_bias.items()}
+        fields["structured_outputs"] = self.wanted_structure()
         given = {name: value for name, value in fields.items() if value is not None}
         return SamplingParams(**{**defaults, **given, "max_tokens": max_tokens, "logprobs": logprobs})
 
@@ -148,7 +150,7 @@ class ChatRequest(SamplingBody):
         description="shown to the model by its chat template, or else in the system message"
     )
     tool_choice: ToolChoice | None = describe(
-        description="auto by default; none: tools are not shown; required and a named function are not implemented"
+        description="auto by default; none: tools are not shown; required and a named function are held to by a grammar"
     )
     parallel_tool_calls: bool | None = describe(description="false: an answer has one call at most; more are left out")
     enable_thinking: bool | None = describe(description="for templates that read it (or thinking); without effect on others")
@@ -173,7 +175,6 @@ class ChatRequest(SamplingBody):
     @model_validator(mode="after")
     def _check_tools(self) -> Self:
         check_tools(self.tools or (), self.tool_choice)
-        check_enforceable(self.tools or (), self.tool_choice)
         return self
 
     @model_validator(mode="after")

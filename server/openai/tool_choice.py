@@ -49,17 +49,11 @@ def check_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> None:
         raise RequestError("tool_choice is 'required' without tools: send tools, or leave it out", "tool_choice")
 
 
-def check_enforceable(tools: Sequence[Tool], choice: ToolChoice | None) -> None:
-    """Raises `RequestError` for what only a grammar could promise: a call that has to come, arguments that have to keep
-    to their schema.
-
-    The one place where that is decided: `server.tools.grammar.call_grammar` has the grammar to sample with.
-    """
-    if isinstance(choice, NamedTool) or choice == "required":
-        what = "a named function" if isinstance(choice, NamedTool) else "'required'"
-        message = f"tool_choice is not implemented by this server for {what}: send 'auto', or leave it out"
-        raise RequestError(message, "tool_choice", "unsupported_parameter")
-    for number, tool in enumerate(tools):
-        if tool.strict or tool.function.strict:
-            place = f"tools[{number}].function.strict" if tool.function.strict else f"tools[{number}].strict"
-            raise RequestError(f"{place} is not implemented by this server: leave it out", place, "unsupported_parameter")
+def enforced_choice(tools: Sequence[Tool], choice: ToolChoice | None) -> str | None:
+    """What a grammar has to promise: 'required', a tool's name, or 'auto' where arguments of strict tools have to keep
+    to their schema; None for nothing."""
+    if isinstance(choice, NamedTool):
+        return choice.function.name
+    if choice == "required":
+        return choice
+    return "auto" if any(tool.strict or tool.function.strict for tool in tools) else None

@@ -10,8 +10,6 @@ from typing import Any
 Harmless = dict[str, tuple[Any, ...]]
 
 STRUCTURE: Harmless = {
-    "response_format": ({"type": "text"},),
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"), ()),
     **dict.fromkeys(("json_schema", "regex", "ebnf", "grammar", "format"), ()),
 }
 SAMPLING: Harmless = {

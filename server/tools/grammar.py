@@ -27,7 +27,7 @@ from server.tools.tagged import is_text
 
 Tools = Mapping[str, Mapping[str, Any]]  # the parameters' JSON schema of each, by name
 
-_SPACE = "SPACE: /[ \\t\\r\\n]{1,8}/\nspace: SPACE?"
+_SPACE = "SPACE: /[ \\t\\r\\n]{1,2}/\nspace: SPACE?"
 _ANYTHING = "TEXT: /(?s:.*)/"
 _DEFINITIONS = ("$defs", "definitions")  # that references in any part of a schema may name
 
@@ -118,7 +118,9 @@ def _quoted(text: str) -> str:
 
 
 def _schema_text(schema: Any) -> str:
-    return json.dumps(schema, ensure_ascii=False)
+    # A small model may write white space for ever where it is free.
+    bounded = {"x-guidance": {"whitespace_pattern": "[ \\n]{1,2}"}, **schema} if isinstance(schema, Mapping) else schema
+    return json.dumps(bounded, ensure_ascii=False)
 
 
 def _properties(schema: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:

@@ -31,6 +31,8 @@ EXAMPLES = settings(max_examples=60, derandomize=True, deadline=None, database=N
 # What a schema can't say: fields that depend on one another, and what the model, its context and the folder hold.
 DEPENDENT = {"priority", "top_logprobs", "stream_options", "max_tokens", "max_completion_tokens", "min_tokens", "best_of"} | {
     *("logprob_token_ids", "prompt_logprobs", "continue_final_message", "truncation_side", "tool_choice"),
+    *("response_format", "response_format.json_schema", "structured_outputs"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
 }
 OF_THE_MODEL = {"truncate_prompt_tokens"} | {
     "logit_bias",

@@ -162,11 +162,8 @@ def test_nulls_are_as_if_they_were_left_out(client):
 @pytest.mark.parametrize(
     "wish",
     [
-        {"response_format": {"type": "json_schema", "json_schema": {}}},
         {"modalities": ["text", "audio"]},
         {"logits_processors": ["x"]},
-        {"structured_outputs": {"choice": ["a"]}},
-        {"guided_json": {}},
         {"max_new_tokens": 7},
         {"stop_sequences": ["x"]},
         {"web_search_options": {}},
