@@ -108,8 +108,8 @@ class SamplingParams:
     """How one request's tokens are sampled. Checked on construction: `RequestError` names the field, its value and the
     range.
 
-    Order on the device: penalties, logit_bias, temperature, min_p, top_k, top_p. Log-probabilities are of the model's
-    own distribution, before any of these, so that they equal a reference forward pass.
+    Order on the device: penalties, logit_bias, grammar, temperature, min_p, top_k, top_p. Log-probabilities are of the
+    model's own distribution, before any of these, so that they equal a reference forward pass.
     """
 
     temperature: float = 1.0  # 0: greedy, the exact argmax

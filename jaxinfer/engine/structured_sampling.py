@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from jaxinfer.engine.later_programs import Compiled, LaterBucket, LaterPrograms
+from jaxinfer.kv_transfer.kv_receiver import KVReceiver
 from jaxinfer.kv_transfer.remote import Remote
 from jaxinfer.programs.compilation import ProgramSource
 from jaxinfer.sequence import Sequence as EngineSequence
@@ -57,10 +58,15 @@ class StructuredSampling:
         return True
 
     def remove(self, sequence: EngineSequence) -> bool:
-        """Forget a sequence; whether it was held."""
-        before = len(self._held)
-        self._held = [entry for entry in self._held if entry[0] is not sequence]
-        return len(self._held) < before
+        """Forget a sequence, and tell the engine that shares it; whether it was held."""
+        removed = [entry for entry in self._held if entry[0] is sequence]
+        for entry in removed:
+            self._held.remove(entry)
+            if isinstance(entry[1], KVReceiver):
+                entry[1].is_over = True
+            elif entry[1] is not None:
+                entry[1].fail("the prefill worker gave the request up")
+        return bool(removed)
 
     def released(self, *, is_idle: bool) -> list[tuple[EngineSequence, Remote | None]]:
         """Sequences that need to wait no longer. An idle engine waits for a moment. Raises `RuntimeError` where the

@@ -28,6 +28,7 @@ from jaxinfer.kv_cache.block_keys import History, block_keys, digests
 from jaxinfer.request import DEFAULT_CONTEXT, FinishReason, OutputDelta, RequestContext, SamplingParams
 from jaxinfer.segments import Prompt
 from jaxinfer.stats import EngineStats
+from jaxinfer.structured.grammars import Grammars
 from jaxinfer.tokenizer import Tokenizer
 from server.backend import Overloaded, Unavailable
 from server.cluster_stats import ClusterStats
@@ -81,6 +82,7 @@ class RouterBackend:
         self._quiet = asyncio.Event()
         self._quiet.set()
         self._is_stopping = False
+        self._grammars: Grammars | None = None  # from the first request on that needs them
         self._favourites = _Recent(_MOST_SESSIONS)
         self.num_migrations = 0
         self.num_routed: Counter[str] = Counter()  # sequences, by why they went where they went
@@ -110,7 +112,11 @@ class RouterBackend:
 
     def validate(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> Prompt:
         """See `Backend`."""
-        return RequestIntake(self._tokenizer, self._info.vocab_size, self.max_model_len, time.monotonic).validate(prompt_token_ids, params)
+        vocab_size = self._info.vocab_size
+        if params.structured_outputs is not None and self._grammars is None:
+            self._grammars = Grammars(self._tokenizer, vocab_size)
+        intake = RequestIntake(self._tokenizer, vocab_size, self.max_model_len, time.monotonic, self._grammars)
+        return intake.validate(prompt_token_ids, params)
 
     async def generate(
         self, request_id: str, prompt: Prompt, params: SamplingParams, context: RequestContext = DEFAULT_CONTEXT

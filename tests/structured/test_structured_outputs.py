@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 
 from jaxinfer import LLM, RequestError, SamplingParams, StructuredOutputs
+from jaxinfer.kv_transfer.page_client import PageClient
+from jaxinfer.kv_transfer.page_server import PageServer
 from jaxinfer.request import RequestOutput
 from tests.conftest import MakeLLM
 from tests.covering import covered_layouts
 from tests.engine.page_audit import assert_all_free
+from tests.engine.test_remote_handoffs import Pair, check_all_free
 from tests.engine.workload import workload
 
 PROMPTS, PARAMS = workload()
@@ -134,6 +137,23 @@ def test_what_another_engine_has_answered_is_gone_on_from(expected: list[list[li
         for delta in engine.step():
             found += delta.token_ids
     assert found == tokens[5:]
+
+
+def test_one_engine_prefills_and_another_decodes(expected: list[list[list[int]]], llms: MakeLLM) -> None:
+    source = llms(**SMALL, kv_peers=True, prefill_chunk_size=64)
+    target = llms(**SMALL, kv_peers=True, prefill_devices=(1,), decode_devices=(2,), page_size=32)
+    pair = Pair(source.engine, target.engine, PageServer("127.0.0.1"), PageClient())
+    for number, wanted in enumerate(WANTED):
+        pair.add_request(str(number), PROMPTS[number * len(WAYS) % 6], SamplingParams(max_tokens=100, structured_outputs=wanted, **WAYS[0]))
+    pair.add_request("left", PROMPTS[0], SamplingParams(structured_outputs=WANTED[0]))
+    target.engine.abort("left")
+    source.engine.abort("left")
+    pair.run()
+    assert [pair.tokens[str(number)] for number in range(len(WANTED))] == [one[0] for one in expected[:: len(WAYS)][: len(WANTED)]]
+    assert target.engine.stats.num_taken_over == 0
+    check_all_free(source.engine, target.engine)
+    pair.server.close()
+    pair.client.close()
 
 
 @pytest.mark.parametrize(
