@@ -46,7 +46,6 @@ TINY = {
     "decode_buckets": (8, 32),
     "prefill_buckets": (32, 128),
     "prefill_chunk_size": 128,
-    "structured_outputs": False,  # tests of theirs ask for them
 }
 
 # The default model's. One set of programs for all tests that need no others: each costs seconds to compile.

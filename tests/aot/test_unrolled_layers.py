@@ -43,7 +43,7 @@ def test_unrolled_layers_copy_no_weights_and_scanned_ones_do(target, batch):
         cos_sin = angles(positions, inverse_frequencies(config.head_size, config.rope_theta, config.rope_scaling))
         groups = LayerGroups.of(config.layer_spans)
         everywhere = PagedAttentionBackend(mesh, DecodeKernels("mosaic_gpu"), groups, (table,), (page_ids,), positions % 16, kv_len)
-        return cos_sin, lambda layer: everywhere.at(KVCacheLocation(layer, table, page_ids))
+        return cos_sin, lambda layer: everywhere.at((KVCacheLocation(layer, table, page_ids), None))
 
     def unrolled(weights, pages, x, *rows):
         cos_sin, attend = context(*rows)

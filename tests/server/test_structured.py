@@ -38,9 +38,7 @@ def tool(name: str, schema: Any, **more: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def api(tiny_model_path: Any) -> Iterator[openai.OpenAI]:
-    engine = Engine(
-        EngineConfig.of(model=str(tiny_model_path), **TINY | {"structured_outputs": True, "max_batch_size": 8, "decode_buckets": (8,)})
-    )
+    engine = Engine(EngineConfig.of(model=str(tiny_model_path), **TINY | {"max_batch_size": 8, "decode_buckets": (8,)}))
     app = create_app(LocalBackend(engine), engine.tokenizer, ServerConfig(served_model_name=("tiny",)))
     with served(app) as url, openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0) as client:
         yield client

@@ -20,7 +20,7 @@ from tests.engine.test_remote_handoffs import Pair, check_all_free
 from tests.engine.workload import workload
 
 PROMPTS, PARAMS = workload()
-SMALL: dict[str, Any] = {"max_batch_size": 8, "decode_buckets": (8,), "prefill_buckets": (32, 128), "structured_outputs": True}
+SMALL: dict[str, Any] = {"max_batch_size": 8, "decode_buckets": (8,), "prefill_buckets": (32, 128)}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one device": {},
     "few pages": {"kv_memory": "40KiB"},
@@ -191,6 +191,6 @@ def test_values_are_checked() -> None:
         SamplingParams(allowed_token_ids=(1,), structured_outputs=StructuredOutputs(regex="a"))
 
 
-def test_an_engine_without_them_says_so(llm: LLM) -> None:
+def test_an_engine_without_them_says_so(llms: MakeLLM) -> None:
     with pytest.raises(RequestError, match="--no-structured-outputs"):
-        llm.generate(PROMPTS[0], SamplingParams(structured_outputs=WANTED[1]))
+        llms(structured_outputs=False).generate(PROMPTS[0], SamplingParams(structured_outputs=WANTED[1]))
