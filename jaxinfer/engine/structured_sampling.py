@@ -3,6 +3,7 @@ masks."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -13,6 +14,8 @@ from jaxinfer.kv_transfer.remote import Remote
 from jaxinfer.programs.compilation import ProgramSource
 from jaxinfer.sequence import Sequence as EngineSequence
 from jaxinfer.structured.grammars import Grammars
+
+logger = logging.getLogger(__name__)
 
 _IDLE_WAIT = 0.005  # seconds
 
@@ -35,7 +38,7 @@ class StructuredSampling:
         sources: Sequence[ProgramSource],
         named: Callable[[Compiled], Compiled] = lambda programs: programs,
     ) -> None:
-        self.grammars, self._runners = grammars, runners
+        self.grammars, self._runners, self._num_programs = grammars, runners, len(sources)
         self._later = LaterPrograms([LaterBucket(self, len(sources), sources)], named)
         self._is_ready = self._is_started = False
         self._held: list[tuple[EngineSequence, Remote | None]] = []
@@ -45,6 +48,7 @@ class StructuredSampling:
         del size
         for runner in self._runners:
             runner.add_programs(programs)
+        logger.info("the programs of structured outputs are ready")
         self._is_ready = True
 
     def holds(self, sequence: EngineSequence, remote: Remote | None) -> bool:
@@ -53,6 +57,7 @@ class StructuredSampling:
             return False
         if not self._is_started:
             self._is_started = True
+            logger.info("the first request for structured outputs waits for %d programs, made in the background", self._num_programs)
             self._later.start()
         self._held.append((sequence, remote))
         return True
