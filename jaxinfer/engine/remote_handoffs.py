@@ -111,6 +111,10 @@ class RemoteHandOffs:
         """Whether any sequence is shared with another engine."""
         return bool(self._senders or self._receivers)
 
+    def holds(self, sequence: EngineSequence) -> bool:
+        """Whether a sequence is in no role yet, for its programs are not there."""
+        return self._structured is not None and self._structured.has(sequence)
+
     def remove(self, sequence: EngineSequence) -> bool:
         """Forget a sequence in either direction, and the pages that came for it. Whether that was all it had here."""
         if self._structured is not None and self._structured.remove(sequence):

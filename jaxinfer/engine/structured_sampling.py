@@ -62,6 +62,10 @@ class StructuredSampling:
         self._held.append((sequence, remote))
         return True
 
+    def has(self, sequence: EngineSequence) -> bool:
+        """Whether a sequence is held."""
+        return any(held is sequence for held, _ in self._held)
+
     def remove(self, sequence: EngineSequence) -> bool:
         """Forget a sequence, and tell the engine that shares it; whether it was held."""
         removed = [entry for entry in self._held if entry[0] is sequence]

@@ -91,7 +91,8 @@ class WeightChanges:
         """Take all requests from the roles; forget all that was computed with these weights."""
         if self.is_asleep:
             return
-        self._paused = self._preemption.pause([sequence for sequences in self._requests.values() for sequence in sequences])
+        every = [sequence for sequences in self._requests.values() for sequence in sequences]
+        self._paused = self._preemption.pause([sequence for sequence in every if not self._remote.holds(sequence)])
         for manager in {self._prefill.manager, self._decode.manager}:
             manager.invalidate()
         if self._prefill.tiers is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from jaxinfer import LLM, RequestError, SamplingParams, StructuredOutputs
 from jaxinfer.kv_transfer.page_client import PageClient
 from jaxinfer.kv_transfer.page_server import PageServer
 from jaxinfer.request import RequestOutput
-from tests.conftest import MakeLLM
+from tests.conftest import TINY, MakeLLM
 from tests.covering import covered_layouts
 from tests.engine.page_audit import assert_all_free
 from tests.engine.test_remote_handoffs import Pair, check_all_free
@@ -137,6 +138,24 @@ def test_what_another_engine_has_answered_is_gone_on_from(expected: list[list[li
         for delta in engine.step():
             found += delta.token_ids
     assert found == tokens[5:]
+
+
+def test_requests_wait_for_the_programs_and_others_do_not(expected: list[list[list[int]]], tiny_model_path: Path) -> None:
+    """A new engine; while it waits one is aborted, and the weights are put to sleep and woken."""
+    engine = LLM(str(tiny_model_path), **(TINY | SMALL)).engine
+    for name in ("held", "left"):
+        engine.add_request(name, PROMPTS[0], SamplingParams(max_tokens=100, structured_outputs=WANTED[0], **WAYS[0]))
+    engine.add_request("free", PROMPTS[0], PARAMS[0])
+    engine.abort("left")
+    engine.sleep(1)
+    engine.wake()
+    found: dict[str, list[int]] = {"held": [], "free": []}
+    while engine.has_requests:
+        for delta in engine.step():
+            found[delta.request_id] += delta.token_ids
+    assert found == {"held": expected[0][0], "free": expected[-4][0]}
+    assert engine.stats.num_compilations_after_ready == 0
+    assert_all_free(engine)
 
 
 def test_one_engine_prefills_and_another_decodes(expected: list[list[list[int]]], llms: MakeLLM) -> None:
