@@ -14,7 +14,7 @@ from server.tools.grammar import call_grammar
 from server.tools.reasoning import ReasoningFormat
 
 
-def held(
+def with_answer_grammar(
     params: SamplingParams, syntax: AnswerSyntax, body: ChatRequest, special_tokens: Mapping[str, int], *, is_thinking: bool
 ) -> SamplingParams:
     """The parameters with the grammar of `tool_choice`, strict tools and `response_format`, before which a model may

@@ -13,7 +13,7 @@ from jaxinfer.conversation import render_conversation
 from jaxinfer.request import OutputDelta, RequestContext, RequestOutput, SamplingParams, TokenLogprob
 from jaxinfer.segments import Prompt
 from jaxinfer.tokenizer import Tokenizer
-from server.openai.answer_grammar import held
+from server.openai.answer_grammar import with_answer_grammar
 from server.openai.answer_syntax import begins_in_thoughts
 from server.openai.answers import AnswerReader, chat_finished_by, whole_message
 from server.openai.caller import UNKNOWN, Caller, request_identity, tier_of
@@ -63,7 +63,7 @@ async def _prepare(service: Service, body: ChatRequest, caller: Caller) -> _Chat
     params = syntax.with_markers(params, service.tokenizer)
     text = await work_on(size_for_template(body.messages), partial(_render, service, body))
     is_thinking = syntax.reasoning is not None and begins_in_thoughts(syntax.reasoning, body, text)
-    params = held(params, syntax, body, service.tokenizer.special_tokens, is_thinking=is_thinking)
+    params = with_answer_grammar(params, syntax, body, service.tokenizer.special_tokens, is_thinking=is_thinking)
     # Without special tokens: the template has written them.
     token_ids = await work_on(len(text), partial(service.encode, "messages", text, params, add_special_tokens=False))
     prompt = service.validate("messages", token_ids, params)

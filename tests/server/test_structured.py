@@ -25,7 +25,7 @@ CITY = {"properties": {"at": {"enum": ["Rome", "Oslo"]}, "n": {"type": "integer"
 TIME = {"properties": {"zone": {"enum": ["UTC", "CET"]}}, "required": ["zone"], "additionalProperties": False}
 
 
-class Place(pydantic.BaseModel):
+class Weather(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid")
 
     name: Literal["Rome", "Oslo"]
@@ -47,8 +47,8 @@ def api(tiny_model_path: Any) -> Iterator[openai.OpenAI]:
 
 def test_the_official_client_parses_its_own_models(api: openai.OpenAI) -> None:
     for seed in range(3):
-        answer = api.chat.completions.parse(model="tiny", messages=MESSAGES, response_format=Place, seed=seed, temperature=1.0)
-        assert isinstance(answer.choices[0].message.parsed, Place)
+        answer = api.chat.completions.parse(model="tiny", messages=MESSAGES, response_format=Weather, seed=seed, temperature=1.0)
+        assert isinstance(answer.choices[0].message.parsed, Weather)
         assert answer.choices[0].finish_reason == "stop"
 
 
