@@ -23,7 +23,7 @@ from server.openai.protocol import ChatRequest
 from server.openai.responses import ChatChoice, ChatChunk, ChatChunkChoice, ChatCompletion, ChatDelta, ChatLogprobs, Usage
 from server.openai.service import Service, new_id
 from server.openai.template_variables import template_variables
-from server.openai.text_work import work_on
+from server.openai.text_work import size_of_grammar, work_on
 from server.tools.answer import AnswerParser
 from server.tools.formats import GENERIC
 from server.tools.prompting import with_call_ids, with_tools, written_calls
@@ -66,7 +66,7 @@ async def _prepare(service: Service, body: ChatRequest, caller: Caller) -> _Chat
     params = with_answer_grammar(params, syntax, body, service.tokenizer.special_tokens, is_thinking=is_thinking)
     # Without special tokens: the template has written them.
     token_ids = await work_on(len(text), partial(service.encode, "messages", text, params, add_special_tokens=False))
-    prompt = service.validate("messages", token_ids, params)
+    prompt = await work_on(size_of_grammar(params), partial(service.validate, "messages", token_ids, params))
     id = new_id("chatcmpl")
     usage = service.usage.measure(request_identity(caller, context, id, ENDPOINT, body.model), [prompt], params.n)
     return _ChatJob(id, int(time.time()), prompt, params, context, usage, body, partial(syntax.new_parser, body, text))

@@ -17,7 +17,7 @@ from server.openai.protocol import CompletionRequest
 from server.openai.responses import Completion, CompletionChoice, CompletionLogprobs, Usage
 from server.openai.service import Service, finished_by, new_id
 from server.openai.stream import merge
-from server.openai.text_work import work_on
+from server.openai.text_work import size_of_grammar, work_on
 from server.usage import RequestUsage
 
 ENDPOINT = "/v1/completions"
@@ -40,7 +40,7 @@ async def _prepare(service: Service, body: CompletionRequest, caller: Caller) ->
     if len(body.prompts) > service.config.max_prompts:
         raise RequestError(f"prompt has {len(body.prompts)} prompts: at most {service.config.max_prompts} in one request", "prompt")
     token_lists = await work_on(sum(map(len, body.prompts)), partial(_encode, service, body.prompts, params))
-    prompts = [service.validate("prompt", token_ids, params) for token_ids in token_lists]
+    prompts = await work_on(size_of_grammar(params), lambda: [service.validate("prompt", token_ids, params) for token_ids in token_lists])
     id = new_id("cmpl")
     usage = service.usage.measure(request_identity(caller, context, id, ENDPOINT, body.model), prompts, params.n)
     return _Job(id, int(time.time()), prompts, params, context, usage, body)

@@ -11,6 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import TypeVar
 
+from jaxinfer.request import SamplingParams
+
 T = TypeVar("T")
 
 LONG_TEXT = 8_000  # characters that are worth a thread: 5 ms of tokenizing
@@ -27,6 +29,16 @@ async def work_on(num_characters: int, work: Callable[[], T]) -> T:
     if num_characters < LONG_TEXT:
         return work()
     return await asyncio.get_running_loop().run_in_executor(_threads(num_characters >= VERY_LONG_TEXT), work)
+
+
+def size_of_grammar(params: SamplingParams) -> int:
+    """Characters for `work_on` of validating these parameters: a grammar that is new is compiled then, the first one of
+    a process after the tokenizer's tables."""
+    wanted = params.structured_outputs
+    if wanted is None:
+        return 0
+    texts = (wanted.json_schema, wanted.regex, wanted.grammar, *wanted.choice)
+    return LONG_TEXT + sum(len(text) for text in texts if text is not None)
 
 
 def start_with(work: Callable[[], object]) -> None:

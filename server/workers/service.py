@@ -9,6 +9,7 @@ import logging
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import aclosing
+from functools import partial
 from importlib import metadata
 from typing import Any
 
@@ -109,7 +110,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         if request.HasField("prefill_address"):
             receiver = KVReceiver(self._fetcher(request, fetching, span), self._geometry)
         try:
-            new = self._new_request(request.request_id, request.prompt_token_ids, request.params, request.context)
+            new = await self._new_request(request.request_id, request.prompt_token_ids, request.params, request.context)
             new = NewRequest(new.request_id, new.prompt, new.params, new.context, receiver, tuple(request.output_token_ids))
             if receiver is None:
                 self._expect(new, request)
@@ -148,7 +149,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         span = begin("prefill", request.traceparent, request_id=request.request_id, known_tokens=request.num_known)
         try:
             yield pb.PrefillEvent(offered=pb.Offered(page_port=self._pages.port))
-            new = self._new_request(
+            new = await self._new_request(
                 f"{request.request_id}-{uuid.uuid4().hex[:8]}", request.prompt_token_ids, request.params, request.context
             )
             new = NewRequest(new.request_id, new.prompt, new.params, new.context, sender, tuple(request.output_token_ids))
@@ -203,9 +204,12 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 return f"the workers' {name} differs: {here} where it is prefilled, {there} where it is decoded"
         return None
 
-    def _new_request(self, request_id: str, token_ids: Sequence[int], params: str, context: pb.Context) -> NewRequest:
+    async def _new_request(self, request_id: str, token_ids: Sequence[int], params: str, context: pb.Context) -> NewRequest:
         sampling = messages.read_params(params)
-        return NewRequest(request_id, self._engine.validate(list(token_ids), sampling), sampling, messages.read_context(context))
+        validate = partial(self._engine.validate, list(token_ids), sampling)
+        # A grammar that is new is compiled then.
+        prompt = validate() if sampling.structured_outputs is None else await asyncio.to_thread(validate)
+        return NewRequest(request_id, prompt, sampling, messages.read_context(context))
 
     def _fetcher(self, request: pb.GenerateRequest, fetching: _Fetching, span: TraceSpan) -> _Start:
         event_loop = asyncio.get_running_loop()

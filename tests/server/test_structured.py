@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Iterator
 from typing import Any, Literal
 
 import openai
 import pydantic
 import pytest
+from fastapi.testclient import TestClient
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine import Engine
@@ -17,6 +19,7 @@ from server.config import ServerConfig
 from server.local_backend import LocalBackend
 from server.openai.app import create_app
 from tests.conftest import TINY
+from tests.server.fakes import FakeBackend
 from tests.server.serving import served
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Hi"}]
@@ -127,3 +130,15 @@ def test_what_can_not_be_held_is_refused(api: openai.OpenAI, fields: dict[str, A
         api.chat.completions.create(model="tiny", messages=MESSAGES, extra_body=fields)
     assert error.value.param == param
     assert words in str(error.value)
+
+
+def test_grammars_are_compiled_beside_the_event_loop(client: TestClient, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first one takes the tokenizer's tables too: half a second in which no stream would go on."""
+    names: list[str] = []
+    validate = backend.validate
+    monkeypatch.setattr(backend, "validate", lambda *given: names.append(threading.current_thread().name) or validate(*given))
+    for path, body in (("chat/completions", {"messages": MESSAGES}), ("completions", {"prompt": "x"})):
+        names.clear()
+        for more in ({}, {"guided_choice": ["a"]}):
+            client.post(f"/v1/{path}", json={"model": "tiny", **body, **more})
+        assert [name.startswith("long-texts") for name in names] == [False, True]
